@@ -19,7 +19,8 @@ from asynckv.connectors.staging import Staging
 from asynckv.shielding import clear_all_frames
 from asynckv.tensors.blocks import KVBlocks
 from asynckv.tensors.cuda import Event
-from asynckv.transfers.staging import StagedTensor, StagingWriter, release_staged
+from asynckv.transfers.source import StagedTensor, release_staged
+from asynckv.transfers.staging import StagingWriter
 
 __all__ = ("GpuLayers",)
 

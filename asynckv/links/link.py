@@ -150,6 +150,10 @@ class Link:
         """What was shared or connected is no more: payload goes by lanes again."""
         self.transport_name = "inline"
 
+    def has_numbered(self, transfer: int) -> bool:
+        """Whether a number was given out for a transfer that this side sends."""
+        return transfer <= self._last_transfer
+
     def new_transfer(self) -> int:
         """Return a number for the next transfer that this side sends."""
         self._last_transfer += 2

@@ -19,15 +19,17 @@ class OwnTasks:
     """``failed`` is told, on the loop, what a task has failed of.
 
     That error keeps nothing of what the task had in hand. ``all_ended`` is called each
-    time that the last of them has ended.
+    time that the last of them has ended. They are of those of ``within``, too.
     """
 
     def __init__(
         self,
         failed: Callable[[Exception], None] = _raise,
         all_ended: Callable[[], None] = lambda: None,
+        within: OwnTasks | None = None,
     ) -> None:
         self.all_ended = all_ended
+        self._within = within
         self._failed = failed
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -43,7 +45,10 @@ class OwnTasks:
 
     def own(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
         """As :meth:`start`; but what it fails of is told by the task alone."""
-        task = asyncio.get_running_loop().create_task(work, name=name)
+        if self._within is not None:
+            task = self._within.own(work, name)
+        else:
+            task = asyncio.get_running_loop().create_task(work, name=name)
         self._tasks.add(task)
         task.add_done_callback(self._task_ended)
         return task

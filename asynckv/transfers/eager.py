@@ -1,9 +1,9 @@
-"""Small parts of a transfer: they ride with the frame that says that they are sent.
+"""Small parts of a transfer: they leave with the frame that says that they are sent.
 
 A part on a lane costs both sides a wake-up of a thread and a frame of its own. Parts
-of at most :data:`RIDES_NBYTES` leave on the control connection instead, as many
+of at most :data:`EAGER_NBYTES` leave on the control connection instead, as many
 together as fit in a frame's body. The rule is one of size alone, so that both sides
-know by which way a part goes.
+know by which route a part goes.
 """
 
 from __future__ import annotations
@@ -19,24 +19,24 @@ from asynckv.protocol.codec import BODY_PART_BYTES
 from asynckv.protocol.digests import digest_of
 from asynckv.protocol.transfer_frames import MAX_RIDERS, Riders
 
-__all__ = ("RIDES_NBYTES", "RidingParts", "rides")
+__all__ = ("EAGER_NBYTES", "EagerParts", "is_eager")
 
-RIDES_NBYTES: Final = 16 * 1024
+EAGER_NBYTES: Final = 16 * 1024
 
 _TICK_BYTES: Final = 256 * 1024
 """So much is digested and copied on the loop before others have their turn."""
 
 _BUSY_BYTES: Final = 2**20
 
-_Rider: TypeAlias = tuple[int, int, Callable[[], memoryview], bytes | None]
+_Part: TypeAlias = tuple[int, int, Callable[[], memoryview], bytes | None]
 
 
-def rides(nbytes: int) -> bool:
+def is_eager(nbytes: int) -> bool:
     """Does a part of this size go by frames, and not by a lane?"""
-    return nbytes <= RIDES_NBYTES
+    return nbytes <= EAGER_NBYTES
 
 
-class RidingParts:
+class EagerParts:
     """The small parts of one transfer that have not left yet.
 
     Their memory is read on the loop, until :meth:`stop`.
@@ -47,7 +47,7 @@ class RidingParts:
         self._stream = stream
         self._transfer = transfer
         self._loop = asyncio.get_running_loop()
-        self._parts: collections.deque[_Rider] = collections.deque()
+        self._parts: collections.deque[_Part] = collections.deque()
         self._is_due = False
 
     def add(
@@ -100,6 +100,6 @@ class RidingParts:
             sources.append(source)
             if is_digested:
                 digests.append(digest or digest_of(source))
-        riders = Riders(self._transfer, tuple(numbers), tuple(digests))
-        self._stream.send(riders, b"".join(sources))
+        frame = Riders(self._transfer, tuple(numbers), tuple(digests))
+        self._stream.send(frame, b"".join(sources))
         return total + 1

@@ -10,32 +10,27 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 from collections.abc import Callable
-from typing import Final, Protocol, TypeAlias
+from typing import Final, TypeAlias
 
 import numpy
 import numpy.typing
-import torch
 
-from asynckv.shielding import clear_all_frames
-from asynckv.tensors.arena import Region
 from asynckv.tensors.copying import CopyPool
 from asynckv.tensors.cuda import DeviceMemory
 from asynckv.tensors.feeds import Feed
 from asynckv.tensors.on_gpu import KVOnGpu
-from asynckv.tensors.runs import Runs
 from asynckv.tensors.views import tensor_over
+from asynckv.transfers.source import Source
 from asynckv.types import TensorSpec
 from asynckv.waits.line import ByteRoom
 
 __all__ = (
     "HOST_COPIES_NBYTES",
     "PIECE_NBYTES",
-    "Hoisting",
+    "D2HCopier",
     "HostCopies",
     "HostCopy",
-    "OnGpu",
 )
 
 
@@ -94,25 +89,16 @@ class _Counted:
         self._copies.gone_soon(self._memory.nbytes)
 
 
-logger = logging.getLogger(__name__)
-
 PIECE_NBYTES: Final = 8 * 2**20
 
 HostCopy: TypeAlias = memoryview | Feed
 """A copy that is whole, or one that has begun and is fed."""
 
 
-class OnGpu(Protocol):
-    """Whatever says where a tensor of a GPU lies, while it does."""
+class D2HCopier:
+    """Reads a GPU for one peer, by ``pool``, one at a time, to memory of ``copies``.
 
-    def place(self, spec: TensorSpec) -> torch.Tensor | Runs | DeviceMemory | KVOnGpu:
-        """Return what a copy of it is made from."""
-
-
-class Hoisting:
-    """Copies for one peer, by ``pool``, one at a time, to memory of ``copies``.
-
-    ``feeds`` of them may be fed at a time, as the link's payload says, and their pieces
+    ``feeds`` copies may be fed at a time, as the link's payload says, and their pieces
     take turns; with none each is copied whole.
     """
 
@@ -124,78 +110,47 @@ class Hoisting:
         self._feeding = asyncio.Semaphore(max(feeds, 1))
         self._turn = asyncio.Lock()
 
-    async def digest(
-        self,
-        region: Region,
-        spec: TensorSpec,
-        digested: Callable[[bytes], None],
-        failed: Callable[[Exception], None],
-    ) -> None:
-        """Digest a region that came without one, then call one of the two.
+    async def digest(self, source: Source) -> bytes:
+        """Return the digest of all its bytes. Waits for no copy to be sent.
 
-        ``failed`` is called too if ``digested`` raises. Waits for no copy to be sent.
-        A cancelled call has called neither.
+        :raises GPUFailed: the GPU failed
         """
         async with self._turn:
-            try:
-                (digest,) = await self._pool.digest([region.place(spec)])
-                digested(digest)
-            except Exception as exc:
-                # Whatever it is: who waits for the digest would wait for ever.
-                logger.exception("an entry cannot be digested")
-                failed(exc)
+            (digest,) = await self._pool.digest([source.place()])
+            return digest
 
-    async def hoist(
-        self,
-        region: OnGpu,
-        spec: TensorSpec,
-        copied: Callable[[HostCopy], None],
-        failed: Callable[[Exception], None],
-    ) -> None:
-        """As :meth:`copy`; ``failed`` is called, and it is logged, if that raises."""
-        try:
-            await self.copy(region, spec, copied)
-        except Exception as exc:
-            # Whatever it is: who waits for the bytes would wait for ever.
-            clear_all_frames(exc)  # they keep the copy
-            logger.exception("an entry cannot be read from its GPU")
-            failed(exc)
-
-    async def copy(
-        self, region: OnGpu, spec: TensorSpec, copied: Callable[[HostCopy], None]
-    ) -> None:
-        """Copy a region as there is room for it; call ``copied`` once, with all of it,
-        or, if it is fed, when its first piece is there.
+    async def copy(self, source: Source, copied: Callable[[HostCopy], None]) -> None:
+        """Copy it as there is room for it; call ``copied`` once, with all of it, or, if
+        it is fed, when its first piece is there.
 
         The room is others' when nothing refers to the copy any more. When this ends, be
-        it cancelled or by an error, no GPU reads the region; a feed that has begun
+        it cancelled or by an error, no GPU reads the source; a feed that has begun
         waits then for bytes that never come: whoever was given it is to stop it.
 
         :raises GPUFailed: the GPU failed
         """
-        if self._may_feed and spec.nbytes > self._piece_nbytes:
+        if self._may_feed and source.nbytes > self._piece_nbytes:
             async with self._feeding:
-                await self._feed(region, spec, copied)
+                await self._feed(source, copied)
             return
         memory = None
         try:
-            memory = await self._copies.empty(spec.nbytes)
+            memory = await self._copies.empty(source.nbytes)
             async with self._turn:
-                await self._copy(region, spec, memory)
+                await self._copy(source, memory)
             copied(memory)
         finally:
             memory = None  # whoever keeps the task keeps this frame
 
-    async def _feed(
-        self, region: OnGpu, spec: TensorSpec, copied: Callable[[HostCopy], None]
-    ) -> None:
-        feed, memory = Feed(spec.nbytes), None
+    async def _feed(self, source: Source, copied: Callable[[HostCopy], None]) -> None:
+        nbytes = source.nbytes
+        feed, memory = Feed(nbytes), None
         try:
-            for start in range(0, spec.nbytes, self._piece_nbytes):
-                stop = min(start + self._piece_nbytes, spec.nbytes)
+            for start in range(0, nbytes, self._piece_nbytes):
+                stop = min(start + self._piece_nbytes, nbytes)
                 memory = await self._copies.empty(stop - start)
                 async with self._turn:
-                    await self._copy_piece(region, spec, start, memory)
+                    await self._copy_piece(source, start, memory)
                 feed.put(memory)
                 memory = None
                 if not start:
@@ -203,17 +158,14 @@ class Hoisting:
         finally:
             del feed, memory  # as there
 
-    async def _copy(self, region: OnGpu, spec: TensorSpec, memory: memoryview) -> None:
-        copying = self._pool.copy(
-            [region.place(spec)], [tensor_over(memory, spec)], digest=False
-        )
-        del memory  # as there
+    async def _copy(self, source: Source, memory: memoryview) -> None:
+        target = tensor_over(memory, source.spec)
+        copying = self._pool.copy([source.place()], [target], digest=False)
+        del memory, target  # as there
         await copying
 
-    async def _copy_piece(
-        self, region: OnGpu, spec: TensorSpec, start: int, memory: memoryview
-    ) -> None:
-        place, nbytes = region.place(spec), memory.nbytes
+    async def _copy_piece(self, source: Source, start: int, memory: memoryview) -> None:
+        place, nbytes = source.place(), memory.nbytes
         if not isinstance(place, DeviceMemory | KVOnGpu):
             raise TypeError("what is fed lies on a GPU")
         target = tensor_over(memory, TensorSpec((nbytes,), "uint8"))

@@ -33,7 +33,7 @@ from asynckv.protocol.transfer_frames import (
 from asynckv.shielding import wait_shielded
 from asynckv.tensors.cuda import DeviceMemory
 from asynckv.tensors.runs import Memory, fill
-from asynckv.transfers.eager import rides
+from asynckv.transfers.eager import is_eager
 from asynckv.transfers.targets import DeviceTarget, Target, copy_to_device
 
 __all__ = ("DeviceRoute", "Incoming", "hear_incoming")
@@ -173,7 +173,7 @@ class Incoming:
         for part, target in enumerate(targets):
             if isinstance(target, DeviceTarget):
                 self._on_device[part] = target
-            if self._is_eager and rides(target.nbytes):
+            if self._is_eager and is_eager(target.nbytes):
                 self._eager[part] = target.host()
             elif route is None:
                 self._receive(part, target)
@@ -435,7 +435,9 @@ class Incoming:
     def _choose_route(self) -> DeviceRoute | None:
         if self._find_route is None:
             return None
-        large = [t for t in self._targets if not (self._is_eager and rides(t.nbytes))]
+        large = [
+            t for t in self._targets if not (self._is_eager and is_eager(t.nbytes))
+        ]
         if not large or not all(target.is_on_device for target in large):
             return None
         return self._find_route()

@@ -32,7 +32,7 @@ from asynckv.tensors.device_tensors import gpu_of
 from asynckv.tensors.runs import Memory
 from asynckv.transfers.budget import ReceiveBudget
 from asynckv.transfers.delivery import Delivery, on_host
-from asynckv.transfers.eager import rides
+from asynckv.transfers.eager import is_eager
 from asynckv.transfers.manifest import unpack
 from asynckv.transfers.readers import IpcReader, MapReader, ShownArrivals, ShownParts
 from asynckv.transfers.reception import PartSink, Reception
@@ -71,7 +71,7 @@ async def places_on_gpu(
     """
     tensors, places = dict[str, torch.Tensor](), list[Memory | DeviceMemory]()
     for name, spec in specs.items():
-        if rides(spec.nbytes):
+        if is_eager(spec.nbytes):
             tensors[name] = pool.host_empty(spec)
             places.append(memory_of(tensors[name]))
             continue

@@ -1,283 +1,217 @@
-"""The parts of one transfer that leave for a peer's buffer, once it grants them.
+"""The sending half of a transfer: what is there leaves, once the peer grants it.
 
-As the peer's memory is: by the link's payload, or from GPU to GPU, be they in host
-memory or on this side's GPU; what is small rides. Plain functions; tasks read back what
-a GPU has, piece by piece while the last one is on the wire. What left from GPU to GPU
-may be asked for once more by the link's payload, until the peer says that it has
-verified it: the sources are kept until then. What the buffer's side reads where this
-side has staged it is pinned before the reader is told of it: only its word, or the end
-of what it has open, lets the memory be another's.
+As the peer's memory is: through the link's payload, from GPU to GPU, or not at all,
+where the peer reads it in memory of this side's GPU. Small parts are eager: they leave
+with a frame. What a GPU has to give to the link's payload is copied to the host, piece
+by piece while the last one is on the wire. The peer may grant what it has not verified
+once more, by the link's payload; the sources are kept until then.
+
+Which grant counts is the same for every request. One of another transfer than this has
+crossed that one's end, and so has one that comes after the stop: they are ignored. One
+of what was never offered breaks the link. A later grant sends everything anew, but for
+small parts of what was granted memory of a GPU: no route has lost those.
 """
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
-from typing import Protocol, TypeAlias
+from typing import Any, Final, Protocol, TypeAlias
 
-from asynckv.errors import RemoteProtocolError
+from asynckv.errors import GPUFailed, RemoteProtocolError
 from asynckv.links.gpu_link import GpuLink
 from asynckv.links.link import Link
 from asynckv.links.own_tasks import OwnTasks
 from asynckv.links.requests import LinkStream
 from asynckv.protocol.handshake import DigestMode, strictest
 from asynckv.protocol.transfer_frames import (
+    Done,
+    Grant,
     GrantDevices,
     GrantShared,
     SentDevices,
     SentShared,
 )
 from asynckv.sharing.owner import MapHolder
-from asynckv.tensors.arena import Region
-from asynckv.tensors.blocks import memory_of
-from asynckv.tensors.copying import CopyPool
-from asynckv.tensors.cuda import DeviceMemory
 from asynckv.tensors.device_copying import DeviceCopyPool
 from asynckv.tensors.device_regions import DeviceRegion
 from asynckv.tensors.feeds import Feed
-from asynckv.tensors.on_gpu import KVOnGpu
 from asynckv.tensors.runs import Memory, joined
-from asynckv.transfers.eager import RidingParts, rides
-from asynckv.transfers.host_copies import Hoisting, HostCopies, HostCopy
-from asynckv.transfers.staging import (
-    Source,
-    SourceOnGpu,
-    StagedTensor,
-    are_staged,
-    places_of,
-)
-from asynckv.types import TensorSpec
+from asynckv.transfers.eager import EagerParts, is_eager
+from asynckv.transfers.host_copies import D2HCopier, HostCopy
+from asynckv.transfers.source import Source
+from asynckv.transfers.targets import device_memory
 
-__all__ = (
-    "DigestPart",
-    "GpuSending",
-    "LeavingParts",
-    "OutwardWays",
-    "ShownParts",
-    "ShownTo",
-    "Telling",
-)
+__all__ = ("AnyGrant", "Exported", "Importer", "Outgoing", "Routes", "ignore_grant")
+
+AnyGrant: TypeAlias = Grant | GrantDevices | GrantShared
+
+_Parts: TypeAlias = Sequence[tuple[int, Source]]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class ShownTo:
+class Importer:
     """Who reads memory of this side's GPU, and what digests it here."""
 
     holder: MapHolder
     pool: DeviceCopyPool
 
 
-_Staged: TypeAlias = tuple[int, StagedTensor, bytes]
+@dataclasses.dataclass(frozen=True, slots=True)
+class Exported:
+    """Who was told where all that is not eager will lie, before it is granted.
 
-
-class ShownParts:
-    """Each of ``parts`` with its number, and with its digest where that is known.
-
-    ``shown`` is who reads them, if anybody does; ``tell`` sends what is said of each.
+    ``digest`` is what this side wants to be compared of it.
     """
 
-    def __init__(
-        self,
-        transfer: int,
-        parts: Sequence[tuple[int, Source, bytes | None]],
-        shown: ShownTo | None,
-        tell: Callable[[SentShared], None],
-    ) -> None:
-        self._transfer = transfer
-        self._parts = parts
-        self._shown = shown
-        self._tell = tell
-        self._pin: int | None = None
+    holder: MapHolder
+    digest: DigestMode
 
-    @property
-    def are_read(self) -> bool:
-        """Whether the reader may be at them."""
-        return self._pin is not None
 
-    async def show(self, kind: DigestMode) -> None:
-        """Say where each lies, with a digest of that ``kind`` or of all its bytes.
+class Routes(Protocol):
+    """Whoever knows how what is on its GPU gets to a peer."""
 
-        If one of them is not there, only that. A cancelled call ends when nothing reads
-        them on this side.
+    def d2h(self, link: Link) -> D2HCopier:
+        """Return what brings it to the host, for the link's payload."""
 
-        :raises GPUFailed: the GPU failed
+    def nccl(self, link: Link) -> GpuLink | None:
+        """Return what leads from GPU to GPU there, while it does.
+
+        :raises RemoteProtocolError: nothing ever did
         """
-        shown, staged, edges = self._shown, list[_Staged](), iter(list[bytes]())
-        if shown is not None and not shown.holder.is_usable:
-            shown = None  # nobody would ever say that he is through with it
-        for index, source, digest in self._parts:
-            if shown is None or not isinstance(source, StagedTensor):
-                self._tell(SentShared(self._transfer, index, "off"))
-                return
-            staged.append((index, source, digest or b""))
-        if shown is None:
-            return
-        self._pin = shown.holder.pin([source.region for _, source, _ in staged]).number
-        if kind == "edges":
-            unknown = [source for _, source, digest in staged if not digest]
-            edges = iter(await shown.pool.edges([one.place() for one in unknown]))
-        for index, source, digest in staged:
-            said: DigestMode = "full" if digest else kind
-            if not digest and kind == "edges":
-                digest = next(edges)
-            elif not digest and kind == "full":
-                (digest,) = await shown.pool.digest(places_of([source]))
-            offset = source.region.start
-            self._tell(SentShared(self._transfer, index, said, offset, digest))
-
-    def let_go(self) -> None:
-        """The reader is through with all of them. Never waits."""
-        shown, self._shown = self._shown, None
-        pin, self._pin = self._pin, None
-        if pin is not None and shown is not None:
-            shown.holder.unpin(pin)
 
 
-class OutwardWays(Protocol):
-    """Whoever knows what leads from its GPU to those of its peers."""
-
-    pool: CopyPool
-
-    @property
-    def copies(self) -> HostCopies:
-        """Memory of the host for what goes from a GPU another way."""
-
-    def way(self, link: Link) -> GpuLink | None:
-        """Return what does, while it does."""
-
-    def shown(self, link: Link) -> ShownTo | None:
-        """Return who reads in memory of its GPU there, while somebody does."""
+_NEVER_OFFERED: Final = "a grant of what was never offered"
 
 
-class LeavingParts:
-    """They stay untouched until :meth:`quiesce` has ended.
+def ignore_grant(frame: AnyGrant, link: Link) -> None:
+    """Nothing stands that this could grant: it has crossed the end of what did.
 
-    ``digests`` are theirs where they are known already. ``left(index, digest, error)``
-    is called when the last byte of one has left by the link's payload, which is to be
-    told, or could not; ``failed(error)`` when one cannot be read back from the GPU.
+    :raises RemoteProtocolError: it was never offered
     """
+    if not link.has_numbered(frame.transfer):
+        raise RemoteProtocolError(_NEVER_OFFERED)
+
+
+class Outgoing:
+    """One transfer to the other end of ``stream``, from the moment it is offered.
+
+    Its parts stay untouched until :meth:`quiesce` has ended. With ``is_on_gpu`` the
+    offer has said that NCCL may send them, and ``exported`` is who reads them where
+    they lie; ``importer`` returns who else may. ``failed(error)`` is called when one
+    cannot leave. ``sent`` is given what is to be said of one that the link's payload
+    has sent, by default to the peer. Its tasks are also ``within`` others.
+    """
+
+    __slots__ = (
+        "_copier",
+        "_copying",
+        "_eager",
+        "_exported",
+        "_failed",
+        "_importer",
+        "_in_lanes",
+        "_is_by_gpu",
+        "_is_on_gpu",
+        "_is_stopped",
+        "_link",
+        "_nccl",
+        "_pin",
+        "_routes",
+        "_send",
+        "_sent",
+        "_sources",
+        "_stream",
+        "_tasks",
+        "transfer",
+    )
 
     def __init__(
         self,
         stream: LinkStream,
         transfer: int,
-        sources: Sequence[Source],
-        digests: Sequence[bytes] | None,
-        ways: OutwardWays | None,
+        routes: Routes | None = None,
         *,
-        left: Callable[[int, bytes, BaseException | None], None],
         failed: Callable[[Exception], None],
+        is_on_gpu: bool = False,
+        exported: Exported | None = None,
+        importer: Callable[[Link], Importer | None] | None = None,
+        sent: Callable[[Done], None] | None = None,
+        within: OwnTasks | None = None,
     ) -> None:
-        self._link = stream.link
+        self.transfer = transfer
         self._stream = stream
-        self._transfer = transfer
-        self._sources = sources
-        self._digests = digests
-        self._ways = ways
-        self._left = left
-        self._riding: RidingParts | None = None
+        self._link = stream.link
+        self._routes = routes
+        self._failed = failed
+        self._is_on_gpu = is_on_gpu
+        self._exported = exported
+        self._importer = importer
+        self._sent: Callable[[Done], None] = sent or stream.send
+        self._tasks = OwnTasks(failed, within=within)
+        self._sources = dict[int, Source]()
+        self._send: Callable[[_Parts], None] | None = None
+        self._eager: EagerParts | None = None
+        self._copier: D2HCopier | None = None
+        self._copying = set[int]()
+        self._in_lanes = 0
+        self._nccl: GpuLink | None = None
+        self._pin: tuple[MapHolder, int] | None = None
         self._is_by_gpu = False
-        self._way: GpuLink | None = None
-        self._shown: ShownParts | None = None
-        self._name = f"asynckv: transfer {transfer} to a buffer"
-        self._tasks = OwnTasks(failed)
-        self._is_by_link = False
         self._is_stopped = False
 
     @property
     def is_busy(self) -> bool:
-        """Whether a task may still read the sources."""
-        return len(self._tasks) > 0
-
-    def on_grant(self) -> None:
-        """Send all by the link's payload: once more what left before.
-
-        So it is granted again what was given back on its way past the buffer.
-        """
-        if self._is_stopped:
-            return
-        if not self._is_by_gpu:
-            self._ride()
-        self._leave_way()
-        self.let_go()
-        hoisted = list[tuple[int, StagedTensor | KVOnGpu]]()
-        for index, source in self._large():
-            if isinstance(source, StagedTensor | KVOnGpu):
-                hoisted.append((index, source))
-            else:
-                self._send_by_link(index, memory_of(source))
-        if hoisted and (ways := self._ways) is not None:
-            feeds = self._link.payload.feeds
-            hoisting = Hoisting(ways.pool, ways.copies, feeds)
-            for index, there in hoisted:
-                self._hoist(hoisting, there, partial(self._send_by_link, index))
-
-    def on_grant_devices(self, frame: GrantDevices) -> None:
-        """Send all from GPU to GPU.
-
-        If this side's way is over, the peer will hear of that, and grant it again.
-
-        :raises RemoteProtocolError: nothing ever led there, some of it is not on this
-            side's GPU, or it was granted before
-        """
-        if self._is_stopped:
-            return
-        ways = self._ways
-        if ways is None or self._is_by_gpu or not are_staged(self._sources):
-            raise RemoteProtocolError("a grant of memory that nothing leads to")
-        self._ride()
-        self._is_by_gpu = True
-        self._way = way = ways.way(self._link)
-        if way is None:
-            return
-        is_off = strictest(way.digest, frame.kind) == "off"
-        kind: DigestMode = "off" if is_off else "full"
-        for index, source in self._large():
-            if isinstance(source, StagedTensor):
-                self._send_by_gpu(way, kind, index, source)
-
-    def on_grant_shared(self, frame: GrantShared) -> None:
-        """Say where all lies that the peer reads; or that it does not.
-
-        What is not in memory that the peer has open it will grant again.
-
-        :raises RemoteProtocolError: this side has no GPU, or it was granted before
-        """
-        if self._ways is None or self._is_by_gpu:
-            raise RemoteProtocolError("a grant of what was never shown")
-        if self._is_stopped:
-            return
-        self._ride()
-        self._is_by_gpu = True
-        parts = [(index, one, self._known(index)) for index, one in self._large()]
-        shown = self._ways.shown(self._link)
-        self._shown = ShownParts(self._transfer, parts, shown, self._stream.send)
-        self._tasks.start(partial(self._shown.show, frame.kind), self._name)
+        """Whether anything may still read the sources."""
+        return bool(self._in_lanes or len(self._tasks))
 
     @property
     def is_read(self) -> bool:
-        """Whether the peer may read on this side's GPU."""
-        return self._shown is not None and self._shown.are_read
+        """Whether the peer may read on this side's GPU what it was told of."""
+        return self._pin is not None
 
-    def let_go(self) -> None:
+    def add(self, part: int, source: Source) -> None:
+        """One more part is there: it leaves now, or when it is granted. Never waits."""
+        self._sources[part] = source
+        if self._send is not None:
+            self._send([(part, source)])
+
+    def on_grant(self, frame: AnyGrant) -> None:
+        """The peer's memory is ready: send what is there. Never waits.
+
+        If this side's route is over, the peer will hear of that, and grant it again.
+
+        :raises RemoteProtocolError: it was never offered, nothing ever led there, or a
+            GPU's memory was granted before
+        """
+        if frame.transfer > self.transfer:
+            raise RemoteProtocolError(_NEVER_OFFERED)
+        if self._is_stopped or frame.transfer < self.transfer:
+            return
+        if isinstance(frame, Grant):
+            self._begin(self._send_by_link)
+        elif self._is_by_gpu:
+            raise RemoteProtocolError("a second grant of a GPU's memory")
+        else:
+            self._begin(self._gpu_route(frame))
+            self._is_by_gpu = True
+
+    def release(self) -> None:
         """The peer reads nothing of it any more: it has said so. Never waits."""
-        if self._shown is not None:
-            self._shown.let_go()
+        pin, self._pin = self._pin, None
+        if pin is not None:
+            holder, number = pin
+            holder.unpin(number)
 
     def stop(self) -> None:
-        """Send no more. Never waits."""
-        self._link.payload.stop(self._transfer)
-        self.end()
-
-    def end(self) -> None:
-        """The peer has all, or needs no more. Never waits."""
+        """Send no more: the peer has all, or needs no more. Never waits."""
         self._is_stopped = True
-        if self._riding is not None:
-            self._riding.stop()
-        self._leave_way()
-        self._sources = ()  # whoever keeps this object keeps no memory
+        self._send = None
+        self._halt()
+        if self._eager is not None:
+            self._eager.stop()
+        self._sources = {}  # whoever keeps this object keeps no memory
 
     async def quiesce(self) -> None:
         """Stop, and wait until no thread reads the sources (shielded).
@@ -288,162 +222,210 @@ class LeavingParts:
         try:  # each waits, however often the one before it was cancelled
             await self._tasks.quiesce()
         finally:
-            await self._link.payload.quiesce(self._transfer)
+            if self._in_lanes:
+                await self._link.payload.quiesce(self.transfer)
 
-    def _large(self) -> list[tuple[int, Source]]:
-        every = enumerate(self._sources)
-        return [(index, source) for index, source in every if not rides(source.nbytes)]
+    def _begin(self, send: Callable[[_Parts], None]) -> None:
+        """Send all that is there by a route; what still leaves by another is stopped.
 
-    def _ride(self) -> None:
-        """Let small parts leave: once each time that all are asked for."""
-        if self._riding is not None:
-            self._riding.stop()
-        riding = RidingParts(self._link, self._stream, self._transfer)
-        for index, source in enumerate(self._sources):
-            if isinstance(source, StagedTensor | KVOnGpu):
-                continue  # too long, as it is there
-            if rides(source.nbytes):
-                read = partial(joined, memory_of(source))
-                riding.add(index, source.nbytes, read, self._known(index))
-        self._riding = riding
+        What was queued would mix with what is sent anew.
+        """
+        parts = [
+            (part, source)
+            for part, source in self._sources.items()
+            if not (self._is_by_gpu and is_eager(source.nbytes))
+            or part in self._copying
+        ]
+        if self._eager is not None and not self._is_by_gpu:
+            self._eager.stop()
+        self._halt()
+        self.release()
+        self._is_by_gpu = False
+        self._send = send
+        send(parts)
 
-    def _leave_way(self) -> None:
-        way, self._way, self._is_by_gpu = self._way, None, False
-        if way is not None:
-            way.transport.stop(self._transfer)
-        if self._is_by_link:  # what still waits would mix with what is sent anew
-            self._is_by_link = False
-            self._link.payload.stop(self._transfer)
+    def _halt(self) -> None:
+        nccl, self._nccl = self._nccl, None
+        if nccl is not None:
+            nccl.transport.stop(self.transfer)
+        if self._in_lanes:
+            self._link.payload.stop(self.transfer)
         self._tasks.cancel()
+        self._copying.clear()
 
-    def _known(self, index: int) -> bytes | None:
-        return None if self._digests is None else self._digests[index]
+    def _gpu_route(self, frame: GrantDevices | GrantShared) -> Callable[[_Parts], None]:
+        if isinstance(frame, GrantShared):
+            if self._importer is None:
+                raise RemoteProtocolError("a grant of what was never shown")
+            return partial(self._export, frame.kind, self._importer(self._link))
+        if (exported := self._exported) is not None:
+            kind = strictest(exported.digest, frame.kind)
+            return partial(self._notify, kind, exported.holder)
+        if self._routes is None or not self._is_on_gpu:
+            raise RemoteProtocolError("a grant of memory that nothing leads to")
+        return partial(self._send_by_nccl, frame.kind, self._routes.nccl(self._link))
 
-    def _send_by_link(self, index: int, memory: Memory | Feed) -> None:
-        sent, digest = partial(self._sent, index), self._known(index)
-        payload, self._is_by_link = self._link.payload, True
+    def _send_by_link(self, parts: _Parts) -> None:
+        for part, source in parts:
+            if source.is_on_gpu:
+                self._copy_to_host(part, source)
+            elif is_eager(source.nbytes):
+                read = partial(_read, source)
+                self._send_eagerly(part, source, read)
+            else:
+                self._send_in_lanes(part, source.host(), source.digest)
+
+    def _copy_to_host(self, part: int, source: Source) -> None:
+        """Bring a part to the host, to be sent from there."""
+        copier = self._d2h()
+
+        def copied(copy: HostCopy) -> None:
+            self._copying.discard(part)
+            if isinstance(copy, memoryview) and is_eager(copy.nbytes):
+                self._send_eagerly(part, source, lambda: copy)
+            else:
+                self._send_in_lanes(part, copy, source.digest)
+
+        self._copying.add(part)
+        self._start(partial(copier.copy, source, copied))
+
+    def _send_eagerly(
+        self, part: int, source: Source, read: Callable[[], memoryview]
+    ) -> None:
+        if self._eager is None:
+            self._eager = EagerParts(self._link, self._stream, self.transfer)
+        self._eager.add(part, source.nbytes, read, source.digest or None)
+
+    def _send_in_lanes(self, part: int, memory: Memory | Feed, digest: bytes) -> None:
+        payload, known = self._link.payload, digest or None
+
+        def done(digest: bytes, error: BaseException | None) -> None:
+            self._in_lanes -= 1
+            if error is None:  # else the link ends
+                self._sent(Done(self.transfer, part, digest))
+
+        self._in_lanes += 1
         if isinstance(memory, Feed):
-            payload.feed(self._transfer, index, memory, sent, digest=digest)
+            payload.feed(self.transfer, part, memory, done, digest=known)
         else:
-            payload.send(self._transfer, index, memory, sent, digest=digest)
+            payload.send(self.transfer, part, memory, done, digest=known)
 
-    def _sent(self, index: int, digest: bytes, error: BaseException | None) -> None:
-        if not self._is_stopped:
-            self._left(index, digest, error)
-
-    def _send_by_gpu(
-        self, way: GpuLink, kind: DigestMode, index: int, source: StagedTensor
+    def _send_by_nccl(
+        self, kind: DigestMode, nccl: GpuLink | None, parts: _Parts
     ) -> None:
-        telling = partial(self._tell_sent, kind, index, source)
+        self._nccl = nccl
+        for part, source in parts:
+            if is_eager(source.nbytes):
+                self._send_by_link([(part, source)])
+            elif nccl is not None:
+                place = device_memory(source.region, source.spec)
+                both = strictest(nccl.digest, kind)
+                sent = partial(self._sent_by_nccl, both, part, source)
+                nccl.transport.send(self.transfer, part, place, sent)
 
-        def sent(_: bytes, error: BaseException | None) -> None:
-            if error is None and self._way is way:  # else it is asked for again
-                self._tasks.start(telling, self._name)
-
-        way.transport.send(self._transfer, index, source.place(), sent)
-
-    async def _tell_sent(self, kind: DigestMode, index: int, source: Source) -> None:
-        digest = b""
-        if kind == "full" and self._ways is not None:
-            digest = self._known(index) or b""
-            if not digest:
-                (digest,) = await self._ways.pool.digest(places_of([source]))
-        self._stream.send(SentDevices(self._transfer, index, kind, digest))
-
-    def _hoist(
+    def _sent_by_nccl(
         self,
-        hoisting: Hoisting,
-        source: StagedTensor | KVOnGpu,
-        copied: Callable[[HostCopy], None],
-    ) -> None:
-        """Bring what is on a GPU to the host, for whoever sends it from there."""
-        there, spec = SourceOnGpu(source), source.spec
-        self._tasks.start(partial(hoisting.copy, there, spec, copied), self._name)
-
-
-DigestPart: TypeAlias = Callable[
-    [Region, TensorSpec, Callable[[bytes], None]], "asyncio.Task[None]"
-]
-"""Digests one part, off the loop, then calls back. Cancelled, it does not."""
-
-
-class Telling:
-    """What is told of one transfer; ``kind`` is what both sides want to be compared."""
-
-    def __init__(
-        self,
-        stream: LinkStream,
-        transfer: int,
         kind: DigestMode,
-        digest_part: DigestPart,
+        part: int,
+        source: Source,
+        _: bytes,
+        error: BaseException | None,
     ) -> None:
-        self._stream = stream
-        self._transfer = transfer
-        self._kind: DigestMode = kind
-        self._digest_part = digest_part
-        self._digesting: list[asyncio.Task[None]] = []
+        if error is None:  # else the peer hears that the route is lost
+            self._say_sent(kind, part, source)
 
-    def tell(
-        self, index: int, region: Region, spec: TensorSpec, digest: bytes | None
-    ) -> None:
-        """Say that the peer has a part, or finds it; ``digest`` is its own, if known.
+    def _notify(self, kind: DigestMode, holder: MapHolder, parts: _Parts) -> None:
+        """Say of each part that it lies where the peer was told that it would."""
+        for part, source in parts:
+            if is_eager(source.nbytes):
+                self._send_by_link([(part, source)])
+            elif holder.is_connected:
+                self._say_sent(kind, part, source)
+            else:  # what it would read there may be another's by now
+                self._failed(
+                    GPUFailed(
+                        "the peer has closed the memory that it was shown: what it "
+                        "asks for from here on goes through host memory"
+                    )
+                )
+                return
 
-        Later, if neither that nor the part's edges are known. Never waits.
-        """
-        transfer, stream = self._transfer, self._stream
-        edges = region.edges if isinstance(region, DeviceRegion) else b""
-
-        def tell(digest: bytes) -> None:
-            stream.send(SentDevices(transfer, index, "full", digest))
-
-        if self._kind == "off":
-            stream.send(SentDevices(transfer, index, "off"))
-        elif self._kind == "edges" and edges:
-            stream.send(SentDevices(transfer, index, "edges", edges))
-        elif digest:
-            tell(digest)
+    def _say_sent(self, kind: DigestMode, part: int, source: Source) -> None:
+        if (known := _known(kind, source)) is not None:
+            self._stream.send(SentDevices(self.transfer, part, *known))
         else:
-            self._digesting.append(self._digest_part(region, spec, tell))
+            self._start(partial(self._digest_sent, part, source))
 
-    def stop(self) -> None:
-        """Say nothing more. Never waits."""
-        for task in self._digesting:
-            task.cancel()
+    async def _digest_sent(self, part: int, source: Source) -> None:
+        digest = await self._d2h().digest(source)
+        self._stream.send(SentDevices(self.transfer, part, "full", digest))
 
-
-class GpuSending:
-    """One transfer that the peer has granted memory of its GPU. Nothing here waits."""
-
-    def __init__(
-        self,
-        way: GpuLink,
-        stream: LinkStream,
-        granted: GrantDevices,
-        digest_part: DigestPart,
+    def _export(
+        self, kind: DigestMode, importer: Importer | None, parts: _Parts
     ) -> None:
-        self._transport = way.transport
-        self._transfer = granted.transfer
-        kind = strictest(way.digest, granted.kind)
-        self._telling = Telling(stream, granted.transfer, kind, digest_part)
+        """Say where each part lies that the peer reads; or only that one does not.
 
-    def send(
-        self, index: int, region: Region, spec: TensorSpec, digest: bytes | None
-    ) -> None:
-        """Send one part; ``digest`` is its own, if that is known.
-
-        :raises RemoteProtocolError: it is in memory of the host
+        All are pinned before the reader is told of one: only its word, or the end of
+        what it has open, lets the memory be another's.
         """
-        place = region.place(spec)
-        if not isinstance(place, DeviceMemory):
-            raise RemoteProtocolError("a grant of a GPU's memory for what is on none")
+        large, regions = list[tuple[int, Source, int]](), list[DeviceRegion]()
+        for part, source in parts:
+            region = source.region
+            if is_eager(source.nbytes):
+                self._send_by_link([(part, source)])
+            elif importer is None or not isinstance(region, DeviceRegion):
+                self._stream.send(SentShared(self.transfer, part, "off"))
+                return
+            else:
+                regions.append(region)
+                large.append((part, source, region.start))
+        if importer is not None and large:
+            self._pin = importer.holder, importer.holder.pin(regions).number
+            self._start(partial(self._digest_exported, kind, importer.pool, large))
 
-        def sent(_: bytes, error: BaseException | None) -> None:
-            if error is None:  # else the peer hears that the way is lost
-                self._telling.tell(index, region, spec, digest)
+    async def _digest_exported(
+        self,
+        kind: DigestMode,
+        pool: DeviceCopyPool,
+        parts: Sequence[tuple[int, Source, int]],
+    ) -> None:
+        unknown = [one for _, one, _ in parts if _known(kind, one) is None]
+        edges = iter(list[bytes]())
+        if kind == "edges" and unknown:
+            places = [device_memory(one.region, one.spec) for one in unknown]
+            edges = iter(await pool.edges(places))
+        for part, source, offset in parts:
+            if (known := _known(kind, source)) is not None:
+                said, digest = known
+            elif kind == "edges":
+                said, digest = kind, next(edges)
+            else:
+                said = "full"
+                (digest,) = await pool.digest([source.place()])
+            self._stream.send(SentShared(self.transfer, part, said, offset, digest))
 
-        self._transport.send(self._transfer, index, place, sent)
+    def _d2h(self) -> D2HCopier:
+        if self._routes is None:
+            raise TypeError("nothing reads this side's GPU")
+        self._copier = copier = self._copier or self._routes.d2h(self._link)
+        return copier
 
-    def stop(self) -> None:
-        """Send no more."""
-        self._transport.stop(self._transfer)
-        self._telling.stop()
+    def _start(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        self._tasks.start(work, f"asynckv: transfer {self.transfer}")
+
+
+def _read(source: Source) -> memoryview:
+    return joined(source.host())
+
+
+def _known(kind: DigestMode, source: Source) -> tuple[DigestMode, bytes] | None:
+    """Return what can be said of a part at once, to a peer that asks for ``kind``.
+
+    A digest of all bytes says more than one of the edges, which is read in less time.
+    """
+    region = source.region
+    if kind == "off":
+        return "off", b""
+    if kind == "edges" and isinstance(region, DeviceRegion) and region.edges:
+        return "edges", region.edges
+    return ("full", source.digest) if source.digest else None

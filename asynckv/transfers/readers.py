@@ -40,7 +40,7 @@ from asynckv.tensors.shared_file import MappedFile, check_place, edges_of
 from asynckv.tensors.views import tensor_from, tensor_over
 from asynckv.transfers.budget import ReceiveBudget
 from asynckv.transfers.delivery import Delivery, MappedParts, on_host
-from asynckv.transfers.eager import rides
+from asynckv.transfers.eager import is_eager
 from asynckv.transfers.manifest import Manifest, unpack_mapped, verify
 from asynckv.types import TensorSpec
 
@@ -471,7 +471,7 @@ class IpcReader(MapReader):
         )
         parts.let_go()
         every = zip(shown.places, shown.sizes, strict=True)
-        if any(rides(nbytes) is (place is not None) for place, nbytes in every):
+        if any(is_eager(nbytes) is (place is not None) for place, nbytes in every):
             shown.let_go()  # as there
             raise RemoteProtocolError("a part of a stream that rides has a place")
         return manifest, shown

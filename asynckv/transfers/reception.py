@@ -16,7 +16,7 @@ from asynckv.protocol.digests import digest_of
 from asynckv.protocol.transfer_frames import Done, Riders
 from asynckv.tensors.cuda import DeviceMemory
 from asynckv.tensors.runs import Memory, fill
-from asynckv.transfers.eager import rides
+from asynckv.transfers.eager import is_eager
 
 __all__ = ("PartReceiver", "PartSink", "Reception")
 
@@ -101,7 +101,7 @@ class Reception:
         for index, target in enumerate(self._targets):
             if target is None:
                 continue
-            rider = self._has_riders and rides(target.nbytes)
+            rider = self._has_riders and is_eager(target.nbytes)
             if rider and not isinstance(target, DeviceMemory):
                 self._small[index] = target
             else:

@@ -13,143 +13,20 @@ from __future__ import annotations
 import abc
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
-from typing import Final, TypeAlias
+from collections.abc import Sequence
 
 from asynckv.abc import InsertWriter
 from asynckv.errors import PeerLost
 from asynckv.links.answers import Answer
 from asynckv.observability.waits import LoggedWait
-from asynckv.tensors.blocks import KVBlocks, KVMemory, spec_in
-from asynckv.tensors.copying import CopyPool
-from asynckv.tensors.cuda import DeviceMemory
 from asynckv.tensors.device_regions import DeviceRegion
-from asynckv.tensors.device_tensors import gpu_of
 from asynckv.tensors.growth import Growth
-from asynckv.tensors.on_gpu import KVOnGpu
 from asynckv.tensors.paged_arena import PagedArena
-from asynckv.tensors.views import empty_tensor
-from asynckv.transfers.eager import rides
-from asynckv.transfers.host_copies import OnGpu
-from asynckv.transfers.manifest import INLINE_NBYTES
-from asynckv.transfers.targets import device_memory
+from asynckv.transfers.source import StagedTensor, release_staged
 from asynckv.types import TensorSpec
 from asynckv.waits.line import FairLine
 
-__all__ = (
-    "GpuRoom",
-    "GpuStaging",
-    "Source",
-    "SourceOnGpu",
-    "StagedTensor",
-    "StagingWriter",
-    "are_staged",
-    "gpu_source",
-    "places_of",
-    "release_staged",
-    "until_made",
-)
-
-
-class StagedTensor:
-    """A copy of one tensor, for whoever sends it, until it is released."""
-
-    __slots__ = ("nbytes", "region", "spec")
-
-    def __init__(self, region: DeviceRegion, spec: TensorSpec) -> None:
-        self.spec = spec
-        self.nbytes = spec.nbytes
-        self.region = region
-
-    def place(self) -> DeviceMemory:
-        """Return its bytes; whoever has them keeps them.
-
-        :raises RuntimeError: it was released
-        """
-        return device_memory(self.region, self.spec)
-
-    def release(self) -> None:
-        """Let the memory be another's when nothing is at it any more. Never waits."""
-        self.region.release()
-
-
-Source: TypeAlias = KVMemory | StagedTensor | KVOnGpu
-"""Where the bytes of what is sent come from."""
-
-
-class GpuStaging:
-    """Makes them in memory of ``growth``, by ``pool``, where that has room now.
-
-    With ``takes_host`` also of what is in host memory. It has no room where it
-    ``is_awaited`` by others.
-    """
-
-    def __init__(
-        self,
-        growth: Growth,
-        pool: CopyPool,
-        *,
-        takes_host: bool = False,
-        is_awaited: Callable[[], bool] = lambda: False,
-    ) -> None:
-        self._growth = growth
-        self._pool = pool
-        self._takes_host = takes_host
-        self._is_awaited = is_awaited
-
-    async def staged(self, memory: KVMemory | KVOnGpu) -> StagedTensor | None:
-        """Return a copy of what is on this GPU, or may be; ``None`` of anything else,
-        or for lack of room.
-
-        A cancelled call has made none, and ends when no GPU reads ``memory``.
-
-        :raises GPUFailed: the GPU failed
-        """
-        if not self._is_here(memory) or (region := self._take(memory.nbytes)) is None:
-            return None
-        staged = StagedTensor(region, spec_in(memory))
-        try:
-            # No variable: an error's traceback would keep the memory in use.
-            await self._pool.copy([memory], [staged.place()], digest=False)
-        except BaseException:
-            staged.release()
-            raise
-        return staged
-
-    def _is_here(self, memory: KVMemory | KVOnGpu) -> bool:
-        pages = self._growth.device_pages
-        if pages is None or not pages.is_open:
-            return False
-        if isinstance(memory, KVOnGpu):
-            return memory.memory.device == pages.device.index
-        tensor = memory.pool if isinstance(memory, KVBlocks) else memory
-        gpu = gpu_of(tensor)
-        return gpu == pages.device.index or (gpu is None and self._takes_host)
-
-    def _take(self, nbytes: int) -> DeviceRegion | None:
-        arena = self._growth.arena
-        if self._is_awaited():
-            return None
-        region = arena.take_spare(nbytes) if isinstance(arena, PagedArena) else None
-        return region if isinstance(region, DeviceRegion) else None
-
-
-def places_of(sources: Sequence[Source]) -> list[KVMemory | DeviceMemory | KVOnGpu]:
-    """Return where the bytes of each lie, for whoever copies or digests them."""
-    return [s.place() if isinstance(s, StagedTensor) else s for s in sources]
-
-
-def are_staged(sources: Sequence[Source]) -> bool:
-    """Whether NCCL may send all that does not ride: copies on this side's GPU."""
-    large = [source for source in sources if not rides(source.nbytes)]
-    return bool(large) and all(isinstance(one, StagedTensor) for one in large)
-
-
-def release_staged(sources: Sequence[Source]) -> None:
-    """Nothing of them is sent any more. Never waits."""
-    for source in sources:
-        if isinstance(source, StagedTensor):
-            source.release()
+__all__ = ("GpuRoom", "StagingWriter")
 
 
 logger = logging.getLogger(__name__)
@@ -268,55 +145,3 @@ class _Waiting:
         self.specs = specs
         self.turn: Answer[list[StagedTensor]] = Answer()
         self.taken: Sequence[StagedTensor] = ()
-
-
-_FIRST_NBYTES: Final = 64
-
-
-class SourceOnGpu(OnGpu):
-    """A source as whoever hoists it sees it."""
-
-    def __init__(self, source: StagedTensor | KVOnGpu) -> None:
-        self._source = source
-
-    def place(self, spec: TensorSpec) -> DeviceMemory | KVOnGpu:
-        source = self._source
-        return source.place() if isinstance(source, StagedTensor) else source
-
-
-async def gpu_source(
-    memory: KVMemory | KVOnGpu, staging: GpuStaging | None, nbytes: int
-) -> StagedTensor | KVOnGpu | None:
-    """Return what can be read on a GPU when it leaves, of a request of ``nbytes``.
-
-    That is a copy on this side's GPU, if there is ``staging`` with room, or the
-    caller's own memory. ``None`` stands for what has to be in the host's: what rides,
-    and what is not on a GPU or in blocks there.
-
-    :raises GPUFailed: the GPU failed
-    """
-    if nbytes <= INLINE_NBYTES or rides(memory.nbytes):
-        return None
-    staged = None if staging is None else await staging.staged(memory)
-    if staged is None and isinstance(memory, KVOnGpu):
-        return memory
-    return staged
-
-
-async def until_made(sources: Sequence[Source], pool: CopyPool) -> None:
-    """Wait until the caller's stream has made what is read where it lies.
-
-    A peer that has granted memory gives up whoever sends nothing for long. A cancelled
-    call ends when no GPU is read.
-
-    :raises GPUUnavailable: CuPy, a driver or a GPU is missing
-    :raises GPUFailed: the GPU failed
-    """
-    made = [source for source in sources if isinstance(source, KVOnGpu)]
-    if not made:
-        return
-    firsts = [one.part(0, min(one.nbytes, _FIRST_NBYTES)) for one in made]
-    targets = [empty_tensor(one.spec) for one in firsts]
-    copying = pool.copy(firsts, targets, digest=False)
-    del sources, made, firsts  # an error's traceback would keep the memory in use
-    await copying

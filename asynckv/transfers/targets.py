@@ -155,9 +155,9 @@ def target_in(region: Region, part: BufferPart, pool: CopyPool) -> Target:
     return DeviceTarget(part.spec, place, pool, empty=pool.host_empty)
 
 
-def device_memory(region: Region, spec: TensorSpec) -> DeviceMemory:
+def device_memory(region: Region | None, spec: TensorSpec) -> DeviceMemory:
     """Return the memory of a GPU that a region is in; whoever has it keeps it."""
-    place = region.place(spec)
+    place = None if region is None else region.place(spec)
     if not isinstance(place, DeviceMemory):
         raise TypeError("a region of a GPU lies elsewhere")
     return place

@@ -161,7 +161,7 @@ async def test_who_waits_for_an_entry_that_its_gpu_has_lost_is_told(
         patch.setattr(pair.ours.process.cuda, "copy", fail)
         with pytest.raises(GPUFailed, match="off the bus"):
             await pair.peer.lookup.drop_select([1])
-    assert "cannot be read from its GPU" in caplog.text
+    assert "cannot be sent" in caplog.text
     caplog.clear()
     assert is_same((await pair.peer.lookup.drop_select([1])).hidden, noise(8))
 

@@ -40,7 +40,7 @@ async def test_a_cancelled_insert_leaves_no_trace_on_either_gpu(
 
 def coming(pair: NcclBuffers) -> int:
     every = [services.lookup for services in pair.server._services]
-    return sum(len(lookup._tasks) for lookup in every if lookup is not None)
+    return sum(len(lookup.tasks) for lookup in every if lookup is not None)
 
 
 async def test_a_cancelled_put_of_a_layer_may_be_made_again(

@@ -16,18 +16,14 @@ import torch
 from asynckv.buffers.remote.peer import Peer
 from asynckv.buffers.remote.store import begin_put
 from asynckv.errors import GPUFailed
-from asynckv.links.gpu_link import GpuLink
-from asynckv.links.link import Link
 from asynckv.protocol.frames import Accepted, Put
 from asynckv.protocol.transfer_frames import Grant
 from asynckv.tensors.copying import CopyPool
 from asynckv.tensors.cuda import Stream
-from asynckv.tensors.on_gpu import KVOnGpu
 from asynckv.testing.blocked import until
 from asynckv.testing.expectations import is_same, only
 from asynckv.testing.lookup_checks.values import MIB, noise
-from asynckv.transfers.host_copies import HostCopies
-from asynckv.transfers.outgoing import ShownTo
+from asynckv.transfers.source import source_of
 from asynckv.transports.lane_sockets import LaneSocket
 from harness.fake_devices import FakeDevice, fake_device
 from harness.fake_gpus import FakeGpus
@@ -35,6 +31,7 @@ from harness.fake_gpus.gates import Gate
 from harness.gpu_pairs import GpuPair, open_gpu_pair
 from harness.held_copies import bytes_of_tensor, held_copies
 from harness.link_pairs import landed_bytes, linked
+from harness.no_routes import NoRoutes
 
 pytestmark = pytest.mark.usefixtures("small_pieces")
 
@@ -53,9 +50,8 @@ async def test_what_is_granted_again_while_it_is_fed_starts_anew(
     key = gpu.tensor(noise(MIB))
     async with linked(answer=lambda *_: None) as pair:
         pool = CopyPool(stagings=gpu.stagings())
-        source = pool.catch(key)
-        assert isinstance(source, KVOnGpu)
-        sending = begin_put(pair.near, "key", source, Ways(pool))
+        source = await source_of(pool.catch(key), pool, None, MIB)
+        sending = begin_put(pair.near, "key", source, NoRoutes(pool))
         await until(lambda: bool(pair.service.asked))
         stream, frame, _ = pair.service.asked[0]
         assert isinstance(frame, Put)
@@ -82,24 +78,24 @@ async def test_what_was_fed_whole_is_not_sent_once_the_peer_needs_it_no_more(
 ) -> None:
     async with linked(answer=lambda *_: None) as pair:
         pool = CopyPool(stagings=gpu.stagings())
-        ways, payload = Ways(pool), pair.near.payload
-        source = pool.catch(gpu.tensor(noise(MIB)))
-        assert isinstance(source, KVOnGpu)
+        routes, payload = NoRoutes(pool), pair.near.payload
+        key = pool.catch(gpu.tensor(noise(MIB)))
+        source = await source_of(key, pool, None, MIB)
         with monkeypatch.context() as patch:
             # Queued, and no thread takes it.
             patch.setattr(LaneSocket, "start", lambda *_: False)
-            sending = begin_put(pair.near, "key", source, ways)
+            sending = begin_put(pair.near, "key", source, routes)
             await until(lambda: bool(pair.service.asked))
             stream, frame, _ = pair.service.asked[0]
             assert isinstance(frame, Put)
             stream.send(Grant(frame.transfer))
-            await until(lambda: ways.copies.used_bytes == MIB)
-            await until(lambda: not sending._leaving.is_busy)
+            await until(lambda: routes.copies.used_bytes == MIB)
+            await until(lambda: not len(sending._outgoing._tasks))
         leaving = payload._leaving  # type: ignore[attr-defined]
         assert leaving
         sending.on_frame(Accepted(), b"")
         assert not leaving
-        await until(lambda: not ways.copies.used_bytes)
+        await until(lambda: not routes.copies.used_bytes)
         assert await sending.accepted()
         pool.close()
 
@@ -191,17 +187,3 @@ async def test_what_a_gpu_fails_to_send_the_rest_of_is_not_lost(
         assert kept_error.value.__traceback__ is not None and caplog.records
         assert is_same(only(await ask()), noise(MIB)) and link.is_open
     caplog.clear()
-
-
-class Ways:
-    """No way leads from this GPU to the peer's."""
-
-    def __init__(self, pool: CopyPool) -> None:
-        self.pool = pool
-        self.copies = HostCopies()
-
-    def way(self, link: Link) -> GpuLink | None:
-        return None
-
-    def shown(self, link: Link) -> ShownTo | None:
-        return None

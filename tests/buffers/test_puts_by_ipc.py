@@ -20,7 +20,7 @@ from asynckv.testing.blocked import until, until_blocked
 from asynckv.testing.expectations import is_same, only
 from asynckv.testing.lookup_checks.values import MIB, noise
 from asynckv.transfers.ipc_route import IpcArrivals
-from asynckv.transfers.staging import release_staged
+from asynckv.transfers.source import release_staged
 from asynckv.types import TensorSpec
 from harness.fake_gpus import FakeGpus
 from harness.gpu_pairs import GpuPair, open_gpu_pair

@@ -25,7 +25,8 @@ from asynckv.testing.blocked import until, until_blocked
 from asynckv.testing.cancellation import CancelMode, Outcome, sweep_cancellation
 from asynckv.testing.expectations import is_same
 from asynckv.testing.lookup_checks.values import MIB, noise
-from asynckv.transfers.host_copies import Hoisting
+from asynckv.transfers.host_copies import D2HCopier
+from asynckv.transfers.source import Source
 from asynckv.types import TensorSpec
 from harness.fake_devices import fake_device_of
 from harness.fake_gpus import FakeGpus
@@ -42,17 +43,17 @@ LAYERS = {
 
 
 @pytest.fixture(autouse=True)
-def hoisted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+def copied(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The sizes of all that is brought to host memory for a peer."""
-    hoisted: list[int] = []
-    hoist = Hoisting.hoist
+    copied: list[int] = []
+    copy = D2HCopier.copy
 
-    async def note(self: Hoisting, region: DeviceRegion, *anything: object) -> None:
-        hoisted.append(region.nbytes)
-        await hoist(self, region, *anything)  # type: ignore[arg-type]
+    async def note(self: D2HCopier, source: Source, *anything: object) -> None:
+        copied.append(source.nbytes)
+        await copy(self, source, *anything)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(Hoisting, "hoist", note)
-    return hoisted
+    monkeypatch.setattr(D2HCopier, "copy", note)
+    return copied
 
 
 def layer(pair: GpuPair, name: str) -> torch.Tensor:
@@ -96,7 +97,7 @@ async def emptied(pair: GpuPair) -> None:
 
 
 async def test_layers_are_copied_within_the_gpu_as_they_come(
-    pair: GpuPair, sent_devices: list[SentDevices], hoisted: list[int]
+    pair: GpuPair, sent_devices: list[SentDevices], copied: list[int]
 ) -> None:
     async with (
         pair.buffer.open_insert([1], None, LAYERS) as writer,
@@ -110,7 +111,7 @@ async def test_layers_are_copied_within_the_gpu_as_they_come(
         (0, "edges"),
         (2, "edges"),
     ]
-    assert hoisted == [8]
+    assert copied == [8]
     await emptied(pair)
 
 

@@ -71,7 +71,7 @@ def peer_of(ground: P2PGround) -> Peer:
 def has_gone_by_gpu(peer: Peer) -> bool:
     if peer.transport == "cuda_ipc":
         return SharedPuts(peer).has_shown
-    way = peer.ways.way(peer._linked())
+    way = peer.ways.nccl(peer._linked())
     return way is not None and way.transport.sender._sending._next > 0
 
 
@@ -476,7 +476,7 @@ async def test_what_was_on_its_way_by_nccl_goes_on_by_the_host(
             ground.begin_save(name := ground.new_name())
             await until(lambda: taken_on_gpu(ground) > 0)
             peer = peer_of(ground)
-            way = peer.ways.way(peer._linked())
+            way = peer.ways.nccl(peer._linked())
             assert way is not None
             way._on_lost(GPUFailed("the way was lost"))
             go_on.set()

@@ -11,7 +11,7 @@ from asynckv.buffers.serving.offer import Offering
 from asynckv.errors import ChecksumError, GPUFailed, PeerLost, RemoteProtocolError
 from asynckv.links.gpu_link import GpuArrivals, GpuPathLost
 from asynckv.links.options import Digest
-from asynckv.protocol.transfer_frames import SentDevices
+from asynckv.protocol.transfer_frames import GrantDevices, SentDevices
 from asynckv.shielding import wait_shielded
 from asynckv.tensors.device_copying import DeviceCopyPool
 from asynckv.tensors.device_regions import DeviceRegion
@@ -177,10 +177,10 @@ async def test_a_digest_that_takes_its_time_is_not_the_peers_delay(
 async def test_a_part_that_nobody_asked_for_ends_the_link(
     two_gpus: FakeGpus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def lie(offering: Offering, transfer: int) -> None:
-        offering.stream.send(SentDevices(transfer, 0, "off"))
+    def lie(offering: Offering, frame: GrantDevices, *anything: object) -> None:
+        offering.stream.send(SentDevices(frame.transfer, 0, "off"))
 
-    monkeypatch.setattr(Offering, "grant", lie)
+    monkeypatch.setattr(Offering, "on_grant", lie)
     async with open_nccl_buffers(
         two_gpus, url="?payload=inline", reconnect_s=0
     ) as pair:

@@ -14,7 +14,7 @@ from asynckv.protocol.frames import (
 )
 from asynckv.protocol.transfer_frames import Riders
 from asynckv.testing.blocked import until
-from asynckv.transfers.eager import RIDES_NBYTES, RidingParts, rides
+from asynckv.transfers.eager import EAGER_NBYTES, EagerParts, is_eager
 from harness.link_pairs import Hearer, ScriptedService, linked
 
 KIB = 1024
@@ -24,7 +24,7 @@ class Ends(NamedTuple):
     """A link whose near side has opened a stream, and what it sends on that."""
 
     near: Link
-    riding: RidingParts
+    riding: EagerParts
     service: ScriptedService
 
     def riders(self) -> list[tuple[Riders, bytes]]:
@@ -42,7 +42,7 @@ async def ends(request: pytest.FixtureRequest) -> AsyncIterator[Ends]:
     async with linked("tcp://127.0.0.1:0", lambda *_: None, near=digest) as pair:
         stream_id = pair.near.open_stream(Hearer(), Get("k"))
         await until(lambda: bool(pair.service.asked))
-        yield Ends(pair.near, RidingParts(pair.near, stream_id, 5), pair.service)
+        yield Ends(pair.near, EagerParts(pair.near, stream_id, 5), pair.service)
 
 
 def part(index: int, nbytes: int) -> memoryview:
@@ -54,7 +54,7 @@ def add(ends: Ends, index: int, nbytes: int, digest: bytes | None = None) -> Non
 
 
 def test_what_rides_is_a_matter_of_size_alone() -> None:
-    assert rides(0) and rides(RIDES_NBYTES) and not rides(RIDES_NBYTES + 1)
+    assert is_eager(0) and is_eager(EAGER_NBYTES) and not is_eager(EAGER_NBYTES + 1)
 
 
 async def test_as_many_ride_together_as_fit_in_a_frame_s_body(ends: Ends) -> None:
@@ -92,10 +92,10 @@ async def test_memory_is_read_a_little_in_each_tick_and_never_after_the_stop(
 
     def note(index: int) -> memoryview:
         read.append(index)
-        return part(index, RIDES_NBYTES)
+        return part(index, EAGER_NBYTES)
 
     for index in range(1000):
-        ends.riding.add(index, RIDES_NBYTES, partial(note, index))
+        ends.riding.add(index, EAGER_NBYTES, partial(note, index))
     assert not read
     await asyncio.sleep(0)
     assert 0 < len(read) <= 20
@@ -110,7 +110,7 @@ async def test_memory_is_read_a_little_in_each_tick_and_never_after_the_stop(
 async def test_a_slow_reader_makes_nobody_hold_more_than_a_little(ends: Ends) -> None:
     most = 0
     for index in range(1000):
-        add(ends, index, RIDES_NBYTES)
+        add(ends, index, EAGER_NBYTES)
     while sum(len(frame.parts) for frame, _ in ends.riders()) < 1000:
         most = max(most, ends.near.outgoing_bytes)
         await asyncio.sleep(0)

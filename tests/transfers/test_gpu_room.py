@@ -13,7 +13,8 @@ from asynckv.tensors.growth import Growth
 from asynckv.tensors.paged_arena import PagedArena
 from asynckv.testing.blocked import until_blocked
 from asynckv.testing.lookup_checks.values import noise
-from asynckv.transfers.staging import GpuRoom, GpuStaging, StagedTensor, release_staged
+from asynckv.transfers.source import GpuStaging, StagedTensor, release_staged
+from asynckv.transfers.staging import GpuRoom
 from asynckv.types import TensorSpec
 from harness.fake_devices import fake_device
 

@@ -139,8 +139,8 @@ async def test_a_peer_that_never_reads_has_no_more_than_the_bound_in_host_memory
         selecting = asyncio.create_task(pair.peer.lookup.drop_select([1]))
         await until(lambda: most == 2 * MIB and bool(copies._line))
         assert services.lookup is not None
-        tasks = [t for t in asyncio.all_tasks() if "copy from a GPU" in t.get_name()]
-        assert len(tasks) == len(services.lookup._tasks)
+        tasks = [t for t in asyncio.all_tasks() if "asynckv: transfer" in t.get_name()]
+        assert len(tasks) == len(services.lookup.tasks)
         await until_blocked(selecting, *tasks)
         assert most == copies.used_bytes == 2 * MIB
         selecting.cancel()

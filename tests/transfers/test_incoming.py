@@ -28,12 +28,12 @@ from asynckv.tensors.cuda import DeviceMemory
 from asynckv.tensors.views import empty_tensor
 from asynckv.testing.blocked import until, until_blocked
 from asynckv.transfers import incoming as incoming_module
-from asynckv.transfers.eager import RIDES_NBYTES
+from asynckv.transfers.eager import EAGER_NBYTES
 from asynckv.transfers.incoming import DeviceRoute, Incoming, hear_incoming
 from asynckv.transfers.targets import DeviceTarget, HostTarget, Target
 from asynckv.types import TensorSpec
 
-LARGE = RIDES_NBYTES + 1
+LARGE = EAGER_NBYTES + 1
 Done_ = Callable[[bytes, BaseException | None], None]
 
 
@@ -259,13 +259,13 @@ async def test_memory_is_the_transports_alone_once_it_is_granted() -> None:
 
 
 async def test_small_parts_come_eagerly_and_large_ones_take_a_lane() -> None:
-    transfer = Transfer(8, LARGE, RIDES_NBYTES, 0)
+    transfer = Transfer(8, LARGE, EAGER_NBYTES, 0)
     transfer.incoming.grant()
     assert [*transfer.payload.done] == [1]
     transfer.ride(2, 3, 0)
     assert [part for part, _ in transfer.told] == [2, 3, 0]
-    assert bytes(transfer.memory[2]) == bytes([3]) * RIDES_NBYTES
-    assert transfer.payload.noted_bytes == RIDES_NBYTES + 8
+    assert bytes(transfer.memory[2]) == bytes([3]) * EAGER_NBYTES
+    assert transfer.payload.noted_bytes == EAGER_NBYTES + 8
     assert transfer.payload.expected == [7]
     transfer.payload.done[1](b"digest", None)
     transfer.say(Done(7, 1, b"digest"))

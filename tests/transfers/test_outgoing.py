@@ -18,8 +18,6 @@ from asynckv.buffers.remote.peer import Peer, connect
 from asynckv.buffers.remote.store import begin_put
 from asynckv.buffers.serve import serve
 from asynckv.errors import GPUFailed
-from asynckv.links.gpu_link import GpuLink
-from asynckv.links.link import Link
 from asynckv.protocol.frames import Accepted, Cancel, Frame, Put
 from asynckv.protocol.transfer_frames import (
     Done,
@@ -29,48 +27,34 @@ from asynckv.protocol.transfer_frames import (
     Riders,
     SentShared,
 )
-from asynckv.tensors.copying import CopyPool
 from asynckv.testing.blocked import until
 from asynckv.testing.cancellation import CancelMode, Outcome, sweep_cancellation
 from asynckv.testing.expectations import is_same
 from asynckv.testing.lookup_checks.values import MIB, noise
-from asynckv.transfers.host_copies import Hoisting, HostCopies
-from asynckv.transfers.outgoing import LeavingParts, ShownTo
+from asynckv.transfers.host_copies import D2HCopier
+from asynckv.transfers.outgoing import Outgoing
+from asynckv.transfers.source import HostSource
 from asynckv.transports.lane_sockets import LaneSocket
 from harness.fake_devices import fake_device_of
 from harness.fake_gpus import FakeGpus
 from harness.link_pairs import LinkPair, linked
 from harness.nccl_buffer_pairs import open_nccl_buffers
+from harness.no_routes import NoRoutes
 
 Work: TypeAlias = Callable[[], None]
 Ended: TypeAlias = BaseException | None
 _Grants: TypeAlias = type[Grant] | type[GrantDevices] | type[GrantShared]
 
 
-class NoWay:
-    """A side with a GPU from which nothing leads to the peer's any more."""
-
-    def __init__(self) -> None:
-        self.pool = CopyPool()
-
-    @property
-    def copies(self) -> HostCopies:
-        return HostCopies()
-
-    def way(self, link: Link) -> GpuLink | None:
-        return None
-
-    def shown(self, link: Link) -> ShownTo | None:
-        return None
-
-
 class Asked:
     """One put from host memory, and the server that it was asked of."""
 
-    def __init__(self, pair: LinkPair, ways: NoWay | None, nbytes: int) -> None:
+    def __init__(self, pair: LinkPair, routes: NoRoutes | None, nbytes: int) -> None:
         self.pair = pair
         self.value = noise(nbytes)
-        self.sending: Sending = begin_put(pair.near, "key", self.value, ways)
+        self.sending: Sending = begin_put(
+            pair.near, "key", HostSource(self.value), routes
+        )
         self.transfer = 0
 
     async def grant(self, *frames: _Grants) -> None:
@@ -95,41 +79,42 @@ class Asked:
 
 @asynccontextmanager
 async def asked(
-    ways: NoWay | None, url: str = "mem://", nbytes: int = MIB
+    routes: NoRoutes | None, url: str = "mem://", nbytes: int = MIB
 ) -> AsyncIterator[Asked]:
     async with linked(url, lambda *_: None) as pair:
-        one = Asked(pair, ways, nbytes)
+        one = Asked(pair, routes, nbytes)
         yield one
         await one.sending.quiesce()
 
 
-@pytest.mark.parametrize("ways", [None, NoWay()], ids=["none", "no way"])
+@pytest.mark.parametrize("routes", [None, NoRoutes()], ids=["none", "no way"])
 async def test_a_grant_that_makes_no_sense_breaks_the_link(
-    ways: NoWay | None,
+    routes: NoRoutes | None,
 ) -> None:
-    async with asked(ways) as one:
+    async with asked(routes) as one:
         await one.grant(GrantDevices, GrantDevices)
         await until(lambda: not one.pair.near.is_open)
         assert "nothing leads to" in str(one.pair.near.error)
 
 
-@pytest.mark.parametrize("ways", [None, NoWay()], ids=["none", "nobody reads"])
+@pytest.mark.parametrize("routes", [None, NoRoutes()], ids=["none", "nobody reads"])
 async def test_a_grant_of_what_was_never_shown_breaks_the_link(
-    ways: NoWay | None,
+    routes: NoRoutes | None,
 ) -> None:
-    async with asked(ways) as one:
+    async with asked(routes) as one:
         await one.grant(GrantShared, GrantShared)
         await until(lambda: not one.pair.near.is_open)
-        assert "never shown" in str(one.pair.near.error)
+        why = "never shown" if routes is None else "second grant"
+        assert why in str(one.pair.near.error)
 
 
 async def test_a_peer_without_a_gpu_shows_nothing() -> None:
     async with linked("tcp://127.0.0.1:0") as pair:
-        assert connect(pair.listener.url).ways.shown(pair.near) is None
+        assert connect(pair.listener.url).ways.importer(pair.near) is None
 
 
 async def test_what_is_not_where_the_peer_reads_waits_for_another_grant() -> None:
-    async with asked(NoWay()) as one:
+    async with asked(NoRoutes()) as one:
         await one.grant(GrantShared)
         hearer = one.pair.service.hearers[0]
         said = SentShared(one.transfer, 0, "off")
@@ -181,8 +166,8 @@ async def test_what_is_queued_when_it_is_granted_again_leaves_once(
 
 async def test_what_is_to_ride_when_it_is_granted_again_rides_once() -> None:
     async with asked(None, nbytes=8 * 1024) as one:
-        one.sending.on_frame(Grant(one.sending._transfer), b"")
-        one.sending.on_frame(Grant(one.sending._transfer), b"")
+        one.sending.on_frame(Grant(one.sending._outgoing.transfer), b"")
+        one.sending.on_frame(Grant(one.sending._outgoing.transfer), b"")
         await until(lambda: bool(one.pair.service.hearers))
         one.sending.cancel()
         await until(lambda: Cancel() in one.said())
@@ -190,7 +175,7 @@ async def test_what_is_to_ride_when_it_is_granted_again_rides_once() -> None:
 
 
 async def test_a_grant_that_crosses_the_cancellation_is_no_matter() -> None:
-    async with asked(NoWay()) as one:
+    async with asked(NoRoutes()) as one:
         one.sending.cancel()
         await one.grant(GrantDevices, GrantShared, Grant)
         await until(lambda: one.sending.may_be_in)
@@ -236,7 +221,7 @@ async def test_a_cancelled_insert_is_hoisted_no_further(two_gpus: FakeGpus) -> N
         await sweep_cancellation(lambda: insert([1], None, key, None, None), check)
 
 
-@pytest.mark.parametrize("part", ["copy", "_tell_sent"])
+@pytest.mark.parametrize("part", ["copy", "_digest_sent"])
 async def test_what_this_sides_gpu_refuses_is_raised(
     two_gpus: FakeGpus, monkeypatch: pytest.MonkeyPatch, part: str
 ) -> None:
@@ -244,7 +229,7 @@ async def test_what_this_sides_gpu_refuses_is_raised(
         raise GPUFailed("it has fallen off the bus")
 
     is_copied = part == "copy"
-    monkeypatch.setattr(Hoisting if is_copied else LeavingParts, part, fail)
+    monkeypatch.setattr(D2HCopier if is_copied else Outgoing, part, fail)
     if is_copied:
         async with to_host_memory(two_gpus) as (_, peer):
             key = on_gpu_of(peer, noise(MIB))

@@ -9,7 +9,7 @@ import pytest
 from asynckv.errors import ChecksumError, RemoteProtocolError
 from asynckv.protocol.digests import digest_of
 from asynckv.protocol.transfer_frames import Done, Riders
-from asynckv.transfers.eager import RIDES_NBYTES
+from asynckv.transfers.eager import EAGER_NBYTES
 from asynckv.transfers.reception import Reception
 
 
@@ -153,12 +153,12 @@ def riders(*parts: int, sizes: tuple[int, ...]) -> tuple[Riders, bytes]:
 
 
 def test_small_parts_ride_and_large_ones_take_a_lane() -> None:
-    sink = Sink(8, RIDES_NBYTES + 1, RIDES_NBYTES, 0)
+    sink = Sink(8, EAGER_NBYTES + 1, EAGER_NBYTES, 0)
     assert len(sink.payload.done) == 1
-    frame, body = riders(2, 3, 0, sizes=(RIDES_NBYTES, 0, 8))
+    frame, body = riders(2, 3, 0, sizes=(EAGER_NBYTES, 0, 8))
     sink.reception.on_parts(frame, body)
     assert [index for index, _ in sink.verified] == [2, 3, 0]
-    assert bytes(sink.targets[2]) == bytes([2]) * RIDES_NBYTES
+    assert bytes(sink.targets[2]) == bytes([2]) * EAGER_NBYTES
     assert sink.noted_bytes == len(body) and sink.expected == {7}
     sink.payload.done[0](b"digest", None)
     sink.reception.on_parts(Done(7, 1, b"digest"), b"")
@@ -182,13 +182,13 @@ def test_a_rider_with_other_bytes_than_were_sent_ends_the_transfer() -> None:
 
 @pytest.mark.parametrize(
     ("parts", "nbytes"),
-    [((0, 0), 16), ((1,), 8), ((2,), RIDES_NBYTES + 1), ((3,), 8), ((0,), 7)],
+    [((0, 0), 16), ((1,), 8), ((2,), EAGER_NBYTES + 1), ((3,), 8), ((0,), 7)],
     ids=["twice", "came before", "takes a lane", "does not exist", "too short"],
 )
 def test_riders_that_make_no_sense_end_the_link(
     parts: tuple[int, ...], nbytes: int
 ) -> None:
-    sink = Sink(8, 8, RIDES_NBYTES + 1)
+    sink = Sink(8, 8, EAGER_NBYTES + 1)
     sink.reception.on_riders(*riders(1, sizes=(8,)))
     with pytest.raises(RemoteProtocolError):
         sink.reception.on_riders(Riders(7, parts), bytes(nbytes))

@@ -28,7 +28,7 @@ from asynckv.tensors.on_gpu import KVOnGpu
 from asynckv.tensors.runs import Runs
 from asynckv.transfers.manifest import content_digest
 from asynckv.transfers.queries import tensor_of
-from asynckv.transfers.staging import StagedTensor
+from asynckv.transfers.source import StagedTensor
 from asynckv.transfers.targets import match_targets
 from asynckv.types import TensorSpec
 

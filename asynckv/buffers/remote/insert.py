@@ -10,8 +10,6 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Final, Protocol, TypeAlias
 
-import torch
-
 from asynckv.buffers.entries.entries import Draft
 from asynckv.buffers.local.writer import Declared
 from asynckv.buffers.remote.connection import ANSWER_S
@@ -32,35 +30,30 @@ from asynckv.protocol.frames import (
 )
 from asynckv.protocol.transfer_frames import Done, Grant, GrantDevices, GrantShared
 from asynckv.protocol.values import TensorRecord
-from asynckv.tensors.blocks import KVBlocks, KVMemory, memory_of, rows_of, spec_in
+from asynckv.tensors.blocks import KVMemory
 from asynckv.tensors.copying import CopyPool
-from asynckv.tensors.device_tensors import gpu_of
-from asynckv.tensors.on_gpu import KVOnGpu
 from asynckv.tensors.runs import joined
 from asynckv.transfers.manifest import INLINE_NBYTES, check_body, content_digest, pack
-from asynckv.transfers.outgoing import LeavingParts, OutwardWays
-from asynckv.transfers.staging import (
-    GpuRoom,
+from asynckv.transfers.outgoing import Importer, Outgoing, Routes, ignore_grant
+from asynckv.transfers.source import (
     GpuStaging,
     Source,
     StagedTensor,
-    StagingWriter,
-    are_staged,
-    gpu_source,
+    are_on_gpu,
     release_staged,
+    source_of,
     until_made,
 )
+from asynckv.transfers.staging import GpuRoom, StagingWriter
 from asynckv.types import TensorSpec
 
 __all__ = (
     "BUSY_BYTES",
-    "PushingBy",
+    "InsertRoutes",
     "RemoteWriter",
     "Sending",
+    "WriterRoutes",
     "begin_insert",
-    "dense",
-    "lendable",
-    "source_of",
 )
 
 
@@ -69,8 +62,7 @@ class Sending:
 
     Tensors of few bytes are in ``body``; ``sources`` of the others are sent once
     they are granted, and stay untouched until :meth:`accepted` has ended.
-    ``digests`` are theirs where they are known already. ``may_be_in`` once the
-    peer has what it needs to commit it, and to hand it on.
+    ``may_be_in`` once the peer has what it needs to commit it, and to hand it on.
     """
 
     def __init__(
@@ -79,20 +71,25 @@ class Sending:
         frame: Insert | Put,
         body: bytes | memoryview,
         sources: Sequence[Source],
-        digests: Sequence[bytes] | None = None,
-        ways: OutwardWays | None = None,
+        routes: InsertRoutes | None = None,
+        *,
+        is_on_gpu: bool = False,
     ) -> None:
         self.may_be_in = frame.inline
         self._link = link
-        self._transfer = frame.transfer
         self._request = type(frame).__name__.lower()
         self._answer: Answer[None] = Answer()
         self._stream = link.open_stream(self, frame, body)
-        self._leaving = LeavingParts(
-            *(self._stream, frame.transfer, sources, digests, ways),
-            left=self._left,
+        self._outgoing = Outgoing(
+            self._stream,
+            frame.transfer,
+            routes,
             failed=self._answer.fail,
+            is_on_gpu=is_on_gpu,
+            importer=None if routes is None else routes.importer,
         )
+        for part, source in enumerate(sources):
+            self._outgoing.add(part, source)
 
     async def accepted(self) -> bool:
         """Wait until the peer has it, or ``False`` if the link was lost before.
@@ -114,139 +111,93 @@ class Sending:
             self.cancel()
             await self.quiesce()
             raise
-        if self._leaving.is_busy:
+        if self._outgoing.is_busy:
             await self.quiesce()
         return True
 
     def cancel(self) -> None:
         """Withdraw it, if it is not in yet. Never waits."""
         self._stream.send(Cancel())
-        self._leaving.stop()
+        self._outgoing.stop()
 
     async def quiesce(self) -> None:
         """Wait until no thread reads the tensors (shielded).
 
-        As long as :meth:`LeavingParts.quiesce` does.
+        As long as :meth:`Outgoing.quiesce` does.
         """
-        await self._leaving.quiesce()
+        await self._outgoing.quiesce()
 
     def on_frame(self, frame: Frame, body: bytes) -> None:
         match frame:
-            case Grant(transfer=self._transfer):
+            case Grant() | GrantDevices() | GrantShared():
                 self.may_be_in = True
-                self._leaving.on_grant()
-            case GrantDevices(transfer=self._transfer):
-                self.may_be_in = True
-                self._leaving.on_grant_devices(frame)
-            case GrantShared(transfer=self._transfer):
-                self.may_be_in = True
-                self._leaving.on_grant_shared(frame)
+                self._outgoing.on_grant(frame)
             case Accepted():
-                self._leaving.end()
-                self._leaving.let_go()
+                self._outgoing.stop()
+                self._outgoing.release()
                 self._answer.give(None)
             case _:
-                self._leaving.let_go()  # the last word, or the link ends
+                self._outgoing.release()  # the last word, or the link ends
                 fail_by(frame, self._request, self._answer.fail)
 
     def on_lost(self, error: PeerLost) -> None:
         self._answer.fail(error)
-
-    def _left(self, index: int, digest: bytes, error: BaseException | None) -> None:
-        if error is None:  # else the link ends
-            self._stream.send(Done(self._transfer, index, digest))
 
 
 def begin_insert(
     link: Link,
     draft: Draft,
     sources: Sequence[Source],
-    digests: Sequence[bytes] | None,
-    ways: OutwardWays | None = None,
+    routes: InsertRoutes | None = None,
 ) -> Sending:
-    """Ask for an entry to be put in. ``sources`` are dense, or blocks; some are read on
-    a GPU only if there are too many bytes to ride. Never waits.
+    """Ask for an entry to be put in. Some ``sources`` are read on a GPU only if there
+    are too many bytes to leave with the request. Never waits.
 
     :raises EntryTooLarge: tokens, roi and names do not fit in one frame
     """
     inline = sum(source.nbytes for source in sources) <= INLINE_NBYTES
-    views = [joined(memory_of(source)) for source in _in_host(sources) if inline]
-    if link.digest == "off":
-        # Equal is then what has equal tokens, names and shapes.
-        digests = [b""] * len(sources)
-    elif inline and digests is None:
-        digests = [digest_of(view) for view in views]
+    views = [joined(source.host()) for source in sources] if inline else []
+    is_digested = link.digest != "off"  # else equal names and shapes are equal
+    for source, view in zip(sources, views, strict=False):
+        if is_digested and not source.digest:
+            source.digest = digest_of(view)
+    digests = [source.digest if is_digested else b"" for source in sources]
+    are_known = not is_digested or all(digests)
     records = [
-        TensorRecord(name, spec, b"" if digests is None else digests[i])
-        for i, (name, spec) in enumerate(draft.specs.items())
+        TensorRecord(name, spec, digest)
+        for (name, spec), digest in zip(draft.specs.items(), digests, strict=True)
     ]
     tokens = draft.input_tokens, draft.roi
+    on_gpu = are_on_gpu((source.nbytes, source.region) for source in sources)
     frame = Insert(
         entry_id=draft.entry_id,
         transfer=link.new_transfer(),
         inline=inline,
         ttl_s=draft.ttl_s,
         deliveries=draft.deliveries,
-        digest=b"" if digests is None else content_digest(records, *tokens),
-        on_gpu=are_staged(sources),
+        digest=content_digest(records, *tokens) if are_known else b"",
+        on_gpu=on_gpu,
     )
     body = pack(records, *tokens, views)
     check_body(link.limits.max_body_bytes, body)
-    return Sending(link, frame, body, sources, digests, ways)
-
-
-def _in_host(sources: Sequence[Source]) -> list[KVMemory]:
-    return [s for s in sources if not isinstance(s, StagedTensor | KVOnGpu)]
+    return Sending(link, frame, body, sources, routes, is_on_gpu=on_gpu)
 
 
 BUSY_BYTES: Final = 4 * 2**20
 """With so much unwritten for a peer, the next small tensor waits its turn."""
 
 
-async def dense(tensor: torch.Tensor | KVOnGpu, pool: CopyPool) -> torch.Tensor:
-    """Return ``tensor`` if its memory is its elements in order, else a copy.
+class InsertRoutes(Routes, Protocol):
+    """Whoever also knows who reads this side's GPU at the other end of a link."""
 
-    Of what is on a GPU it is a copy in host memory.
-    """
-    if isinstance(tensor, KVOnGpu) or tensor.is_cuda:
-        return await _copy_of(tensor, pool)
-    if tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg()):
-        return tensor.detach()
-    return await _copy_of(tensor, pool)
+    def importer(self, link: Link) -> Importer | None:
+        """Return who does, while somebody does."""
 
 
-async def _copy_of(memory: KVMemory | KVOnGpu, pool: CopyPool) -> torch.Tensor:
-    copy = pool.host_empty(spec_in(memory))
-    await pool.copy([memory], [copy], digest=False)
-    return copy
-
-
-async def source_of(
-    memory: KVMemory | KVOnGpu,
-    pool: CopyPool,
-    staging: GpuStaging | None,
-    nbytes: int,
-) -> Source:
-    """Return what can be sent as it lies, of a request of ``nbytes``: what is read on a
-    GPU (see :func:`~asynckv.transfers.staging.gpu_source`), else as :func:`lendable`.
-    """
-    return await gpu_source(memory, staging, nbytes) or await lendable(memory, pool)
-
-
-async def lendable(memory: KVMemory | KVOnGpu, pool: CopyPool) -> KVMemory:
-    """Return what lanes can read as it lies: ``memory`` itself, if it is blocks or
-    dense, or a tensor of contiguous rows; else a copy.
-    """
-    if isinstance(memory, KVBlocks):
-        is_on_gpu = gpu_of(memory.pool) is not None
-        return await _copy_of(memory, pool) if is_on_gpu else memory
-    if isinstance(memory, KVOnGpu) or memory.is_cuda:
-        return await dense(memory, pool)
-    return rows_of(memory) or await dense(memory, pool)
-
-
-class PushingBy(OutwardWays, Protocol):
+class WriterRoutes(InsertRoutes, Protocol):
     """Whoever has a GPU, too, that tensors may be copied on."""
+
+    pool: CopyPool
 
     def staging(self, nbytes: int) -> GpuStaging | None:
         """Return where copies are made of what goes to a peer's GPU, if it may."""
@@ -259,34 +210,34 @@ class PushingBy(OutwardWays, Protocol):
 _OfOne: TypeAlias = Grant | GrantDevices | GrantShared | Retract | Done
 
 
-class _Pushing:
-    """One tensor on its way."""
+class _Push:
+    """One tensor on its way. ``over`` is the last word to be said of it, if any is."""
 
-    def __init__(self, writer: RemoteWriter, transfer: int, source: Source) -> None:
-        self._transfer = transfer
+    def __init__(
+        self, writer: RemoteWriter, transfer: int, source: Source, *, is_on_gpu: bool
+    ) -> None:
         self.granted: Answer[None] = Answer()
         self.over: Answer[Done | None] = Answer()
-        """The last word to be said of it; none if nobody needs it."""
-        self.is_left = False
-        """Whether all of it has left by the link's payload."""
-        self.leaving = LeavingParts(
-            *(writer.stream, transfer, [source], None, writer.by),
-            left=self._left,
+        self.outgoing = Outgoing(
+            writer.stream,
+            transfer,
+            writer.routes,
             failed=self.fail,
+            is_on_gpu=is_on_gpu,
+            importer=writer.routes.importer,
+            sent=self.over.give,
         )
+        self.outgoing.add(0, source)
 
     def on_frame(self, frame: _OfOne) -> None:
         """The peer has memory for it; or does not need it, or has it on its GPU."""
         self.granted.give(None)
-        if isinstance(frame, Grant):
-            self.leaving.on_grant()
-        elif isinstance(frame, GrantDevices):
-            self.leaving.on_grant_devices(frame)
-        elif isinstance(frame, GrantShared):
-            self.leaving.on_grant_shared(frame)
+        if isinstance(frame, Retract | Done):
+            self.outgoing.release()
+            has_it = isinstance(frame, Done)
+            self.end(Done(frame.transfer, 0) if has_it else None)
         else:
-            self.leaving.let_go()
-            self.end(Done(self._transfer, 0) if isinstance(frame, Done) else None)
+            self.outgoing.on_grant(frame)
 
     def end(self, last: Done | None) -> None:
         """The peer has it, or does not need it."""
@@ -298,13 +249,6 @@ class _Pushing:
         self.granted.fail(error)
         self.over.fail(error)
 
-    def _left(self, index: int, digest: bytes, error: BaseException | None) -> None:
-        if error is None:
-            self.is_left = True
-            self.over.give(Done(self._transfer, index, digest))
-        else:
-            self.fail(PeerLost(f"the payload was not sent: {error}"))
-
 
 class RemoteWriter(StagingWriter):
     """Sends each tensor to the buffer at the other end of ``link``.
@@ -312,9 +256,9 @@ class RemoteWriter(StagingWriter):
     A streaming entry does not survive its link.
     """
 
-    def __init__(self, link: Link, draft: Draft, by: PushingBy) -> None:
+    def __init__(self, link: Link, draft: Draft, routes: WriterRoutes) -> None:
         self.entry_id = draft.entry_id
-        self.by = by
+        self.routes = routes
         self._link = link
         self._indexes = {name: i for i, name in enumerate(draft.specs)}
         self._declared = Declared(draft.specs)
@@ -322,8 +266,8 @@ class RemoteWriter(StagingWriter):
         self._transfer = link.new_transfer()
         self._answer: Answer[None] = Answer()
         self._room: Answer[None] = Answer()
-        self._pushing: dict[int, _Pushing] = {}
-        self._unread: dict[int, LeavingParts] = {}
+        self._pushes: dict[int, _Push] = {}
+        self._unread: dict[int, Outgoing] = {}
         """Of puts that were cancelled: the peer has not said yet that it is through."""
         self._waiting = set[Answer[list[StagedTensor]]]()
         frame = Insert(
@@ -348,8 +292,8 @@ class RemoteWriter(StagingWriter):
             raise RuntimeError("the writer was left already")
         with self._declared.putting(name, tensor):
             self._answer.check()
-            pool, nbytes = self.by.pool, tensor.nbytes
-            memory, staging = pool.catch(tensor), self.by.staging(nbytes)
+            pool, nbytes = self.routes.pool, tensor.nbytes
+            memory, staging = pool.catch(tensor), self.routes.staging(nbytes)
             source = await source_of(memory, pool, staging, nbytes)
             try:
                 await until_made([source], pool)
@@ -360,7 +304,7 @@ class RemoteWriter(StagingWriter):
     async def room(self, specs: Sequence[TensorSpec]) -> list[StagedTensor] | None:
         self._answer.check()
         least = min((spec.nbytes for spec in specs), default=0)
-        room = None if self.by.staging(least) is None else self.by.room
+        room = None if self.routes.staging(least) is None else self.routes.room
         return None if room is None else await room.take(specs, self._waiting)
 
     async def put_staged(self, name: str, staged: StagedTensor) -> None:
@@ -395,21 +339,23 @@ class RemoteWriter(StagingWriter):
             case Grant(transfer=self._transfer):
                 self._room.give(None)
             case Grant() | GrantDevices() | GrantShared() | Retract() | Done():
-                if (pushing := self._pushing.get(frame.transfer)) is not None:
-                    pushing.on_frame(frame)
-                elif (leaving := self._unread.pop(frame.transfer, None)) is not None:
-                    leaving.let_go()
+                if (push := self._pushes.get(frame.transfer)) is not None:
+                    push.on_frame(frame)
+                elif (outgoing := self._unread.pop(frame.transfer, None)) is not None:
+                    outgoing.release()
+                elif not isinstance(frame, Retract | Done):
+                    ignore_grant(frame, self._link)
             case Accepted():
-                self._let_go()
+                self._release()
                 self._answer.give(None)
                 self._room.give(None)
-                for pushing in self._pushing.values():
-                    pushing.end(None)  # acknowledged early: nobody needs the rest
+                for push in self._pushes.values():
+                    push.end(None)  # acknowledged early: nobody needs the rest
             case Cancelled():
-                self._let_go()
+                self._release()
                 self._fail(EntryAborted(reason="producer"))
             case _:
-                self._let_go()  # the last word, or the link ends
+                self._release()  # the last word, or the link ends
                 fail_by(frame, "insert", self._fail)
 
     def on_lost(self, error: PeerLost) -> None:
@@ -420,44 +366,42 @@ class RemoteWriter(StagingWriter):
         if self._answer.is_in:
             return  # acknowledged early: nobody needs the rest, nor would grant it
         transfer = self._link.new_transfer()
-        if source.nbytes <= INLINE_NBYTES and not isinstance(
-            source, StagedTensor | KVOnGpu
-        ):
-            view = joined(memory_of(source))
+        if source.nbytes <= INLINE_NBYTES and not source.is_on_gpu:
+            view = joined(source.host())
             digest = b"" if self._link.digest == "off" else digest_of(view)
-            push = Push(transfer=transfer, part=part, inline=True, digest=digest)
-            self.stream.send(push, view)
+            inline = Push(transfer=transfer, part=part, inline=True, digest=digest)
+            self.stream.send(inline, view)
             return
-        self._pushing[transfer] = pushing = _Pushing(self, transfer, source)
-        on_gpu = isinstance(source, StagedTensor)
-        push = Push(transfer=transfer, part=part, inline=False, on_gpu=on_gpu)
-        self.stream.send(push)
+        is_on_gpu = are_on_gpu([(source.nbytes, source.region)])
+        push = _Push(self, transfer, source, is_on_gpu=is_on_gpu)
+        outgoing, self._pushes[transfer] = push.outgoing, push
+        self.stream.send(Push(transfer, part, inline=False, on_gpu=is_on_gpu))
         try:
             async with asyncio.timeout(ANSWER_S):
-                await pushing.granted
-            last = await pushing.over
-            if not pushing.is_left or pushing.leaving.is_busy:
-                await pushing.leaving.quiesce()
+                await push.granted
+            last = await push.over
+            if outgoing.is_busy:
+                await outgoing.quiesce()
         except BaseException:
             self.stream.send(Retract(transfer))
-            await pushing.leaving.quiesce()
+            await outgoing.quiesce()
             raise
         finally:
-            del self._pushing[transfer]
-            pushing.leaving.end()
-            if pushing.leaving.is_read:
-                self._unread[transfer] = pushing.leaving
+            del self._pushes[transfer]
+            outgoing.stop()
+            if outgoing.is_read:
+                self._unread[transfer] = outgoing
         if last is not None:
             # Nobody is shown it before: a cancelled put has put nothing.
             self.stream.send(last)
 
-    def _let_go(self) -> None:
+    def _release(self) -> None:
         """The peer is through with all that it was shown."""
-        for leaving in self._unread.values():
-            leaving.let_go()
+        for outgoing in self._unread.values():
+            outgoing.release()
         self._unread.clear()
-        for pushing in self._pushing.values():
-            pushing.leaving.let_go()
+        for push in self._pushes.values():
+            push.outgoing.release()
 
     async def _drained(self) -> None:
         """Wait while a peer that reads slowly has much left to read."""
@@ -472,5 +416,5 @@ class RemoteWriter(StagingWriter):
         self._room.fail(error)
         for waiting in self._waiting:
             waiting.fail(error)
-        for pushing in self._pushing.values():
-            pushing.fail(error)
+        for push in self._pushes.values():
+            push.fail(error)

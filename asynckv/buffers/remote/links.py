@@ -26,11 +26,12 @@ from asynckv.tensors.copying import CopyPool
 from asynckv.tensors.device_copying import DeviceCopyPool
 from asynckv.tensors.growth import Growth
 from asynckv.transfers.budget import ReceiveBudget
-from asynckv.transfers.host_copies import HostCopies
+from asynckv.transfers.host_copies import D2HCopier, HostCopies
 from asynckv.transfers.manifest import INLINE_NBYTES
-from asynckv.transfers.outgoing import ShownTo
+from asynckv.transfers.outgoing import Importer
 from asynckv.transfers.readers import IpcReader, MapReader
-from asynckv.transfers.staging import GpuRoom, GpuStaging
+from asynckv.transfers.source import GpuStaging
+from asynckv.transfers.staging import GpuRoom
 
 __all__ = (
     "Backoff",
@@ -270,23 +271,27 @@ class PeerWays:
             return None
         return self._reader("views" if views else "copies", memory, views=views)
 
-    def way(self, link: Link) -> GpuLink | None:
+    def d2h(self, link: Link) -> D2HCopier:
+        """Return what brings what is on a GPU to the host, for the link's payload."""
+        return D2HCopier(self.pool, self.copies, link.payload.feeds)
+
+    def nccl(self, link: Link) -> GpuLink | None:
         """Return what moves payload between the peer's GPU and this one, if it does."""
         return self._imports.way(link)
 
     def arrivals(self, link: Link) -> GpuArrivals | None:
         """Return by what a delivery may come from the peer's GPU, if it may."""
-        way = self.way(link)
+        way = self.nccl(link)
         if way is None or not isinstance(self.pool, DeviceCopyPool):
             return None
         return GpuArrivals(way, self.pool)
 
-    def shown(self, link: Link) -> ShownTo | None:
+    def importer(self, link: Link) -> Importer | None:
         """Return who reads what is put there in memory of the GPU, if somebody does."""
         holder, pool = self._imports.holder(link), self.pool
         if holder is None or not isinstance(pool, DeviceCopyPool):
             return None
-        return ShownTo(holder, pool)
+        return Importer(holder, pool)
 
     def staging(self, nbytes: int) -> GpuStaging | None:
         """Return where copies are made of so much for the peer's GPU, if it may go."""
@@ -297,7 +302,7 @@ class PeerWays:
         make = partial(GpuStaging, memory, self.pool, is_awaited=room.is_awaited)
         if self._imports.holder(link) is not None:
             return make(takes_host=True)
-        return None if self.way(link) is None else make()
+        return None if self.nccl(link) is None else make()
 
     def close(self) -> None:
         """Read nothing more."""

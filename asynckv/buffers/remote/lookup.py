@@ -20,7 +20,7 @@ from asynckv.abc.closing import async_with_only
 from asynckv.buffers.entries.entries import Draft, make_draft, specs_in
 from asynckv.buffers.local.consumer import PendingSelect
 from asynckv.buffers.remote.connection import PeerConnection, ask
-from asynckv.buffers.remote.insert import RemoteWriter, begin_insert, source_of
+from asynckv.buffers.remote.insert import RemoteWriter, begin_insert
 from asynckv.buffers.remote.select import RemoteConsumer, check_key_fits
 from asynckv.observability.waits import LoggedWait
 from asynckv.protocol.frames import Peek, Taken, Withdraw
@@ -34,7 +34,7 @@ from asynckv.transfers.queries import (
     key_of,
     make_query,
 )
-from asynckv.transfers.staging import Source, places_of, release_staged, until_made
+from asynckv.transfers.source import Source, release_staged, source_of, until_made
 from asynckv.transfers.targets import check_targets
 from asynckv.types import TensorSpec
 
@@ -95,12 +95,11 @@ class RemoteLookupBuffer(KVLookupBuffer):
             for tensor in named.values():
                 sources += [await source_of(tensor, pool, staging, nbytes)]
             await until_made(sources, pool)
-            digests = None
             if entry_id is not None:
-                digests = await pool.digest(places_of(sources))
+                await self._digest(sources)
             self._inserting += 1
             try:
-                await self._insert(draft, sources, digests)
+                await self._insert(draft, sources)
             finally:
                 self._inserting -= 1
         finally:
@@ -242,12 +241,13 @@ class RemoteLookupBuffer(KVLookupBuffer):
         """Does a ``drop_select`` read a peer's memory of this side's own GPU now?"""
         return self._peer.ways.read_gpu_memory
 
-    async def _insert(
-        self,
-        draft: Draft,
-        sources: list[Source],
-        digests: list[bytes] | None,
-    ) -> None:
+    async def _digest(self, sources: Sequence[Source]) -> None:
+        """Let each know its digest."""
+        digests = await self._peer.pool.digest([one.place() for one in sources])
+        for source, digest in zip(sources, digests, strict=True):
+            source.digest = digest
+
+    async def _insert(self, draft: Draft, sources: Sequence[Source]) -> None:
         """Insert, and again on the next link while links are cut.
 
         A peer that came back empty may have had the entry before, committed and
@@ -258,14 +258,14 @@ class RemoteLookupBuffer(KVLookupBuffer):
         incarnation = ""
         while True:
             link = await self._peer.link(incarnation)
-            inserting = begin_insert(link, draft, sources, digests, self._peer.ways)
+            inserting = begin_insert(link, draft, sources, self._peer.ways)
             with self._waiting_for_room("insert", draft):
                 if await inserting.accepted():
                     return
             if inserting.may_be_in:
                 incarnation = link.peer.incarnation
-            if digests is None:
-                digests = await self._peer.pool.digest(places_of(sources))
+            if not all(source.digest for source in sources):
+                await self._digest(sources)
 
     def _waiting_for_room(self, call: str, draft: Draft) -> LoggedWait:
         return LoggedWait(

@@ -12,7 +12,7 @@ import torch
 from asynckv.abc import KVStoreBuffer, KVStoreStatistics
 from asynckv.abc.closing import async_with_only
 from asynckv.buffers.remote.connection import ANSWER_S, PeerConnection, ask
-from asynckv.buffers.remote.insert import Sending, dense
+from asynckv.buffers.remote.insert import InsertRoutes, Sending
 from asynckv.buffers.store import check_place, check_value
 from asynckv.errors import LeaseLost, PeerLost, RemoteProtocolError
 from asynckv.links.answers import Answer, fail_by
@@ -36,15 +36,14 @@ from asynckv.protocol.frames import (
 from asynckv.protocol.transfer_frames import Done, Riders
 from asynckv.tensors.blocks import KVMemory
 from asynckv.tensors.copying import CopyPool
-from asynckv.tensors.on_gpu import KVOnGpu
-from asynckv.tensors.views import bytes_of, check_into, spec_of
+from asynckv.tensors.runs import joined
+from asynckv.tensors.views import check_into
 from asynckv.transfers.arguments import as_key, as_keys
 from asynckv.transfers.budget import ReceiveBudget
 from asynckv.transfers.delivery import Delivery, lift_all, on_host
 from asynckv.transfers.landing import Landing, read_offer
 from asynckv.transfers.manifest import INLINE_NBYTES
-from asynckv.transfers.outgoing import OutwardWays
-from asynckv.transfers.staging import until_made
+from asynckv.transfers.source import Source, source_of, until_made
 
 __all__ = (
     "Getting",
@@ -207,26 +206,22 @@ class Pinning:
 def begin_put(
     link: Link,
     key: str,
-    source: torch.Tensor | KVOnGpu,
-    ways: OutwardWays | None = None,
+    source: Source,
+    routes: InsertRoutes | None = None,
 ) -> Sending:
     """Ask for a value to be stored. ``source`` is dense; if it is read on a GPU, its
-    bytes are too many to ride. Never waits.
+    bytes are too many to leave with the request. Never waits.
     """
-    view, inline = memoryview(b""), False
-    if isinstance(source, KVOnGpu):
-        spec = source.spec
-    else:
-        spec, inline = spec_of(source), source.nbytes <= INLINE_NBYTES
-        view = bytes_of(source) if inline else view
+    inline = source.nbytes <= INLINE_NBYTES
+    view = joined(source.host()) if inline else memoryview(b"")
     frame = Put(
         key=key,
         transfer=link.new_transfer(),
         inline=inline,
-        spec=spec,
+        spec=source.spec,
         digest=digest_of(view) if inline and link.digest != "off" else b"",
     )
-    return Sending(link, frame, view, [source], ways=ways)
+    return Sending(link, frame, view, [source], routes)
 
 
 _BATCH_KEYS: Final = 4096
@@ -261,10 +256,8 @@ class RemoteStoreBuffer(KVStoreBuffer):
             await self.delete(key)
             return
         check_value(value)
-        pool = self._peer.pool
-        memory = pool.catch(value)
-        is_read_there = isinstance(memory, KVOnGpu) and value.nbytes > INLINE_NBYTES
-        source = memory if is_read_there else await dense(memory, pool)
+        pool, nbytes = self._peer.pool, value.nbytes
+        source = await source_of(pool.catch(value), pool, None, nbytes)
         self._putting += 1
         try:
             await until_made([source], pool)
@@ -336,7 +329,7 @@ class RemoteStoreBuffer(KVStoreBuffer):
         """Abort the peer."""
         self._peer.abort()
 
-    async def _put(self, key: str, source: torch.Tensor | KVOnGpu) -> None:
+    async def _put(self, key: str, source: Source) -> None:
         """A put that was cut off is made again: the last one counts."""
         who = f"put of {key!r} ({source.nbytes} bytes)"
         room = f"room in the store at {self._peer.url}"

@@ -1,46 +1,39 @@
-"""One delivery on its way to a peer: the offer, then the parts that do not ride along.
+"""What is offered to a peer of one entry, and how much of it the offer says already.
 
 Its tensors may be places in a file that the peer has mapped, or in memory of a GPU that
-the peer has open: where they will lie is told with the offer, and of each that it lies
-there when it does. All are the peer's to read until it lets them go. Plain functions;
-nothing here waits or knows how a delivery ends.
+the peer has open: where they will lie is said with the offer. All are the peer's to
+read until it lets them go. Parts that did not leave with the offer follow its grant.
+Plain functions; nothing here waits or knows how a delivery ends.
 """
 
 from __future__ import annotations
 
-import asyncio
-import logging
 from collections.abc import Callable, Sequence
-from functools import partial
-from typing import Final, TypeAlias
+from typing import Final
 
 import msgspec
 
 from asynckv.buffers.entries.entries import Lease, Shown, StoredEntry
-from asynckv.errors import GPUFailed, RemoteProtocolError
-from asynckv.links.gpu_link import GpuLink
+from asynckv.errors import RemoteProtocolError
 from asynckv.links.link import Link
+from asynckv.links.own_tasks import OwnTasks
 from asynckv.links.requests import LinkStream
 from asynckv.protocol.frames import Complete, Offer, Retract
-from asynckv.protocol.transfer_frames import Done, GrantDevices
+from asynckv.protocol.transfer_frames import Grant, GrantDevices
 from asynckv.protocol.values import MappedOffer, Place
 from asynckv.sharing.owner import MapHolder, Pin
 from asynckv.tensors.arena import Region
 from asynckv.tensors.device_regions import DeviceRegion
-from asynckv.tensors.feeds import Feed
-from asynckv.tensors.runs import Memory, joined
+from asynckv.tensors.runs import joined
 from asynckv.tensors.slab_regions import SlabRegion
 from asynckv.tensors.slabs import PAGE_NBYTES
-from asynckv.transfers.eager import RidingParts, rides
-from asynckv.transfers.host_copies import HostCopy
+from asynckv.transfers.eager import is_eager
 from asynckv.transfers.manifest import INLINE_NBYTES, check_body
-from asynckv.transfers.outgoing import DigestPart, GpuSending, Telling
-from asynckv.types import TensorSpec
+from asynckv.transfers.outgoing import Exported, Outgoing, Routes
+from asynckv.transfers.source import RegionSource, are_on_gpu
 
 __all__ = (
-    "Hoist",
     "Offering",
-    "ShownSending",
     "can_be_mapped",
     "make_offer",
     "map_entry",
@@ -98,9 +91,6 @@ def _heap_bytes(regions: Sequence[Region]) -> list[memoryview]:
     return [r.view() for r in regions if not isinstance(r, SlabRegion)]
 
 
-logger = logging.getLogger(__name__)
-
-
 def reads_gpu(holder: MapHolder | None) -> bool:
     """Has the peer memory of a GPU open, rather than some of the host's?"""
     return holder is not None and holder.memory_file.must_be_closed_there
@@ -120,7 +110,7 @@ def show_parts(
         return None
     places, shown = list[Place | None](), list[DeviceRegion]()
     for region in entry.regions[: len(entry.parts)]:
-        if rides(region.nbytes):
+        if is_eager(region.nbytes):
             places.append(None)
         elif isinstance(region, DeviceRegion):
             places.append(place_of(region))
@@ -134,49 +124,6 @@ def show_parts(
         return None
     pin = holder.pin(shown)
     return pin, MappedOffer(pin.number, len(encoded)), encoded
-
-
-class ShownSending:
-    """One transfer whose parts ``holder`` reads where they lie, once it is told.
-
-    ``lost`` is told if it has closed the memory: what it would read then may be
-    another's.
-    """
-
-    def __init__(
-        self, holder: MapHolder, telling: Telling, lost: Callable[[Exception], None]
-    ) -> None:
-        self._holder = holder
-        self._telling = telling
-        self._lost = lost
-
-    def send(
-        self, index: int, region: Region, spec: TensorSpec, digest: bytes | None
-    ) -> None:
-        """Say that a part lies there; ``digest`` is its own, if that is known."""
-        if self._holder.is_connected:
-            self._telling.tell(index, region, spec, digest)
-        else:  # once: it ends the delivery
-            logger.warning(
-                "%s has closed the memory that it was shown: what it asks for from "
-                "here on goes through host memory",
-                self._holder.peer_id,
-            )
-            self._lost(GPUFailed("the peer has closed the memory that it was shown"))
-
-    def stop(self) -> None:
-        """Say nothing more."""
-        self._telling.stop()
-
-
-Hoist: TypeAlias = Callable[
-    [Region, TensorSpec, Callable[[HostCopy], None]], "asyncio.Task[None]"
-]
-"""Copies one part to host memory, off the loop, and calls back with the copy: when it
-is whole, or with a feed when it has begun.
-
-Cancelled, it does not call back any more, and a feed is fed no further.
-"""
 
 
 def may_begin(
@@ -199,32 +146,32 @@ def make_offer(
     lease: Lease,
     holder: MapHolder | None = None,
     *,
-    hoist: Hoist | None = None,
-    reader: MapHolder | None = None,
+    reader: Exported | None = None,
 ) -> Offering:
     """Offer what was leased, with its bytes if they are small and all there.
 
     A ``holder`` who has the memory open is told where they lie; the ``reader`` of a
-    stream, where parts will lie as they come. ``hoist`` brings what is on a GPU to the
-    host, for lanes.
+    stream, where parts will lie as they come.
 
     :raises EntryTooLarge: its tokens, roi and names do not fit in a frame
     """
     entry = lease.entry
-    body, inline, shown = _body_of(link, entry, holder, reader)
+    by_parts = None if reader is None else reader.holder
+    body, inline, shown = _body_of(link, entry, holder, by_parts)
     pin, mapped = (None, None) if shown is None else shown
     try:
         check_body(link.limits.max_body_bytes, body)
     except BaseException:
-        keeper = holder if reader is None else reader
+        keeper = holder if reader is None else by_parts
         if keeper is not None and pin is not None:
             keeper.unpin(pin.number)
         raise
+    parts = ((part.spec.nbytes, part.region) for part in entry.parts)
     offering = Offering(
-        *(link, stream, entry, link.new_transfer()),
+        *(stream, entry, link.new_transfer()),
+        is_on_gpu=are_on_gpu(parts),
         pin=pin,
-        reader=reader if pin is not None else None,
-        hoist=hoist,
+        exported=reader if pin is not None else None,
     )
     offer = Offer(
         transfer=offering.transfer,
@@ -233,7 +180,7 @@ def make_offer(
         token=lease.token,
         attempt=lease.attempt,
         matched_tokens=lease.matched_tokens,
-        on_gpu=_is_on_gpu(entry),
+        on_gpu=offering.is_on_gpu,
         complete=entry.complete,
         mapped=mapped,
     )
@@ -265,51 +212,50 @@ def _body_of(
 class Offering(msgspec.Struct, eq=False):
     """An offer that has left. Its parts follow once the peer grants them memory.
 
-    If it has a ``pin``, they are the peer's to read already; or, if that is the
-    ``reader`` of a stream, once it is told of each.
+    If it has a ``pin``, they are the peer's to read already; or, if ``exported`` says
+    who reads a stream's, once it is told of each.
     """
 
-    link: Link
     stream: LinkStream
     entry: StoredEntry
     transfer: int
-    is_granted: bool = False
+    is_on_gpu: bool = False
     pin: Pin | None = None
-    reader: MapHolder | None = None
-    hoist: Hoist | None = None
-    _riding: RidingParts | None = None
-    _hoisted: list[asyncio.Task[None]] = []
-    _by_gpu: GpuSending | ShownSending | None = None
+    exported: Exported | None = None
+    outgoing: Outgoing | None = None
 
-    def grant(
-        self, transfer: int, by_gpu: GpuSending | ShownSending | None = None
+    def on_grant(
+        self,
+        frame: Grant | GrantDevices,
+        routes: Routes,
+        failed: Callable[[Exception], None],
+        tasks: OwnTasks,
     ) -> None:
-        """The peer's memory is ready: send what has landed."""
-        if self.pin is not None and self.reader is None:
-            raise RemoteProtocolError("a Grant for what lies in mapped memory")
-        if transfer == self.transfer and not self.is_granted:
-            self.is_granted = True
-            self._by_gpu = by_gpu
-            for index in self.entry.landed:
-                if self.is_granted:  # one that cannot be sent may end it all
-                    self._send(index)
+        """The peer's memory is ready: send what has landed.
 
-    def grant_devices(
-        self, frame: GrantDevices, way: GpuLink, digest_part: DigestPart
-    ) -> None:
-        """As :meth:`grant`, of memory of the peer's GPU; what rides rides.
-
-        :raises RemoteProtocolError: not all of it is on this side's GPU
+        :raises RemoteProtocolError: it reads all of it where it lies, or has none that
+            anything leads to
         """
-        if not _is_on_gpu(self.entry):
-            raise RemoteProtocolError("a grant of a GPU's memory for what is on none")
-        by_gpu = GpuSending(way, self.stream, frame, digest_part)
-        self.grant(frame.transfer, by_gpu)
+        if self.pin is not None and self.exported is None:
+            raise RemoteProtocolError("a Grant for what lies in mapped memory")
+        if self.outgoing is None:
+            self.outgoing = Outgoing(
+                *(self.stream, self.transfer, routes),
+                failed=failed,
+                is_on_gpu=self.is_on_gpu,
+                exported=self.exported,
+                within=tasks,
+            )
+            for index in self.entry.landed:
+                self.part_landed(index)
+        self.outgoing.on_grant(frame)
 
     def part_landed(self, index: int) -> None:
         """One more part can be sent."""
-        if self.is_granted:
-            self._send(index)
+        part = self.entry.parts[index]
+        if self.outgoing is not None and part.region is not None:
+            source = RegionSource(part.region, part.spec, part.digest or b"")
+            self.outgoing.add(index, source)
 
     def completed(self) -> None:
         """The entry is committed: nothing more comes."""
@@ -321,71 +267,8 @@ class Offering(msgspec.Struct, eq=False):
 
     def stop(self) -> None:
         """Send no more parts. What was pinned stays so until the peer lets it go."""
-        if self.is_granted:
-            self.is_granted = False
-            self.link.payload.stop(self.transfer)
-            if self._by_gpu is not None:
-                self._by_gpu.stop()
-            if self._riding is not None:
-                self._riding.stop()
-        for task in self._hoisted:
-            task.cancel()
-
-    def _send(self, index: int) -> None:
-        part = self.entry.parts[index]
-        region = part.region
-        if region is None:
-            return
-        if self._by_gpu is not None and not rides(region.nbytes):
-            self._by_gpu.send(index, region, part.spec, part.digest)
-        elif region.is_on_device and self.hoist is not None:
-            copied = partial(self._send_copy, index)
-            self._hoisted.append(self.hoist(region, part.spec, copied))
-        else:
-            read = partial(_read, region)
-            self._send_bytes(index, region.nbytes, read, region.memory)
-
-    def _send_copy(self, index: int, copy: HostCopy) -> None:
-        """A copy in host memory is there, or begins to be: let go when it was sent."""
-        if isinstance(copy, Feed):
-            feed, digest = self.link.payload.feed, self._digest_of(index)
-            feed(self.transfer, index, copy, self._sent(index), digest=digest)
-        else:
-            self._send_bytes(index, copy.nbytes, lambda: copy, lambda: copy)
-
-    def _send_bytes(
-        self,
-        index: int,
-        nbytes: int,
-        read: Callable[[], memoryview],
-        memory: Callable[[], Memory],
-    ) -> None:
-        digest = self._digest_of(index)
-        if rides(nbytes):
-            if self._riding is None:
-                self._riding = RidingParts(self.link, self.stream, self.transfer)
-            self._riding.add(index, nbytes, read, digest)
-        else:
-            send, sent = self.link.payload.send, self._sent(index)
-            send(self.transfer, index, memory(), sent, digest=digest)
-
-    def _digest_of(self, index: int) -> bytes | None:
-        return self.entry.parts[index].digest or None
-
-    def _sent(self, index: int) -> Callable[[bytes, BaseException | None], None]:
-        transfer, stream = self.transfer, self.stream
-
-        def sent(digest: bytes, error: BaseException | None) -> None:
-            if error is None:
-                stream.send(Done(transfer, index, digest))
-
-        return sent
-
-
-def _is_on_gpu(entry: StoredEntry) -> bool:
-    """Whether NCCL may send all that does not ride."""
-    large = [part.region for part in entry.parts if not rides(part.spec.nbytes)]
-    return bool(large) and all(one is not None and one.is_on_device for one in large)
+        if self.outgoing is not None:
+            self.outgoing.stop()
 
 
 def _pieces(entry: StoredEntry, preamble: bytes) -> list[bytes | memoryview] | None:
@@ -398,9 +281,5 @@ def _pieces(entry: StoredEntry, preamble: bytes) -> list[bytes | memoryview] | N
         region = part.region
         if region is None or region.is_on_device:
             return None
-        pieces.append(_read(region))
+        pieces.append(joined(region.memory()))
     return pieces
-
-
-def _read(region: Region) -> memoryview:
-    return region.view() if region.pages is None else joined(region.memory())

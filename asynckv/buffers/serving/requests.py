@@ -11,9 +11,11 @@ from asynckv.buffers.lookup import LookupBuffer
 from asynckv.buffers.serving.devices import DeviceService, Showing
 from asynckv.buffers.serving.limits import LinkBytes
 from asynckv.buffers.serving.service import Service
+from asynckv.errors import RemoteProtocolError
+from asynckv.links.gpu_link import GpuLink
 from asynckv.links.link import Link
 from asynckv.protocol.handshake import DigestMode
-from asynckv.transfers.host_copies import Hoisting
+from asynckv.transfers.host_copies import D2HCopier
 
 __all__ = ("LookupRequests",)
 
@@ -50,7 +52,7 @@ class LookupRequests(Service):
         self.deliveries: set[object] = set()
         self.selects: set[_Query] = set()
         self.predecessors: tuple[LookupRequests, ...] = ()
-        self.hoisting = Hoisting(buffer.pool, devices.copies, link.payload.feeds)
+        self._d2h = D2HCopier(buffer.pool, devices.copies, link.payload.feeds)
         self._charged_bytes = 0
         self._inserts: dict[asyncio.Task[None], str] = {}
 
@@ -63,6 +65,19 @@ class LookupRequests(Service):
             and entry.state is EntryState.WAITING
             for entry_id in self._inserts.values()
         )
+
+    def d2h(self, link: Link) -> D2HCopier:
+        """Return what brings a delivery to the host that is on the buffer's GPU."""
+        return self._d2h
+
+    def nccl(self, link: Link) -> GpuLink:
+        """Return what leads to the peer's GPU, or did.
+
+        :raises RemoteProtocolError: nothing ever did
+        """
+        if self.devices.way is None:
+            raise RemoteProtocolError("a grant of memory that nothing leads to")
+        return self.devices.way
 
     def run_insert(
         self,

@@ -5,8 +5,7 @@ No task: a waiting query is an entry in the ledger and this object.
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable
+import logging
 from functools import partial
 
 import msgspec
@@ -15,13 +14,12 @@ from asynckv.buffers.entries.entries import Lease, Waiter
 from asynckv.buffers.entries.leases import entry_taken
 from asynckv.buffers.serving.offer import (
     Offering,
-    ShownSending,
     make_offer,
     may_begin,
-    reads_gpu,
 )
 from asynckv.buffers.serving.requests import LookupRequests
 from asynckv.errors import (
+    AsyncKVError,
     BufferClosed,
     EntryAborted,
     EntryTooLarge,
@@ -43,16 +41,14 @@ from asynckv.protocol.frames import (
     Select,
     Took,
 )
-from asynckv.protocol.handshake import strictest
 from asynckv.protocol.transfer_frames import Grant, GrantDevices
 from asynckv.sharing.owner import MapHolder
-from asynckv.tensors.arena import Region
-from asynckv.transfers.host_copies import HostCopy
-from asynckv.transfers.outgoing import Telling
+from asynckv.transfers.outgoing import Exported, ignore_grant
 from asynckv.transfers.queries import TOKEN_NBYTES, Query
-from asynckv.types import TensorSpec
 
 __all__ = ("ServedSelect", "query_of")
+
+logger = logging.getLogger(__name__)
 
 _BUSY_BYTES = 4 * 2**20
 """With so much unwritten for a peer, the next small delivery waits its turn."""
@@ -139,11 +135,12 @@ class ServedSelect(msgspec.Struct, eq=False):
                 self._on_ack(token, confirm)
             case Cancel():
                 self._finish(Cancelled())
-            case Grant(transfer=transfer):
-                if self._offering is not None:
-                    self._offering.grant(transfer)
-            case GrantDevices():
-                self._grant_devices(frame)
+            case Grant() | GrantDevices():
+                if self._offering is None:
+                    ignore_grant(frame, self.payer.link)
+                else:
+                    payer, failed = self.payer, self._cannot_be_sent
+                    self._offering.on_grant(frame, payer, failed, payer.tasks)
             case Reached(token=token):
                 if self._settling is not None:
                     self._acknowledge(self._settling)
@@ -202,44 +199,25 @@ class ServedSelect(msgspec.Struct, eq=False):
         self._offer(lease, holder)
 
     def _offer(self, lease: Lease, holder: MapHolder | None) -> None:
-        link, stream, hoist = self.payer.link, self._stream, self._hoist
-        reader = self.payer.showing.holder if self.streams else None
+        link, showing, reader = self.payer.link, self.payer.showing, None
+        if self.streams and showing.holder is not None:
+            reader = Exported(showing.holder, showing.digest)
         try:
             self._offering = make_offer(
-                *(link, stream, lease, holder), hoist=hoist, reader=reader
+                *(link, self._stream, lease, holder), reader=reader
             )
         except EntryTooLarge as exc:
             # The lease is being made just now: told on the next tick.
             self.payer.loop.call_soon(self._fail, exc)
 
-    def _grant_devices(self, frame: GrantDevices) -> None:
-        offering, showing = self._offering, self.payer.showing
-        way, transfer = self.payer.devices.way, frame.transfer
-        if way is None and not reads_gpu(showing.holder):
-            raise RemoteProtocolError("a grant of memory that nothing leads to")
-        if offering is None or offering.transfer != transfer:
-            return
-        if offering.reader is not None:
-            kind = strictest(showing.digest, frame.kind)
-            told = Telling(self._stream, transfer, kind, self._digest_part)
-            shown = ShownSending(offering.reader, told, self._fail)
-            offering.grant(transfer, shown)
-        elif way is not None:
-            offering.grant_devices(frame, way, self._digest_part)
-        else:
-            raise RemoteProtocolError("a grant of what was not shown")
-
-    def _digest_part(
-        self, region: Region, spec: TensorSpec, told: Callable[[bytes], None]
-    ) -> asyncio.Task[None]:
-        digesting = self.payer.hoisting.digest(region, spec, told, self._fail)
-        return self.payer.run(digesting, "digest of what came without one")
-
-    def _hoist(
-        self, region: Region, spec: TensorSpec, copied: Callable[[HostCopy], None]
-    ) -> asyncio.Task[None]:
-        hoisting = self.payer.hoisting.hoist(region, spec, copied, self._fail)
-        return self.payer.run(hoisting, "copy from a GPU")
+    def _cannot_be_sent(self, error: Exception) -> None:
+        is_known = isinstance(error, AsyncKVError)
+        logger.warning(
+            "an entry cannot be sent to %s: %s",
+            *(self.consumer, error),
+            exc_info=None if is_known else error,
+        )
+        self._fail(error)
 
     def _end_delivery(self) -> None:
         if self._offering is not None:

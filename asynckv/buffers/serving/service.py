@@ -41,7 +41,7 @@ class Service(abc.ABC):
         self.link = link
         self.loop = asyncio.get_running_loop()
         self.is_leaving = False
-        self._tasks = OwnTasks()
+        self.tasks = OwnTasks()
 
     @abc.abstractmethod
     def open(
@@ -56,17 +56,17 @@ class Service(abc.ABC):
     @property
     def has_ended(self) -> bool:
         """No task of this peer is left."""
-        return not len(self._tasks)
+        return not len(self.tasks)
 
     def call_when_ended(self, callback: Callable[[], None]) -> None:
         """Call back each time that the last task of this peer has ended."""
-        self._tasks.all_ended = callback
+        self.tasks.all_ended = callback
 
     def run(
         self, coroutine: Coroutine[Any, Any, None], name: str
     ) -> asyncio.Task[None]:
         """Own a task of one request."""
-        return self._tasks.own(coroutine, f"asynckv: {name}")
+        return self.tasks.own(coroutine, f"asynckv: {name}")
 
     def run_kept(
         self,
@@ -90,8 +90,8 @@ class Service(abc.ABC):
 
     def abort(self) -> None:
         """End what is under way. Never waits."""
-        self._tasks.cancel()
+        self.tasks.cancel()
 
     async def wait_ended(self) -> None:
         """Wait for the tasks of an aborted service."""
-        await self._tasks.wait()
+        await self.tasks.wait()

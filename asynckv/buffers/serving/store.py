@@ -16,6 +16,7 @@ from asynckv.links.answers import Watchers
 from asynckv.links.link import Link
 from asynckv.links.requests import LinkStream, StreamHandler
 from asynckv.protocol.digests import digest_of
+from asynckv.protocol.failures import to_failure
 from asynckv.protocol.frames import (
     Cancel,
     Cancelled,
@@ -32,12 +33,14 @@ from asynckv.protocol.frames import (
     Result,
     Took,
 )
-from asynckv.protocol.transfer_frames import Done, Grant
+from asynckv.protocol.transfer_frames import Grant
 from asynckv.protocol.values import TensorRecord
 from asynckv.tensors.runs import fill, joined
 from asynckv.tensors.views import dtype_of
 from asynckv.transfers.incoming import Incoming, hear_incoming
 from asynckv.transfers.manifest import INLINE_NBYTES, pack
+from asynckv.transfers.outgoing import Outgoing
+from asynckv.transfers.source import RegionSource
 from asynckv.transfers.targets import HostTarget
 
 __all__ = (
@@ -61,15 +64,14 @@ class ServedGet:
         self._service = service
         self._stream = stream
         self._pinned = pinned
-        self._transfer = service.link.new_transfer()
-        self._is_offered = self._is_sending = False
+        self._outgoing: Outgoing | None = None
         service.under_way.add(self)
         self._offer_when_writable()
 
     def on_frame(self, frame: Frame, body: bytes) -> None:
         match frame:
-            case Grant() if self._is_offered and not self._is_sending:
-                self._send()
+            case Grant() if self._outgoing is not None:
+                self._outgoing.on_grant(frame)
             case Took():
                 self._end(None)
             case Cancel() | Nack():
@@ -87,28 +89,24 @@ class ServedGet:
         if service.link.outgoing_bytes > _BUSY_BYTES:
             service.link.call_when_drained(self._offer_when_writable)
             return
-        self._is_offered = True
+        transfer, stream = service.link.new_transfer(), self._stream
         record = TensorRecord("value", pinned.spec, pinned.digest)
-        inline = pinned.spec.nbytes <= INLINE_NBYTES
-        pieces = [joined(pinned.region.memory())] if inline else []
-        body = pack([record], None, None, pieces)
-        self._stream.send(Offer(self._transfer, inline), body)
+        source = RegionSource(pinned.region, pinned.spec, pinned.digest)
+        inline = source.nbytes <= INLINE_NBYTES
+        pieces = [joined(source.host())] if inline else []
+        stream.send(Offer(transfer, inline), pack([record], None, None, pieces))
         if inline:
             self._end(Result(1))
+        else:
+            self._outgoing = Outgoing(stream, transfer, failed=self._fail)
+            self._outgoing.add(0, source)
 
-    def _send(self) -> None:
-        self._is_sending = True
-        memory, digest = self._pinned.region.memory(), self._pinned.digest or None
-        payload = self._service.link.payload
-        payload.send(self._transfer, 0, memory, self._sent, digest=digest)
-
-    def _sent(self, digest: bytes, error: BaseException | None) -> None:
-        if error is None:  # or else the link ends
-            self._stream.send(Done(self._transfer, 0, digest))
+    def _fail(self, error: Exception) -> None:
+        self._end(to_failure(error))
 
     def _end(self, last: Frame | None) -> None:
-        if self._is_sending:
-            self._service.link.payload.stop(self._transfer)
+        if self._outgoing is not None:
+            self._outgoing.stop()
         if last is not None:
             self._stream.send(last)
         self._stream.close()

@@ -36,7 +36,7 @@ async def test_without_memory_that_is_shown_there_is_nothing_to_read_by(
     async with serve("mem://", lookup=local) as server, connect(server.url) as peer:
         link = peer._linked()
         assert peer.ways.reader(link, views=True) is None
-        assert peer.ways.way(link) is None and peer.ways.shown(link) is None
+        assert peer.ways.nccl(link) is None and peer.ways.importer(link) is None
         assert not peer.ways.read_gpu_memory
 
 

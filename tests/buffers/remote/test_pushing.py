@@ -1,16 +1,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 
 import pytest
 import torch
 
 from asynckv.buffers.entries.entries import make_draft
 from asynckv.buffers.lookup import LookupBuffer
-from asynckv.buffers.remote.insert import RemoteWriter, dense, lendable
+from asynckv.buffers.remote.insert import RemoteWriter
 from asynckv.errors import EntryAborted, PeerLost
-from asynckv.links.gpu_link import GpuLink
 from asynckv.links.link import Link
 from asynckv.protocol.frames import (
     Accepted,
@@ -18,49 +17,16 @@ from asynckv.protocol.frames import (
     Push,
 )
 from asynckv.protocol.transfer_frames import Grant
-from asynckv.tensors.copying import CopyPool
-from asynckv.tensors.stagings import Stagings
 from asynckv.testing.blocked import until, until_blocked
 from asynckv.testing.cancellation import CancelMode, Outcome, sweep_cancellation
 from asynckv.testing.pairs import Peers
-from asynckv.transfers.host_copies import HostCopies
-from asynckv.transfers.outgoing import ShownTo
-from asynckv.transfers.staging import GpuRoom, GpuStaging
 from asynckv.types import TensorSpec
-from harness.fake_gpus import FakeGpus
-from harness.fake_gpus.tensors import FakeTensors
 from harness.link_pairs import linked
+from harness.no_routes import NoRoutes
 
 MIB = 2**20
 SPECS = {"key": TensorSpec((MIB,), "uint8")}
 ONES = torch.ones(MIB, dtype=torch.uint8)
-
-
-async def test_dense_copies_only_what_is_not_dense() -> None:
-    pool = CopyPool()
-    tensor = torch.arange(12).reshape(3, 4)
-    assert (await dense(tensor, pool)).data_ptr() == tensor.data_ptr()
-    turned = await dense(tensor.t(), pool)
-    assert turned.is_contiguous() and torch.equal(turned, tensor.t())
-    complex_ = torch.ones(2, dtype=torch.complex64) * 1j
-    assert torch.equal(await dense(complex_.conj(), pool), complex_.conj())
-    pool.close()
-
-
-@pytest.mark.parametrize("read", [dense, lendable])
-async def test_what_is_on_a_gpu_is_read_from_a_copy_in_host_memory(
-    read: Callable[[torch.Tensor, CopyPool], Awaitable[object]],
-) -> None:
-    gpus = FakeGpus(1, seed=1, max_delay=3)
-    process = gpus.process()
-    tensors = FakeTensors(process)
-    pool = CopyPool(stagings=Stagings(lambda: process.cuda, tensors, slots=2))
-    source = torch.arange(3000).reshape(3, 1000)
-    found = await read(tensors.on_gpu(source), pool)
-    assert isinstance(found, torch.Tensor) and not found.is_cuda
-    assert torch.equal(found, source)
-    pool.close()
-    gpus.close()
 
 
 async def test_a_cancelled_put_may_be_made_again_with_other_bytes(
@@ -139,35 +105,11 @@ async def test_a_writer_that_was_left_puts_nothing(peers: Peers) -> None:
         await writer.put("key", ONES)
 
 
-class NoGpu:
-    """A peer's side that has none."""
-
-    def __init__(self) -> None:
-        self.pool = CopyPool()
-
-    @property
-    def copies(self) -> HostCopies:
-        return HostCopies()
-
-    def way(self, link: Link) -> GpuLink | None:
-        return None
-
-    def shown(self, link: Link) -> ShownTo | None:
-        return None
-
-    def staging(self, nbytes: int) -> GpuStaging | None:
-        return None
-
-    @property
-    def room(self) -> GpuRoom | None:
-        return None
-
-
 def writer_on(link: Link) -> RemoteWriter:
     draft = make_draft(
         [1], None, SPECS, entry_id="it", fingerprint=None, ttl_s=1, deliveries=1
     )
-    return RemoteWriter(link, draft, NoGpu())
+    return RemoteWriter(link, draft, NoRoutes())
 
 
 async def test_an_insert_that_the_peer_gives_up_is_aborted() -> None:
@@ -203,19 +145,15 @@ async def test_a_put_that_nobody_needs_when_it_may_be_sent_sends_nothing(
         assert not pair.service.hearers[0].frames
 
 
-async def test_a_put_that_a_lane_could_not_send_fails(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    async with linked("mem://", lambda *_: None) as pair:
+async def test_a_put_that_a_lane_could_not_send_fails_with_its_link() -> None:
+    async with linked("tcp://127.0.0.1:0", lambda *_: None) as pair:
         put = asyncio.create_task(writer_on(pair.near).put("key", ONES))
-        monkeypatch.setattr(
-            pair.near.payload, "send", lambda *a, **_: a[-1](b"", OSError("full"))
-        )
         await until(lambda: bool(pair.service.hearers))
         push, _ = await pair.service.hearers[0].next()
         assert isinstance(push, Push)
         pair.service.asked[0][0].send(Grant(push.transfer))
-        with pytest.raises(PeerLost, match="not sent: full"):
+        pair.far.payload.abort()
+        with pytest.raises(PeerLost):
             await put
 
 

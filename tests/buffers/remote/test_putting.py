@@ -14,6 +14,7 @@ from asynckv.protocol.digests import digest_of
 from asynckv.protocol.frames import Put
 from asynckv.tensors.views import bytes_of, spec_of
 from asynckv.testing.blocked import until
+from asynckv.transfers.source import HostSource
 from harness.link_pairs import linked
 
 MIB = 2**20
@@ -23,7 +24,7 @@ MIB = 2**20
 async def test_few_bytes_ride_along_with_their_digest(digest: str) -> None:
     side, value = {"digest": digest}, torch.arange(3)
     async with linked("mem://", lambda *_: None, near=side, far=side) as pair:
-        begin_put(pair.near, "key", value)
+        begin_put(pair.near, "key", HostSource(value))
         await until(lambda: bool(pair.service.asked))
         _, frame, body = pair.service.asked[0]
         assert isinstance(frame, Put) and frame.inline
@@ -33,7 +34,7 @@ async def test_few_bytes_ride_along_with_their_digest(digest: str) -> None:
 
 async def test_many_bytes_wait_to_be_granted() -> None:
     async with linked("mem://", lambda *_: None) as pair:
-        begin_put(pair.near, "key", torch.zeros(MIB))
+        begin_put(pair.near, "key", HostSource(torch.zeros(MIB)))
         await until(lambda: bool(pair.service.asked))
         _, frame, body = pair.service.asked[0]
         assert isinstance(frame, Put) and not frame.inline and body == b""

@@ -20,6 +20,7 @@ from asynckv.protocol.frames import (
 from asynckv.protocol.transfer_frames import Grant
 from asynckv.tensors.views import spec_of
 from asynckv.testing.blocked import until, until_blocked
+from asynckv.transfers.source import HostSource
 from harness.link_pairs import LinkPair, linked
 
 LARGE = 2**20
@@ -30,7 +31,7 @@ def sending_on(link: Link, *tensors: torch.Tensor) -> Sending:
     draft = make_draft(
         [1], None, specs, entry_id="it", fingerprint=None, ttl_s=1, deliveries=1
     )
-    return begin_insert(link, draft, tensors, None)
+    return begin_insert(link, draft, [HostSource(tensor) for tensor in tensors])
 
 
 async def asked(pair: LinkPair) -> None:
@@ -132,7 +133,6 @@ async def test_what_was_accepted_is_neither_sent_nor_told_any_more() -> None:
         pair.far.payload.receive(
             frame.transfer, 0, target, lambda *end: landed.append(end)
         )
-        sending._leaving._sent(0, b"", None)  # it had left just then
         await asyncio.gather(*[asyncio.sleep(0) for _ in range(20)])
         assert not landed and not pair.service.hearers[0].frames
         pair.far.payload.stop(frame.transfer)

@@ -6,9 +6,10 @@ from typing import NamedTuple
 import pytest
 
 from asynckv.buffers.entries.entries import Lease, StoredEntry, Waiter
-from asynckv.buffers.serving.offer import make_offer, may_begin
-from asynckv.errors import EntryTooLarge
+from asynckv.buffers.serving.offer import Offering, make_offer, may_begin
+from asynckv.errors import EntryTooLarge, RemoteProtocolError
 from asynckv.links.link import Link
+from asynckv.links.own_tasks import OwnTasks
 from asynckv.links.requests import LinkStream
 from asynckv.protocol.frames import (
     Complete,
@@ -16,7 +17,7 @@ from asynckv.protocol.frames import (
     Retract,
     Select,
 )
-from asynckv.protocol.transfer_frames import Done
+from asynckv.protocol.transfer_frames import Done, Grant
 from asynckv.protocol.values import Limits
 from asynckv.tensors.arena import HeapArena
 from asynckv.testing.blocked import until
@@ -24,6 +25,7 @@ from asynckv.transfers.manifest import unpack
 from asynckv.transfers.queries import Query
 from harness.holders import RecordingHolder, draft_of
 from harness.link_pairs import Hearer, linked
+from harness.no_routes import NoRoutes
 
 SMALL, LARGE = 8, 2**20
 
@@ -37,6 +39,10 @@ def leased(nbytes: int, *, complete: bool = True) -> Lease:
     return Lease(entry, waiter, 2, 3, b"token")
 
 
+def refuse(error: Exception) -> None:
+    raise AssertionError(error)
+
+
 class Ends(NamedTuple):
     """A stream that offers, and who hears and receives it."""
 
@@ -47,6 +53,11 @@ class Ends(NamedTuple):
     def receive(self, transfer: int) -> None:
         memory = memoryview(bytearray(LARGE))
         self.near.payload.receive(transfer, 0, memory, lambda digest, error: None)
+
+    def grant(self, offering: Offering, transfer: int | None = None) -> None:
+        """The peer grants what was offered, or another transfer."""
+        grant = Grant(offering.transfer if transfer is None else transfer)
+        offering.on_grant(grant, NoRoutes(), refuse, OwnTasks())
 
 
 @pytest.fixture
@@ -92,19 +103,25 @@ async def test_parts_follow_the_grant_of_this_very_offer(ends: Ends) -> None:
     ends.receive(offering.transfer)
     offering.part_landed(0)  # not granted yet
     lease.entry.landed.append(0)
-    offering.grant(offering.transfer + 2)
-    assert not offering.is_granted
+    ends.grant(offering, offering.transfer - 2)  # of what has ended
+    assert offering.outgoing is not None and not offering.outgoing.is_busy
     for _ in range(2):
-        offering.grant(offering.transfer)
+        ends.grant(offering)
     await until(lambda: len(hearer.frames) == 2)
     assert isinstance(hearer.frames[1][0], Done)
+
+
+async def test_a_grant_of_what_was_never_offered_makes_no_sense(ends: Ends) -> None:
+    offering = make_offer(ends.stream.link, ends.stream, leased(LARGE))
+    with pytest.raises(RemoteProtocolError, match="never offered"):
+        ends.grant(offering, offering.transfer + 2)
 
 
 async def test_a_part_that_lands_after_the_grant_is_sent(ends: Ends) -> None:
     stream, hearer, _ = ends
     offering = make_offer(stream.link, stream, leased(LARGE, complete=False))
     ends.receive(offering.transfer)
-    offering.grant(offering.transfer)
+    ends.grant(offering)
     offering.part_landed(0)
     await until(lambda: len(hearer.frames) == 2)
     assert isinstance(hearer.frames[1][0], Done)
@@ -115,7 +132,7 @@ async def test_what_has_lost_its_memory_is_not_sent(ends: Ends) -> None:
     lease = leased(LARGE, complete=False)
     offering = make_offer(stream.link, stream, lease)
     lease.entry.drop_regions()
-    offering.grant(offering.transfer)
+    ends.grant(offering)
     offering.part_landed(0)
     offering.stop()
     offering.retract()
@@ -146,7 +163,7 @@ async def test_a_part_that_broke_with_its_link_is_not_said_to_be_sent(
     stream, hearer, _ = ends
     offering = make_offer(stream.link, stream, leased(LARGE, complete=False))
     ends.receive(offering.transfer)
-    offering.grant(offering.transfer)
+    ends.grant(offering)
     offering.part_landed(0)
     stream.link.abort()
     await stream.link.payload.aclose()

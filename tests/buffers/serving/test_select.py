@@ -254,14 +254,30 @@ async def test_a_closed_buffer_is_the_answer(local: LookupBuffer, link: Link) ->
     assert isinstance(last, Failure) and last.code == "BufferClosed"
 
 
-async def test_a_grant_of_nothing_is_ignored(local: LookupBuffer, link: Link) -> None:
+async def test_a_grant_of_what_has_ended_is_ignored(
+    local: LookupBuffer, link: Link
+) -> None:
     hearer = Hearer()
     stream = link.open_stream(hearer, ANY)
-    stream.send(Grant(1))
+    await local.insert([1], None, torch.ones(10), None, None)
+    offer, _ = await hearer.next()
+    assert isinstance(offer, Offer)
+    stream.send(Nack(offer.token))
+    await until(lambda: not local.statistics().leased)
+    assert await local.withdraw(offer.entry_id)
+    hearer = Hearer()
+    stream = link.open_stream(hearer, ANY)
+    stream.send(Grant(offer.transfer))
     stream.send(Reached(b"token"))
     stream.send(Cancel())
     assert await hearer.next() == (Cancelled(), b"")
     assert link.is_open
+
+
+async def test_a_grant_of_what_was_never_offered_breaks_the_link(link: Link) -> None:
+    link.open_stream(Hearer(), ANY).send(Grant(1))
+    await until(lambda: not link.is_open)
+    assert "never offered" in str(link.error)
 
 
 async def test_a_word_that_belongs_to_no_query_breaks_the_link(link: Link) -> None:

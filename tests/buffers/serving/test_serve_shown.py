@@ -15,12 +15,12 @@ from asynckv.protocol.frames import Ack, Cancel, Offer, Select
 from asynckv.protocol.transfer_frames import Grant, GrantDevices, Riders, SentDevices
 from asynckv.protocol.values import Place
 from asynckv.sharing.owner import MapHolder
-from asynckv.tensors.arena import Region
 from asynckv.tensors.views import bytes_of
 from asynckv.testing.blocked import until
 from asynckv.testing.lookup_checks.values import MIB, noise
-from asynckv.transfers.host_copies import Hoisting
+from asynckv.transfers.host_copies import D2HCopier
 from asynckv.transfers.manifest import unpack_mapped
+from asynckv.transfers.source import Source
 from harness.fake_gpus import FakeGpus
 from harness.gpu_pairs import GpuPair, open_gpu_pair
 from harness.link_pairs import Hearer
@@ -112,9 +112,8 @@ async def test_parts_are_told_once_they_are_granted(pair: GpuPair) -> None:
     manifest, places = unpack_mapped(body, offer.mapped.nbytes, inline=False)
     assert [r.name for r in manifest.records] == ["key", "hidden"]
     assert places[0] is not None
-    stream.send(GrantDevices(offer.transfer + 2, "off"))  # of none that stands
-    for _ in range(2):
-        stream.send(GrantDevices(offer.transfer, "off"))
+    stream.send(GrantDevices(offer.transfer - 2, "off"))  # of none that stands
+    stream.send(GrantDevices(offer.transfer, "off"))
     told = [(await hearer.next())[0] for _ in range(2)]
     edges = next(frame for frame in told if isinstance(frame, SentDevices))
     assert (edges.part, edges.kind) == (0, "edges") and edges.digest
@@ -124,6 +123,18 @@ async def test_parts_are_told_once_they_are_granted(pair: GpuPair) -> None:
     assert pair.pinned_bytes == MIB  # it was never let go
     stream.send(GrantDevices(offer.transfer, "off"))  # too late
     assert await pair.peer.lookup.peek([1]) == 0
+
+
+@pytest.mark.parametrize("later", [0, 2], ids=["again", "never offered"])
+async def test_a_grant_that_makes_no_sense_ends_the_link(
+    gpus: FakeGpus, later: int
+) -> None:
+    async with open_gpu_pair(gpus, reconnect_s=0) as pair:
+        await inserted(pair, noise(MIB))
+        hearer, stream, offer, _ = await offered(pair)
+        stream.send(GrantDevices(offer.transfer, "off"))
+        stream.send(GrantDevices(offer.transfer + later, "off"))
+        await hearer.loss()
 
 
 async def test_what_is_shown_may_be_wanted_by_lanes(pair: GpuPair) -> None:
@@ -163,13 +174,13 @@ async def test_of_a_delivery_that_was_ended_so_nothing_more_is_begun(
     pair: GpuPair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     begun = list[int]()
-    hoist = Hoisting.hoist
+    copy = D2HCopier.copy
 
-    async def note(self: Hoisting, region: Region, *anything: object) -> None:
-        begun.append(region.nbytes)
-        await hoist(self, region, *anything)  # type: ignore[arg-type]
+    async def note(self: D2HCopier, source: Source, *anything: object) -> None:
+        begun.append(source.nbytes)
+        await copy(self, source, *anything)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(Hoisting, "hoist", note)
+    monkeypatch.setattr(D2HCopier, "copy", note)
     await inserted(pair, noise(MIB))
     _, stream, offer, _ = await offered(pair)
     holder = holder_of(pair)

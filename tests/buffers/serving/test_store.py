@@ -11,6 +11,7 @@ from asynckv.buffers.store import StoreBuffer
 from asynckv.links.dial import dial
 from asynckv.links.link import Link
 from asynckv.links.requests import LinkStream
+from asynckv.protocol.digests import digest_of
 from asynckv.protocol.frames import (
     Cancel,
     Cancelled,
@@ -232,15 +233,27 @@ async def test_a_put_hears_of_nothing_but_its_bytes(link: Link) -> None:
     assert "no Commit belongs here" in str(link.error)
 
 
-async def test_a_value_is_not_granted_twice(link: Link) -> None:
+async def test_a_value_that_is_granted_again_is_sent_again(link: Link) -> None:
     hearer = Hearer()
     stream = link.open_stream(hearer, Get("key"))
     offer, _ = await hearer.next()
     assert isinstance(offer, Offer)
     for _ in range(2):
+        target = memoryview(bytearray(MIB))
+        link.payload.receive(offer.transfer, 0, target, lambda *_: None)
         stream.send(Grant(offer.transfer))
+        done, _ = await hearer.next()
+        assert isinstance(done, Done) and done.digest == digest_of(target)
+
+
+async def test_a_grant_of_what_was_never_offered_ends_the_link(link: Link) -> None:
+    hearer = Hearer()
+    stream = link.open_stream(hearer, Get("key"))
+    offer, _ = await hearer.next()
+    assert isinstance(offer, Offer)
+    stream.send(Grant(offer.transfer + 2))
     await until(lambda: not link.is_open)
-    assert "no Grant belongs here" in str(link.error)
+    assert "never offered" in str(link.error)
 
 
 async def test_a_get_that_is_given_up_while_it_is_sent_unpins_and_ends(

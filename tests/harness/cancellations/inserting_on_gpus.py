@@ -203,7 +203,7 @@ async def _insert(
 
 def _coming(server: Server) -> int:
     every = [services.lookup for services in server._services]
-    return sum(len(lookup._tasks) for lookup in every if lookup is not None)
+    return sum(len(lookup.tasks) for lookup in every if lookup is not None)
 
 
 async def _until_quiet(store: StoreBuffer, peer: Peer, nbytes: int) -> None:

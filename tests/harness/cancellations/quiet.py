@@ -69,7 +69,7 @@ def _counts(watched: Watched) -> Iterator[tuple[str, int]]:
                 yield "charged to a peer", lookup._charged_bytes
             devices = services.devices  # by NCCL: as long as the link
             standing = devices is not None and devices.way is not None
-            tasks = sum(len(service._tasks) for service in services.all)
+            tasks = sum(len(service.tasks) for service in services.all)
             yield "tasks of services", tasks - standing
             yield from _of_link(services.link, standing)
     for peer in watched.peers:
@@ -108,7 +108,7 @@ def _of_peer(peer: Peer) -> Iterator[tuple[str, int]]:
     yield "getting", store.getting
     yield "putting", store.waiting_puts
     if (link := peer._links.current) is not None:
-        yield from _of_link(link, peer.ways.way(link) is not None)
+        yield from _of_link(link, peer.ways.nccl(link) is not None)
 
 
 def _of_link(link: Link, standing: int) -> Iterator[tuple[str, int]]:

@@ -9,12 +9,8 @@ import torch
 from asynckv.testing.blocked import until
 from asynckv.testing.cancellation import Outcome
 from asynckv.testing.expectations import expect, expect_same, noise
-from asynckv.transfers.staging import (
-    GpuRoom,
-    StagedTensor,
-    StagingWriter,
-    release_staged,
-)
+from asynckv.transfers.source import StagedTensor, release_staged
+from asynckv.transfers.staging import GpuRoom, StagingWriter
 from asynckv.types import TensorSpec
 from harness.cancellations.entries import LARGE, TOKENS
 from harness.cancellations.grounds import Ground
@@ -94,7 +90,7 @@ async def _put(pair: GpuPair, sweeper: Sweeper, nbytes: int) -> None:
 
 def _coming(pair: GpuPair) -> int:
     every = [services.lookup for services in pair.server._services]
-    return sum(len(lookup._tasks) for lookup in every if lookup is not None)
+    return sum(len(lookup.tasks) for lookup in every if lookup is not None)
 
 
 _STAGING: Final = ("StagingWriter.room", "StagingWriter.put_staged")

@@ -9,7 +9,7 @@ from typing import Final
 from asynckv.connectors.gpu_layers import GpuLayers
 from asynckv.testing.blocked import until
 from asynckv.testing.cancellation import Outcome
-from asynckv.transfers.staging import StagedTensor, release_staged
+from asynckv.transfers.source import StagedTensor, release_staged
 from harness.cancellations.connectors.grounds import P2PGround
 from harness.cancellations.connectors.scenario import ConnectorScenario
 from harness.cancellations.sweeper import Sweeper

@@ -12,10 +12,10 @@ from asynckv.tensors.copying import CopyPool
 from asynckv.tensors.growth import Growth
 from asynckv.testing.expectations import is_same
 from asynckv.testing.lookup_checks.values import noise
-from asynckv.transfers.staging import (
+from asynckv.transfers.source import (
     GpuStaging,
+    HostSource,
     StagedTensor,
-    places_of,
     release_staged,
 )
 from harness.fake_devices import FakeDevice, fake_device
@@ -34,7 +34,7 @@ class Ground:
     async def read(self, staged: StagedTensor) -> torch.Tensor:
         """Return what lies there, in host memory."""
         copy = self.pool.host_empty(staged.spec)
-        await self.pool.copy(places_of([staged]), [copy])
+        await self.pool.copy([staged.place()], [copy])
         return copy
 
 
@@ -78,7 +78,7 @@ async def test_what_is_elsewhere_is_left_where_it_is(ground: Ground) -> None:
     host = noise(NBYTES)
     assert await ground.staging.staged(host) is None
     assert await ground.staging.staged(KVBlocks(host.view(4, -1), [1])) is None
-    release_staged([host])
+    release_staged([HostSource(host)])
     nowhere = CopyPool()
     key = ground.gpu.tensor(host)
     assert await GpuStaging(Growth(NBYTES), nowhere).staged(key) is None

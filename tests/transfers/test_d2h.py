@@ -2,21 +2,23 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from functools import partial
 
 import pytest
-import torch
 
 from asynckv.errors import GPUFailed
-from asynckv.tensors.arena import Region
+from asynckv.links.own_tasks import OwnTasks
+from asynckv.protocol.digests import digest_of
 from asynckv.tensors.device_arena import DeviceArena
 from asynckv.tensors.device_copying import DeviceCopyPool
 from asynckv.tensors.device_regions import DeviceRegion
 from asynckv.tensors.feeds import Feed
-from asynckv.tensors.views import tensor_over
+from asynckv.tensors.views import bytes_of, tensor_over
 from asynckv.testing.blocked import until, until_blocked
 from asynckv.testing.expectations import is_same
 from asynckv.testing.lookup_checks.values import MIB, noise
-from asynckv.transfers.host_copies import Hoisting, HostCopies, HostCopy
+from asynckv.transfers.host_copies import D2HCopier, HostCopies, HostCopy
+from asynckv.transfers.source import HostSource, RegionSource
 from asynckv.types import TensorSpec
 from harness.device_memory import (
     filled_region,
@@ -66,53 +68,54 @@ class Fed:
         feed.leave(feed.fed_bytes)
 
 
-async def filled(arena: DeviceArena, pool: DeviceCopyPool, seed: int) -> Region:
-    return await filled_region(arena, pool, noise(MIB, seed))
+async def filled(arena: DeviceArena, pool: DeviceCopyPool, seed: int) -> RegionSource:
+    return RegionSource(await filled_region(arena, pool, noise(MIB, seed)), SPEC)
+
+
+def free(arena: DeviceArena, *sources: RegionSource) -> None:
+    arena.free([source.region for source in sources])
 
 
 async def test_copies_are_in_host_memory_and_come_in_turn(
     arena: DeviceArena, pool: DeviceCopyPool
 ) -> None:
-    hoist, copies = Hoisting(pool, HostCopies()).hoist, list[HostCopy]()
-    regions = [await filled(arena, pool, seed) for seed in (1, 2)]
-    await asyncio.gather(*(hoist(r, SPEC, copies.append, refuse) for r in regions))
+    copier, copies = D2HCopier(pool, HostCopies()), list[HostCopy]()
+    sources = [await filled(arena, pool, seed) for seed in (1, 2)]
+    await asyncio.gather(*(copier.copy(one, copies.append) for one in sources))
     first, second = (tensor_over(whole(copy), SPEC) for copy in copies)
     assert is_same(first, noise(MIB, 1)) and is_same(second, noise(MIB, 2))
-    arena.free(regions)
+    free(arena, *sources)
 
 
-async def test_what_fails_is_told(
-    caplog: pytest.LogCaptureFixture, arena: DeviceArena, pool: DeviceCopyPool
+async def test_what_cannot_be_read_is_raised(
+    arena: DeviceArena, pool: DeviceCopyPool
 ) -> None:
-    region, errors = await filled(arena, pool, 1), list[Exception]()
-    arena.free([region])
-    copies = HostCopies()
-    await Hoisting(pool, copies).hoist(region, SPEC, refuse, errors.append)
-    assert "released" in str(errors[0]) and "cannot be read" in caplog.text
+    source, copies = await filled(arena, pool, 1), HostCopies()
+    free(arena, source)
+    with pytest.raises(RuntimeError, match="released"):
+        await D2HCopier(pool, copies).copy(source, refuse)
+    with pytest.raises(RuntimeError, match="released"):
+        await D2HCopier(pool, copies).digest(source)
     await until(lambda: not copies.used_bytes)
-    caplog.clear()
-    errors.clear()
 
 
 async def test_a_cancelled_copy_tells_nobody(
     arena: DeviceArena, pool: DeviceCopyPool
 ) -> None:
     copies = HostCopies()
-    hoisting, region = Hoisting(pool, copies), await filled(arena, pool, 1)
-    coroutines = [hoisting.hoist(region, SPEC, refuse, refuse) for _ in range(2)]
-    tasks = [asyncio.create_task(one) for one in coroutines]
+    copier, source = D2HCopier(pool, copies), await filled(arena, pool, 1)
+    tasks = [asyncio.create_task(copier.copy(source, refuse)) for _ in range(2)]
     await asyncio.sleep(0)
     for task in tasks:
         task.cancel()
     await asyncio.wait(tasks)
     assert all(task.cancelled() for task in tasks)
     await until(lambda: not copies.used_bytes)  # though the tasks are kept
-    arena.free([region])
+    free(arena, source)
 
 
 async def test_a_copy_that_fails_on_its_gpu_is_kept_by_nobody(
     monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
     gpu: FakeDevice,
     arena: DeviceArena,
     pool: DeviceCopyPool,
@@ -121,42 +124,40 @@ async def test_a_copy_that_fails_on_its_gpu_is_kept_by_nobody(
         raise GPUFailed("it has fallen off the bus")
 
     copies, errors = HostCopies(), list[Exception]()
-    region = await filled(arena, pool, 1)
+    source, tasks = await filled(arena, pool, 1), OwnTasks(errors.append)
+    copier = D2HCopier(pool, copies)
     with monkeypatch.context() as patch:
         patch.setattr(gpu.process.cuda, "copy", fail)
-        await Hoisting(pool, copies).hoist(region, SPEC, refuse, errors.append)
+        tasks.start(partial(copier.copy, source, refuse), "copy")
+        await tasks.wait()
     await until(lambda: not copies.used_bytes)
-    assert "off the bus" in str(errors[0]) and caplog.records
-    caplog.clear()
-    arena.free([region])
+    assert "off the bus" in str(errors[0])
+    free(arena, source)
 
 
-async def test_who_cannot_be_told_of_a_copy_is_told_of_that(
-    caplog: pytest.LogCaptureFixture, arena: DeviceArena, pool: DeviceCopyPool
+async def test_who_cannot_be_given_a_copy_raises_that(
+    arena: DeviceArena, pool: DeviceCopyPool
 ) -> None:
-    def fail(told: object) -> None:
+    def fail(given: object) -> None:
         raise MemoryError
 
     copies, errors = HostCopies(), list[Exception]()
-    hoisting, region = Hoisting(pool, copies), await filled(arena, pool, 1)
-    await hoisting.hoist(region, SPEC, fail, errors.append)
-    await hoisting.digest(region, SPEC, fail, errors.append)
-    assert [type(error) for error in errors] == [MemoryError] * 2
-    caplog.clear()
-    errors.clear()
+    source, tasks = await filled(arena, pool, 1), OwnTasks(errors.append)
+    copier = D2HCopier(pool, copies)
+    tasks.start(partial(copier.copy, source, fail), "copy")
+    await tasks.wait()
+    assert [type(error) for error in errors] == [MemoryError]
     await until(lambda: not copies.used_bytes)
-    arena.free([region])
+    free(arena, source)
 
 
 async def test_each_copy_waits_until_others_are_gone(
     arena: DeviceArena, pool: DeviceCopyPool
 ) -> None:
-    hoisting, copies = Hoisting(pool, HostCopies(MIB)), list[HostCopy]()
-    regions = [await filled(arena, pool, seed) for seed in (1, 2)]
-    hoist = hoisting.hoist
+    copier, copies = D2HCopier(pool, HostCopies(MIB)), list[HostCopy]()
+    sources = [await filled(arena, pool, seed) for seed in (1, 2)]
     tasks = [
-        asyncio.create_task(hoist(region, SPEC, copies.append, refuse))
-        for region in regions
+        asyncio.create_task(copier.copy(source, copies.append)) for source in sources
     ]
     await until(lambda: bool(copies))
     await until_blocked(*tasks)
@@ -164,33 +165,22 @@ async def test_each_copy_waits_until_others_are_gone(
     copies.clear()
     await asyncio.wait(tasks)
     assert len(copies) == 1
-    arena.free(regions)
+    free(arena, *sources)
 
 
 async def test_a_digest_waits_for_no_copy_to_be_sent(
     arena: DeviceArena, pool: DeviceCopyPool
 ) -> None:
-    hoisting, copies = Hoisting(pool, HostCopies(MIB)), list[HostCopy]()
-    region, digests = await filled(arena, pool, 1), list[bytes]()
-    await hoisting.hoist(region, SPEC, copies.append, refuse)
-    waiting = asyncio.create_task(hoisting.hoist(region, SPEC, copies.append, refuse))
+    copier, copies = D2HCopier(pool, HostCopies(MIB)), list[HostCopy]()
+    source = await filled(arena, pool, 1)
+    await copier.copy(source, copies.append)
+    waiting = asyncio.create_task(copier.copy(source, copies.append))
     await until_blocked(waiting)
-    await hoisting.digest(region, SPEC, digests.append, refuse)
-    assert len(digests) == len(copies) == 1
+    assert await copier.digest(source) == digest_of(bytes_of(noise(MIB, 1)))
+    assert len(copies) == 1
     copies.clear()
     await waiting
-    arena.free([region])
-
-
-async def test_what_cannot_be_digested_is_told(
-    caplog: pytest.LogCaptureFixture, arena: DeviceArena, pool: DeviceCopyPool
-) -> None:
-    region, errors = await filled(arena, pool, 1), list[Exception]()
-    arena.free([region])
-    hoisting = Hoisting(pool, HostCopies())
-    await hoisting.digest(region, SPEC, refuse, errors.append)
-    assert "released" in str(errors[0]) and "cannot be digested" in caplog.text
-    caplog.clear()
+    free(arena, source)
 
 
 @pytest.mark.usefixtures("small_pieces")
@@ -198,11 +188,11 @@ async def test_a_long_part_is_fed_as_far_as_there_is_room(
     arena: DeviceArena, pool: DeviceCopyPool
 ) -> None:
     copies, fed = HostCopies(2 * PIECE), Fed()
-    region = await filled(arena, pool, 1)
-    assert isinstance(region, DeviceRegion)
-    region.edges = b""
-    hoisting = Hoisting(pool, copies, 1)
-    task = asyncio.create_task(hoisting.hoist(region, SPEC, fed, refuse))
+    source = await filled(arena, pool, 1)
+    assert isinstance(source.region, DeviceRegion)
+    source.region.edges = b""
+    copier = D2HCopier(pool, copies, 1)
+    task = asyncio.create_task(copier.copy(source, fed))
     while len(fed.content) < MIB:
         await until(lambda: fed.ahead >= min(2 * PIECE, MIB - len(fed.content)))
         await until_blocked(task)
@@ -210,9 +200,9 @@ async def test_a_long_part_is_fed_as_far_as_there_is_room(
         fed.take()
     await task
     assert fed.content == bytes(noise(MIB, 1).tolist())
-    assert not region.edges  # those of a piece are not its own
+    assert not source.region.edges  # those of a piece are not its own
     await until(lambda: not copies.used_bytes)
-    arena.free([region])
+    free(arena, source)
 
 
 @pytest.mark.usefixtures("small_pieces")
@@ -220,10 +210,9 @@ async def test_as_many_parts_are_fed_at_a_time_as_may_be(
     arena: DeviceArena, pool: DeviceCopyPool
 ) -> None:
     copies, fed = HostCopies(3 * PIECE), Fed()
-    regions = [await filled(arena, pool, seed) for seed in (1, 2, 3)]
-    hoisting = Hoisting(pool, copies, 2)
-    coroutines = [hoisting.hoist(region, SPEC, fed, refuse) for region in regions]
-    tasks = [asyncio.create_task(one) for one in coroutines]
+    sources = [await filled(arena, pool, seed) for seed in (1, 2, 3)]
+    copier = D2HCopier(pool, copies, 2)
+    tasks = [asyncio.create_task(copier.copy(source, fed)) for source in sources]
     await until(lambda: sorted(x.fed_bytes for x in fed.feeds) == [PIECE, 2 * PIECE])
     await until_blocked(*tasks)
     assert len(fed.feeds) == 2
@@ -232,13 +221,12 @@ async def test_as_many_parts_are_fed_at_a_time_as_may_be(
     await asyncio.wait(tasks)
     fed.feeds.clear()
     await until(lambda: not copies.used_bytes)  # though the tasks are kept
-    arena.free(regions)
+    free(arena, *sources)
 
 
 @pytest.mark.usefixtures("small_pieces")
 async def test_what_fails_while_it_is_fed_is_told(
     monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
     gpu: FakeDevice,
     arena: DeviceArena,
     pool: DeviceCopyPool,
@@ -247,26 +235,21 @@ async def test_what_fails_while_it_is_fed_is_told(
         raise GPUFailed("it has fallen off the bus")
 
     copies, fed, errors = HostCopies(2 * PIECE), Fed(), list[Exception]()
-    region = await filled(arena, pool, 1)
-    hoisting = Hoisting(pool, copies, 1).hoist(region, SPEC, fed, errors.append)
-    task = asyncio.create_task(hoisting)
+    source, tasks = await filled(arena, pool, 1), OwnTasks(errors.append)
+    copier = D2HCopier(pool, copies, 1)
+    tasks.start(partial(copier.copy, source, fed), "copy")
     await until(lambda: bool(fed.feeds) and fed.feeds[0].fed_bytes == 2 * PIECE)
     with monkeypatch.context() as patch:
         patch.setattr(gpu.process.cuda, "copy", fail)
         fed.take()
-        await task
-    assert "off the bus" in str(errors[0]) and "cannot be read" in caplog.text
+        await tasks.wait()
+    assert "off the bus" in str(errors[0])
     fed.feeds.clear()
     await until(lambda: not copies.used_bytes)
-    caplog.clear()
-    arena.free([region])
+    free(arena, source)
 
 
 @pytest.mark.usefixtures("small_pieces")
 async def test_what_is_in_host_memory_is_not_fed(pool: DeviceCopyPool) -> None:
-    class OnHost:
-        def place(self, spec: TensorSpec) -> torch.Tensor:
-            return noise(spec.nbytes)
-
     with pytest.raises(TypeError, match="lies on a GPU"):
-        await Hoisting(pool, HostCopies(), 1).copy(OnHost(), SPEC, refuse)
+        await D2HCopier(pool, HostCopies(), 1).copy(HostSource(noise(MIB)), refuse)

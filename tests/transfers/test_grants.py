@@ -1,0 +1,264 @@
+"""Which grants count, and what a later one asks for."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+import pytest
+import torch
+
+from asynckv.errors import RemoteProtocolError
+from asynckv.links.gpu_link import GpuLink
+from asynckv.links.link import Link
+from asynckv.protocol.frames import Cancel, Frame, Get
+from asynckv.protocol.handshake import DigestMode
+from asynckv.protocol.transfer_frames import (
+    Done,
+    Grant,
+    GrantDevices,
+    Riders,
+    SentDevices,
+)
+from asynckv.tensors.arena import HeapArena, Region
+from asynckv.tensors.copying import CopyPool
+from asynckv.tensors.device_arena import DeviceArena
+from asynckv.tensors.device_copying import DeviceCopyPool
+from asynckv.tensors.device_regions import DeviceRegion
+from asynckv.testing.blocked import until
+from asynckv.testing.lookup_checks.values import MIB, noise
+from asynckv.transfers.host_copies import D2HCopier
+from asynckv.transfers.outgoing import Outgoing, Routes
+from asynckv.transfers.source import GpuSource, HostSource, RegionSource, Source
+from asynckv.types import TensorSpec
+from harness.device_memory import filled_region, open_device_arena
+from harness.fake_devices import FakeDevice
+from harness.link_pairs import Hearer, LinkPair, linked
+from harness.nccl_buffer_pairs import NcclBuffers
+from harness.no_routes import NoRoutes
+
+SMALL = 8
+
+
+def refuse(error: Exception) -> None:
+    raise AssertionError(error)
+
+
+class Ends:
+    """A link on which one transfer is offered, and who would hear and receive it."""
+
+    def __init__(self, links: LinkPair) -> None:
+        self._links = links
+        self.stream = links.near.open_stream(Hearer(), Get("k"))
+        self.transfer = links.near.new_transfer()
+
+    def outgoing(
+        self, *sources: Source, routes: Routes | None = None, is_on_gpu: bool = False
+    ) -> Outgoing:
+        outgoing = Outgoing(
+            *(self.stream, self.transfer, routes), failed=refuse, is_on_gpu=is_on_gpu
+        )
+        for part, source in enumerate(sources):
+            outgoing.add(part, source)
+        return outgoing
+
+    def receive(self, part: int) -> memoryview:
+        target = memoryview(bytearray(MIB))
+        payload = self._links.far.payload
+        payload.receive(self.transfer, part, target, lambda *_: None)
+        return target
+
+    async def said(self, outgoing: Outgoing) -> list[Frame]:
+        """Return what the peer has heard when nothing is under way any more."""
+        await until(lambda: not outgoing.is_busy)
+        await asyncio.sleep(0)  # what is eager leaves then
+        self.stream.send(Cancel())
+        await until(lambda: bool(self._links.service.hearers))
+        frames = self._links.service.hearers[0].frames
+        await until(lambda: bool(frames) and frames[-1] == (Cancel(), b""))
+        return [frame for frame, _ in frames if not isinstance(frame, Cancel)]
+
+
+@asynccontextmanager
+async def offered() -> AsyncIterator[Ends]:
+    async with linked("mem://", lambda *_: None) as links:
+        yield Ends(links)
+
+
+@pytest.fixture
+async def ends() -> AsyncIterator[Ends]:
+    async with offered() as ends:
+        yield ends
+
+
+async def test_a_grant_of_what_has_ended_sends_nothing(ends: Ends) -> None:
+    outgoing = ends.outgoing(HostSource(noise(SMALL)))
+    outgoing.on_grant(Grant(ends.transfer - 2))
+    outgoing.on_grant(GrantDevices(ends.transfer - 2, "full"))
+    outgoing.stop()
+    outgoing.on_grant(Grant(ends.transfer))
+    assert await ends.said(outgoing) == []
+
+
+@pytest.mark.parametrize("is_over", [False, True])
+async def test_a_grant_of_what_was_never_offered_makes_no_sense(
+    ends: Ends, is_over: bool
+) -> None:
+    outgoing = ends.outgoing(HostSource(noise(SMALL)))
+    if is_over:
+        outgoing.stop()
+    with pytest.raises(RemoteProtocolError, match="never offered"):
+        outgoing.on_grant(Grant(ends.transfer + 2))
+
+
+async def test_what_is_there_later_leaves_then(ends: Ends) -> None:
+    outgoing = ends.outgoing()
+    outgoing.on_grant(Grant(ends.transfer))
+    ends.receive(1)
+    outgoing.add(0, HostSource(noise(SMALL)))
+    outgoing.add(1, HostSource(noise(MIB)))
+    said = await ends.said(outgoing)
+    assert {type(frame) for frame in said} == {Riders, Done}
+
+
+async def test_a_second_grant_sends_everything_anew(ends: Ends) -> None:
+    outgoing = ends.outgoing(HostSource(noise(SMALL)), HostSource(noise(MIB)))
+    for _ in range(2):
+        ends.receive(1)
+        outgoing.on_grant(Grant(ends.transfer))
+        said = await ends.said(outgoing)
+    assert [type(frame) for frame in said if isinstance(frame, Done)] == [Done] * 2
+    assert [type(frame) for frame in said if isinstance(frame, Riders)] == [Riders] * 2
+
+
+@pytest.mark.parametrize("is_on_gpu", [False, True])
+async def test_where_nothing_leads_to_no_gpu_is_granted(
+    ends: Ends, is_on_gpu: bool
+) -> None:
+    routes = None if is_on_gpu else NoRoutes()
+    outgoing = ends.outgoing(routes=routes, is_on_gpu=is_on_gpu)
+    with pytest.raises(RemoteProtocolError, match="nothing leads to"):
+        outgoing.on_grant(GrantDevices(ends.transfer, "full"))
+
+
+async def test_without_any_routes_nothing_is_read_on_a_gpu(
+    ends: Ends, gpu: FakeDevice
+) -> None:
+    pool = CopyPool(stagings=gpu.stagings())
+    memory = pool.catch(gpu.tensor(noise(MIB)))
+    outgoing = ends.outgoing(GpuSource(memory))  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="nothing reads"):
+        outgoing.on_grant(Grant(ends.transfer))
+    pool.close()
+
+
+class ByNccl(NoRoutes):
+    """A side that has what leads from GPU to GPU, be that over or not."""
+
+    def __init__(self, pool: CopyPool, nccl: GpuLink | None) -> None:
+        super().__init__(pool)
+        self._nccl = nccl
+
+    def nccl(self, link: Link) -> GpuLink | None:
+        return self._nccl
+
+    def d2h(self, link: Link) -> D2HCopier:
+        return D2HCopier(self.pool, self.copies)
+
+
+async def on_gpu(arena: DeviceArena, pool: DeviceCopyPool, nbytes: int) -> RegionSource:
+    region, spec = arena.take_spare(nbytes), TensorSpec((nbytes,), "uint8")
+    assert isinstance(region, DeviceRegion)
+    await pool.copy([noise(nbytes)], [region.place(spec)])
+    return RegionSource(region, spec)
+
+
+async def test_small_parts_leave_once_when_a_route_between_gpus_is_lost(
+    ends: Ends, gpu: FakeDevice, pool: DeviceCopyPool
+) -> None:
+    with open_device_arena(gpu) as arena:
+        large, small = [await on_gpu(arena, pool, n) for n in (MIB, SMALL)]
+        in_host, routes = HostSource(noise(SMALL)), ByNccl(pool, None)
+        outgoing = ends.outgoing(large, small, in_host, routes=routes, is_on_gpu=True)
+        outgoing.on_grant(GrantDevices(ends.transfer, "full"))
+        await asyncio.sleep(0)  # one small part has left, the other is being copied
+        target = ends.receive(0)
+        outgoing.on_grant(Grant(ends.transfer))
+        said = await ends.said(outgoing)
+        eager = [frame.parts for frame in said if isinstance(frame, Riders)]
+        assert sorted(part for parts in eager for part in parts) == [1, 2]
+        assert [type(f) for f in said if not isinstance(f, Riders)] == [Done]
+        assert torch.equal(torch.frombuffer(target, dtype=torch.uint8), noise(MIB))
+        await outgoing.quiesce()
+        arena.free([large.region, small.region])
+
+
+async def test_of_what_was_not_sent_the_peer_hears_nothing(
+    ends: Ends, nccl_pair: NcclBuffers
+) -> None:
+    buffer, nccl = nccl_pair.buffer, nccl_pair.devices.way
+    assert nccl is not None
+    await buffer.insert([1], None, noise(MIB), None, None)
+    (entry,) = buffer.ledger.book.entries.values()
+    source = RegionSource(entry.regions[0], TensorSpec((MIB,), "uint8"))
+    errors = list[BaseException | None]()
+    nccl.transport.abort()
+    routes = ByNccl(buffer.pool, nccl)
+    outgoing = ends.outgoing(source, routes=routes, is_on_gpu=True)
+    outgoing.on_grant(GrantDevices(ends.transfer, "full"))
+    place = source.place()
+    nccl.transport.send(9, 0, place, lambda _, error: errors.append(error))  # type: ignore[arg-type]
+    await until(lambda: bool(errors))
+    assert errors[0] is not None and await ends.said(outgoing) == []
+    outgoing.stop()
+
+
+Say = Callable[[Outgoing, DigestMode, int, Source], None]
+
+
+@pytest.mark.parametrize(
+    ("kind", "edges", "digest", "said"),
+    [
+        ("off", b"", b"known", ("off", b"")),
+        ("edges", b"", b"known", ("full", b"known")),  # says more than the edges
+        ("edges", b"some", b"known", ("edges", b"some")),
+        ("full", b"some", b"known", ("full", b"known")),
+    ],
+)
+async def test_a_part_is_said_to_be_sent_with_what_both_want(
+    ends: Ends,
+    gpu: FakeDevice,
+    pool: DeviceCopyPool,
+    kind: DigestMode,
+    edges: bytes,
+    digest: bytes,
+    said: tuple[DigestMode, bytes],
+) -> None:
+    with open_device_arena(gpu) as arena:
+        region: Region = await filled_region(arena, pool, noise(MIB))
+        assert isinstance(region, DeviceRegion)
+        region.edges = edges
+        source = RegionSource(region, TensorSpec((MIB,), "uint8"), digest)
+        outgoing = ends.outgoing(routes=ByNccl(pool, None))
+        outgoing._say_sent(kind, 1, source)
+        assert await ends.said(outgoing) == [SentDevices(ends.transfer, 1, *said)]
+        arena.free([region])
+
+
+@pytest.mark.parametrize("is_stopped", [False, True])
+async def test_what_has_no_digest_is_said_when_it_has_one(
+    ends: Ends, is_stopped: bool
+) -> None:
+    class Digesting(CopyPool):
+        async def digest(self, tensors: object) -> list[bytes]:
+            await asyncio.sleep(0)
+            return [b"made"]
+
+    (region,) = HeapArena(8).allocate([8]) or []
+    outgoing = ends.outgoing(routes=NoRoutes(Digesting()))
+    outgoing._say_sent("full", 0, RegionSource(region, TensorSpec((8,), "uint8")))
+    if is_stopped:
+        outgoing.stop()
+    said = [] if is_stopped else [SentDevices(ends.transfer, 0, "full", b"made")]
+    assert await ends.said(outgoing) == said
