@@ -29,6 +29,7 @@ from asynckv.links.fd_socket import has_fd_sockets
 from asynckv.links.gpu_link import GpuLink
 from asynckv.links.link import Link
 from asynckv.links.options import new_identity
+from asynckv.links.own_tasks import OwnTasks
 from asynckv.protocol.handshake import DigestMode
 from asynckv.protocol.transfer_frames import (
     Devices,
@@ -146,6 +147,7 @@ class GpuSharing:
                 await self._growth.open()
                 await self._export(handshake)
                 nonce = await self._import(await handshake.exposed)
+            handshake.check()
             # From here on the peer may say where tensors lie, and so may this side.
             self._begin()
             handshake.prove(nonce)
@@ -264,7 +266,7 @@ class GpuOpening:
         self._link, self._device, self._digest = link, device, digest
         self._memory, self._sharing, self._failed = memory, sharing, failed
         self._way: GpuLink | None = None
-        self._openings: set[asyncio.Task[None]] = set()
+        self._openings = OwnTasks()
         self._has_told = False
         self._is_asked = asyncio.Event()
 
@@ -296,8 +298,8 @@ class GpuOpening:
 
     async def settled(self) -> None:
         """Wait until the way is open, or is known not to be."""
-        while self._openings:
-            await asyncio.wait(set(self._openings))
+        while len(self._openings):
+            await self._openings.wait()
 
     async def let_meet(self) -> None:
         """Let both GPUs' workers meet that are about to, for 1 s. Shielded.
@@ -310,8 +312,7 @@ class GpuOpening:
 
     def abort(self) -> None:
         """Open nothing more, and close what is open. Never waits."""
-        for opening in self._openings:
-            opening.cancel()
+        self._openings.cancel()
         self.close()
 
     async def wait_closed(self) -> None:
@@ -326,11 +327,8 @@ class GpuOpening:
             self._way.close()  # else it is over with its opening, which nobody wants
 
     def _open(self, opening: Callable[[], Awaitable[None]]) -> None:
-        task = asyncio.get_running_loop().create_task(
-            self._try(opening), name=f"asynckv: connect GPUs with {self._link.peer.id}"
-        )
-        self._openings.add(task)
-        task.add_done_callback(self._openings.discard)
+        name = f"asynckv: connect GPUs with {self._link.peer.id}"
+        self._openings.own(self._try(opening), name)
 
     async def _try(self, opening: Callable[[], Awaitable[None]]) -> None:
         try:

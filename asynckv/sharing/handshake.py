@@ -131,6 +131,10 @@ class Handshake(Generic[E]):
         """Say what was read in the peer's memory. Never waits."""
         self._send(self._kind.proof(nonce))
 
+    def check(self) -> None:
+        """Raise why nothing comes of it, if the peer has given it up meanwhile."""
+        self.accepted.check()
+
     def accept(self) -> None:
         """All is as it should be. Never waits."""
         self._end(Accepted())

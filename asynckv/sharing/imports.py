@@ -18,6 +18,7 @@ from typing import Final, TypeAlias
 
 from asynckv.errors import ChecksumError, GPUFailed, PeerLost, RemoteProtocolError
 from asynckv.links.fd_socket import fetch_file
+from asynckv.links.own_tasks import OwnTasks
 from asynckv.processes import ProcessBound
 from asynckv.protocol.handshake import DigestMode, strictest
 from asynckv.protocol.transfer_frames import Exported
@@ -71,6 +72,23 @@ class GpuImport(ProcessBound):
         if not self._is_copy:
             self.allocation.release()
             _hang_up(self.sock)
+
+    def close_soon(self, closed: asyncio.Future[None]) -> None:
+        """As :meth:`close`, in a thread, unless the loop is closed; tell ``closed``.
+
+        Called in any thread.
+        """
+        loop = closed.get_loop()
+
+        def close() -> None:
+            self.close()
+            with contextlib.suppress(RuntimeError):  # the loop is closed
+                loop.call_soon_threadsafe(_set_done, closed)
+
+        if loop.is_closed():
+            close()
+        else:
+            in_thread(close)
 
 
 async def import_gpu(
@@ -196,19 +214,10 @@ class ImportedMemory(MappedMemory):
 
     def _hang_up(self) -> None:
         """On the loop, or without one."""
-        if self._is_hung_up:
-            return
-        self._is_hung_up = True
-        if self._loop.is_closed():
-            self._close_now()
-        else:
-            in_thread(self._close_now)
-
-    def _close_now(self) -> None:
-        self._ours = None  # whoever keeps this object keeps no memory
-        self.imported.close()
-        with contextlib.suppress(RuntimeError):  # the loop is closed
-            self._loop.call_soon_threadsafe(_set_done, self.closed)
+        if not self._is_hung_up:
+            self._is_hung_up = True
+            self._ours = None  # whoever keeps this object keeps no memory
+            self.imported.close_soon(self.closed)
 
 
 def _set_done(future: asyncio.Future[None]) -> None:
@@ -237,7 +246,7 @@ class PeerMemory:
         self.digest: DigestMode = digest
         self._failed = failed
         self._imported: GpuImport | None = None
-        self._reads: set[asyncio.Task[None]] = set()
+        self._reads = OwnTasks(all_ended=self._close_if_over)
         self._is_over = False
         self._closed: asyncio.Future[None] | None = None
 
@@ -281,12 +290,8 @@ class PeerMemory:
         If the task is cancelled it is told nothing; it ends when the GPU is done with
         both places. Never waits.
         """
-        task = asyncio.get_running_loop().create_task(
-            self._read(offset, target, copy, done), name="asynckv: read a peer's GPU"
-        )
-        self._reads.add(task)
-        task.add_done_callback(self._on_read)
-        return task
+        reading = self._read(offset, target, copy, done)
+        return self._reads.own(reading, "asynckv: read a peer's GPU")
 
     def close(self) -> None:
         """Close it when nothing reads it. Never waits."""
@@ -295,13 +300,11 @@ class PeerMemory:
 
     async def aclose(self) -> None:
         """Read nothing more, and wait until it is closed, 2 s at most."""
-        for task in self._reads:
-            task.cancel()
+        self._reads.cancel()
         self.close()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_CLOSE_S):
-                if self._reads:
-                    await asyncio.wait(set(self._reads))
+                await self._reads.wait()
                 if self._closed is not None:
                     await asyncio.wait({self._closed})
 
@@ -327,21 +330,9 @@ class PeerMemory:
         else:
             done(None)
 
-    def _on_read(self, task: asyncio.Task[None]) -> None:
-        self._reads.discard(task)
-        self._close_if_over()
-
     def _close_if_over(self) -> None:
         imported = self._imported
-        if imported is None or self._reads or not self._is_over:
-            return
-        self._imported = None
-        loop = asyncio.get_running_loop()
-        closed = self._closed = loop.create_future()
-
-        def close() -> None:
-            imported.close()
-            with contextlib.suppress(RuntimeError):  # the loop is closed
-                loop.call_soon_threadsafe(closed.set_result, None)
-
-        in_thread(close)
+        if imported is not None and self._is_over and not len(self._reads):
+            self._imported = None
+            self._closed = asyncio.get_running_loop().create_future()
+            imported.close_soon(self._closed)

@@ -222,7 +222,7 @@ async def test_it_is_closed_once_however_often_the_end_is_told(pair: GpuPair) ->
     memory.link_over()
     await memory.closed
     assert not pair.opened
-    memory._close_now()  # as if nobody had been there to hear of it
+    memory.imported.close_soon(memory.closed)  # as if nobody had heard of it
     await until(memory.closed.done)
 
 

@@ -15,7 +15,7 @@ from asynckv.links.fd_socket import has_fd_sockets
 from asynckv.protocol.transfer_frames import PushShared
 from asynckv.sharing.imports import PeerMemory
 from asynckv.tensors.cuda import DeviceMemory
-from asynckv.testing.blocked import until
+from asynckv.testing.blocked import until, until_blocked
 from asynckv.testing.pipe_checks import LARGE, PIPE_BYTES
 from asynckv.types import TensorSpec
 from harness.fake_gpus import FakeGpus
@@ -42,8 +42,9 @@ class Allocation:
         self.how_often = 0
         self.allocation = self
 
-    def close(self) -> None:
+    def close_soon(self, closed: asyncio.Future[None]) -> None:
         self.how_often += 1
+        closed.set_result(None)
 
     def is_closed(self) -> bool:
         return self.how_often > 0
@@ -74,6 +75,22 @@ async def test_what_is_opened_for_nobody_is_closed() -> None:
     memory.put(export)  # type: ignore[arg-type]
     await memory.aclose()
     assert export.how_often == 1
+
+
+async def test_what_is_being_closed_is_waited_for() -> None:
+    class Slow(Allocation):
+        closed: asyncio.Future[None]
+
+        def close_soon(self, closed: asyncio.Future[None]) -> None:
+            self.closed = closed
+
+    memory, export = PeerMemory(lambda error: None), Slow()
+    memory.put(export)  # type: ignore[arg-type]
+    memory.close()
+    closing = asyncio.create_task(memory.aclose())
+    await until_blocked(closing)
+    export.closed.set_result(None)
+    await closing
 
 
 async def test_whoever_reads_is_stopped_at_the_end() -> None:

@@ -128,6 +128,7 @@ class PeerSources:
                     raise ConfigError("the buffer was closed meanwhile")
                 async with asyncio.timeout(_OPEN_S):
                     nonce = await self._memory.open(exported, own)
+                handshake.check()
                 self._uuid = uuid
                 handshake.prove(nonce)
                 handshake.accept()

@@ -157,6 +157,31 @@ async def test_who_cancels_is_not_read(
     assert not sources_of(server)._memory.is_open
 
 
+async def test_what_is_opened_when_the_peer_has_cancelled_is_closed(
+    monkeypatch: pytest.MonkeyPatch, gpu: FakeDevice, link: Link, server: Server
+) -> None:
+    has_begun, may_end, closed = asyncio.Event(), asyncio.Event(), list[bool]()
+
+    class Opened:
+        def close_soon(self, done: asyncio.Future[None]) -> None:
+            closed.append(True)
+            done.set_result(None)
+
+    async def open_late(*anything: object) -> Any:
+        has_begun.set()
+        await may_end.wait()
+        return Opened(), b"nonce"
+
+    monkeypatch.setattr(imports, "import_gpu", open_late)
+    hearer, stream = show(gpu, link, NOWHERE)
+    await has_begun.wait()
+    stream.send(Cancel())
+    assert await hearer.next() == (Cancelled(), b"")
+    may_end.set()
+    await until(lambda: bool(closed))
+    assert not sources_of(server)._memory.is_open
+
+
 async def test_a_link_that_is_lost_ends_the_opening(
     monkeypatch: pytest.MonkeyPatch, gpu: FakeDevice, link: Link, server: Server
 ) -> None:
