@@ -12,6 +12,7 @@ SHOWN = {
     "fastapi_streaming": "second client: all 12 layers\ngiven back: 1",
     "fastapi_service": "120 MiB came; meanwhile /healthz took",
     "paged_engine": "KV equal",
+    "pipe": "prefill: 'And who waits?' goes on with [63, 115, 116]",
     "testing_a_scheduler": " 6 passed",
     "prefix_cache": "the other process: the store saved 99.5% of the prefill",
     "producer": "'Prompt 7: why is the sky blue?' is in",
