@@ -27,7 +27,7 @@ from pytest_asyncio import is_async_test
 import harness
 from asynckv.errors import GPUUnavailable
 from asynckv.links import gpu_link
-from asynckv.links.requests import LinkStream
+from asynckv.links.link import LinkStream
 from asynckv.protocol.codec import Buffer
 from asynckv.protocol.frames import Frame
 from asynckv.protocol.transfer_frames import SentDevices

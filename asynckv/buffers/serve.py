@@ -18,7 +18,7 @@ from asynckv.buffers.serving.lookup import LookupService
 from asynckv.buffers.serving.store import StoreService
 from asynckv.buffers.store import StoreBuffer
 from asynckv.errors import ConfigError, NotServed
-from asynckv.links.link import Link
+from asynckv.links.link import Link, LinkStream
 from asynckv.links.listen import LinkListener, listen
 from asynckv.links.options import (
     Digest,
@@ -29,7 +29,7 @@ from asynckv.links.options import (
     new_identity,
     payload_digest,
 )
-from asynckv.links.requests import LinkStream, StreamHandler
+from asynckv.links.requests import StreamHandler
 from asynckv.loops import LoopBound
 from asynckv.observability.lines import as_line
 from asynckv.protocol.frames import (

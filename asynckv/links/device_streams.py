@@ -12,8 +12,7 @@ from collections.abc import Callable
 
 from asynckv.abc import PayloadTransport
 from asynckv.errors import PeerLost, RemoteProtocolError
-from asynckv.links.link import Link
-from asynckv.links.requests import LinkStream
+from asynckv.links.link import Link, LinkStream
 from asynckv.protocol.failures import from_failure, to_failure
 from asynckv.protocol.frames import Accepted, Failure, Frame
 from asynckv.protocol.transfer_frames import DeviceFrame, Devices, OpenDevices

@@ -16,21 +16,19 @@ import collections
 import itertools
 import logging
 import math
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Final, Protocol
+from collections.abc import Callable, Iterator
+from typing import Final, Protocol
 
 from asynckv.errors import (
-    AsyncKVError,
     PeerLost,
     ProtocolError,
     RemoteProtocolError,
-    WrongRole,
 )
 from asynckv.links.ending import Ending, Heartbeat
 from asynckv.links.outgoing import Outgoing
-from asynckv.links.requests import LinkStream, Service, StreamHandler
+from asynckv.links.requests import StreamHandler
 from asynckv.links.streams import ControlStream
-from asynckv.protocol.failures import to_failure
+from asynckv.protocol.handshake import Agreement
 from asynckv.protocol.limits import Rate
 from asynckv.protocol.session import (
     Came,
@@ -41,9 +39,6 @@ from asynckv.protocol.session import (
     Refused,
     Session,
 )
-
-if TYPE_CHECKING:
-    from asynckv.links.link import Link
 
 __all__ = (
     "AT_ONCE",
@@ -144,27 +139,32 @@ _PINGS_PER_S: Final = 1000
 
 
 class Incoming:
-    """Hears of the stream of ``link``, and tells its handlers and its service."""
+    """Hears of the stream of a link, and tells its handlers.
+
+    ``opened`` is told of what the peer opens, and has somebody hear of it.
+    """
 
     def __init__(
         self,
-        link: Link,
+        agreement: Agreement,
         stream: ControlStream,
         session: Session[StreamHandler],
         outgoing: Outgoing,
         ending: Ending,
         heartbeat: Heartbeat,
         turns: Turns,
+        *,
+        opened: Callable[[Opened], None],
     ) -> None:
-        self.service: Service | None = None
-        self._link = link
+        self._open = opened
+        self._peer_id = agreement.peer.id
         self._stream = stream
         self._session = session
         self._outgoing = outgoing
         self._ending = ending
         self._heartbeat = heartbeat
         self._turns, self._number = turns, turns.new_number()
-        limits, now_s = link.limits, asyncio.get_running_loop().time()
+        limits, now_s = agreement.limits, asyncio.get_running_loop().time()
         self._requests = Rate(limits.max_requests_per_s, limits.max_streams, now_s)
         self._cancels = Rate(limits.max_cancels_per_s, limits.max_streams, now_s)
         self._pings = Rate(_PINGS_PER_S, _PINGS_PER_S, now_s)
@@ -197,7 +197,7 @@ class Incoming:
 
     def on_end(self, error: OSError | None) -> None:
         """Nothing more will come."""
-        peer_id = self._link.peer.id
+        peer_id = self._peer_id
         if error is not None:
             lost = PeerLost(f"the connection to {peer_id} broke: {error}")
         elif self._session.is_between_frames:
@@ -333,7 +333,7 @@ class Incoming:
             self._ending.refuse(error)
             return
         # A fault of ours: whoever waits on this link learns of it by its end.
-        where = self._link.peer.id
+        where = self._peer_id
         logger.error("a request handler of the link to %s", where, exc_info=error)
         self._ending.at_once(error)
 
@@ -341,23 +341,7 @@ class Incoming:
         if isinstance(event, Farewell):
             self._ending.hear_goodbye(event.reason)
         elif isinstance(event, Refused):
-            why = f"{self._link.peer.id} closed the link: {event.error.message}"
+            why = f"{self._peer_id} closed the link: {event.error.message}"
             lost = PeerLost(why)
             lost.__cause__ = event.error  # who tries again would hear it again
             self._ending.at_once(lost)
-
-    def _open(self, event: Opened) -> None:
-        session = self._session
-        stream = LinkStream(self._link, session, self._outgoing, event.stream)
-        try:
-            if self.service is None:
-                raise WrongRole("this side of the link serves nothing")
-            handler = self.service.open(stream, event.frame, event.body)
-        except RemoteProtocolError:
-            raise
-        except (AsyncKVError, KeyError, ValueError) as exc:
-            stream.send(to_failure(exc))
-        else:
-            session.attach(event.stream, handler)
-            if (error := self._ending.error) is not None:
-                handler.on_lost(error)  # lost meanwhile, when it was not there

@@ -11,24 +11,41 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import Callable
+from typing import Protocol
 
 import anyio
+import msgspec
 
-from asynckv.errors import PeerLost
+from asynckv.errors import AsyncKVError, PeerLost, RemoteProtocolError, WrongRole
 from asynckv.links.ending import GRACE_S, Ending, Heartbeat, copy_of
 from asynckv.links.incoming import Incoming, Turns
 from asynckv.links.outgoing import Outgoing
 from asynckv.links.payloads import make_payload
 from asynckv.links.progress import Progress
-from asynckv.links.requests import LinkStream, Service, StreamHandler
+from asynckv.links.requests import StreamHandler
 from asynckv.links.streams import ControlStream
 from asynckv.protocol.codec import Buffer
-from asynckv.protocol.frames import OpeningFrame
+from asynckv.protocol.failures import to_failure
+from asynckv.protocol.frames import Frame, OpeningFrame
 from asynckv.protocol.handshake import Agreement
 from asynckv.protocol.limits import Unfinished
-from asynckv.protocol.session import Session
+from asynckv.protocol.session import Opened, Session
 
-__all__ = ("Link",)
+__all__ = ("Link", "LinkStream", "Service")
+
+
+class Service(Protocol):
+    """Who answers the requests of a peer."""
+
+    def open(
+        self, stream: LinkStream, frame: OpeningFrame, body: bytes
+    ) -> StreamHandler:
+        """The peer opens ``stream``; return who hears of it from here on.
+
+        An ``AsyncKVError``, ``KeyError`` or ``ValueError`` is sent as the
+        stream's Failure; a :exc:`~asynckv.errors.RemoteProtocolError` breaks
+        the link. Anything else is a fault of ours and aborts the link.
+        """
 
 
 class Link:
@@ -85,8 +102,10 @@ class Link:
             self._session.share(unfinished, self._ending.refuse)
         self.progress = Progress(self.payload, self._ending.refuse)
         self._ending.call(lambda _: self.progress.stop())
+        self._service: Service | None = None
         self._incoming = Incoming(
-            self, *shared, self._ending, self._heartbeat, turns or Turns(loop)
+            *(agreement, *shared, self._ending, self._heartbeat, turns or Turns(loop)),
+            opened=self._open,
         )
 
     def __repr__(self) -> str:
@@ -115,7 +134,7 @@ class Link:
 
     def start(self, service: Service | None) -> None:
         """Begin to read. Called once, by whoever made the link."""
-        self._incoming.service = service
+        self._service = service
         if self.is_open:
             self._stream.start(self._incoming)
             self._heartbeat.start()
@@ -200,6 +219,22 @@ class Link:
             error = PeerLost(f"the link to {self.peer.id} was aborted on this side")
         self._ending.at_once(error)
 
+    def _open(self, event: Opened) -> None:
+        session = self._session
+        stream = LinkStream(self, session, self._outgoing, event.stream)
+        try:
+            if self._service is None:
+                raise WrongRole("this side of the link serves nothing")
+            handler = self._service.open(stream, event.frame, event.body)
+        except RemoteProtocolError:
+            raise
+        except (AsyncKVError, KeyError, ValueError) as exc:
+            stream.send(to_failure(exc))
+        else:
+            session.attach(event.stream, handler)
+            if (error := self._ending.error) is not None:
+                handler.on_lost(error)  # lost meanwhile, when it was not there
+
     def _read_on(self) -> None:
         self._incoming.read_on()
 
@@ -219,3 +254,37 @@ class Link:
             self._heartbeat.was_heard = True
         self._session.ping(next(self._pings))
         self._outgoing.flush()
+
+
+class LinkStream(msgspec.Struct, eq=False):
+    """A stream of a link, as the side that asks and the side that answers see it."""
+
+    # A Struct, because two are made for each request.
+    link: Link
+    _session: Session[StreamHandler]
+    _outgoing: Outgoing
+    id: int
+
+    def __repr__(self) -> str:
+        return f"<LinkStream {self.id} of {self.link!r}>"
+
+    def send(self, frame: Frame, body: Buffer = b"") -> None:
+        """Queue a frame; nothing happens if stream or link are over.
+
+        Never waits. ``body`` may be overwritten on return. The responder's
+        final frame (Accepted, Result, Failure, Cancelled) ends the stream,
+        unless it was opened by OpenPipe: then only a Failure does.
+
+        :raises LocalProtocolError: it is longer than ``link.limits``
+        """
+        if self._session.send(self.id, frame, body):
+            self._outgoing.flush_soon()
+
+    def send_at_once(self, frame: Frame, body: Buffer = b"") -> None:
+        """As :meth:`send`; written now, unless something was in this tick already."""
+        if self._session.send(self.id, frame, body):
+            self._outgoing.flush_first()
+
+    def close(self) -> None:
+        """Forget the stream: its handler hears nothing more, nor of a loss."""
+        self._session.close(self.id)

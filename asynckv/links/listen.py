@@ -16,10 +16,9 @@ from asynckv.errors import PeerLost, ProtocolError
 from asynckv.links.address import Address, check_exposure, parse_url
 from asynckv.links.dial import make_terms
 from asynckv.links.door import MemoryDoor
-from asynckv.links.link import Link
+from asynckv.links.link import Link, Service
 from asynckv.links.options import keys_of
 from asynckv.links.reception import Reception
-from asynckv.links.requests import Service
 from asynckv.links.sockets import bind, remove_place
 from asynckv.processes import ProcessBound
 from asynckv.protocol.codec import max_unfinished_bytes as bound_of_one_link

@@ -8,9 +8,9 @@ import anyio
 
 from asynckv.errors import ConfigError, PeerLost, RemoteProtocolError
 from asynckv.links.device_streams import DeviceStream
-from asynckv.links.link import Link
+from asynckv.links.link import Link, LinkStream
 from asynckv.links.options import Digest
-from asynckv.links.requests import LinkStream, StreamHandler
+from asynckv.links.requests import StreamHandler
 from asynckv.pipes.gpu_side import GpuSide
 from asynckv.pipes.inbound import Inbound
 from asynckv.pipes.outbound import Outbound

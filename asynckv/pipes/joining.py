@@ -12,10 +12,10 @@ from typing import Final, Literal
 from asynckv.errors import ConfigError, PeerLost
 from asynckv.links.address import LOOPBACK, Address, is_beyond_this_host, parse_url
 from asynckv.links.dial import dial
-from asynckv.links.link import Link
+from asynckv.links.link import Link, LinkStream
 from asynckv.links.listen import LinkListener, listen
 from asynckv.links.options import new_identity
-from asynckv.links.requests import LinkStream, StreamHandler
+from asynckv.links.requests import StreamHandler
 from asynckv.observability.waits import LoggedWait
 from asynckv.pipes.end import PipeEnd
 from asynckv.pipes.opening import PipeListener

@@ -13,7 +13,7 @@ from typing import Final, Self
 from asynckv.abc.closing import AsyncWithOnly, async_with_only
 from asynckv.errors import ConfigError, EndOfStream
 from asynckv.links.dial import dial
-from asynckv.links.link import Link
+from asynckv.links.link import Link, LinkStream
 from asynckv.links.listen import LinkListener, listen
 from asynckv.links.options import (
     Digest,
@@ -21,7 +21,7 @@ from asynckv.links.options import (
     new_identity,
     payload_digest,
 )
-from asynckv.links.requests import LinkStream, StreamHandler
+from asynckv.links.requests import StreamHandler
 from asynckv.loops import LoopBound
 from asynckv.pipes.end import PipeEnd
 from asynckv.pipes.pipe import Pipe

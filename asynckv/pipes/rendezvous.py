@@ -13,8 +13,7 @@ from typing import Literal, TypeAlias
 
 from asynckv.errors import ConfigError, PeerLost, RemoteProtocolError
 from asynckv.links.address import LOOPBACK, Address
-from asynckv.links.link import Link
-from asynckv.links.requests import LinkStream
+from asynckv.links.link import Link, LinkStream
 from asynckv.observability.waits import LoggedWait
 from asynckv.protocol.failures import from_failure, to_failure
 from asynckv.protocol.frames import Arrived, Failure, Frame, JoinGroup, Members, Missing

@@ -14,8 +14,7 @@ from typing import Final, Generic, Literal, Self, TypeVar
 
 from asynckv.errors import AsyncKVError, ConfigError, PeerLost, RemoteProtocolError
 from asynckv.links.answers import Answer, fail_by
-from asynckv.links.link import Link
-from asynckv.links.requests import LinkStream
+from asynckv.links.link import Link, LinkStream
 from asynckv.protocol.failures import to_failure
 from asynckv.protocol.frames import (
     Accepted,

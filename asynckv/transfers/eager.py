@@ -13,8 +13,7 @@ import collections
 from collections.abc import Callable
 from typing import Final, TypeAlias
 
-from asynckv.links.link import Link
-from asynckv.links.requests import LinkStream
+from asynckv.links.link import Link, LinkStream
 from asynckv.protocol.codec import BODY_PART_BYTES
 from asynckv.protocol.digests import digest_of
 from asynckv.protocol.transfer_frames import MAX_RIDERS, Riders

@@ -16,9 +16,9 @@ from typing import Any, Protocol
 
 from asynckv.errors import RemoteProtocolError
 from asynckv.links.gpu_link import GpuPathLost, other_bytes
+from asynckv.links.link import LinkStream
 from asynckv.links.own_tasks import OwnTasks
 from asynckv.links.progress import OWN_WORK_S, Progress
-from asynckv.links.requests import LinkStream
 from asynckv.protocol.digests import digest_of
 from asynckv.protocol.frames import Frame
 from asynckv.protocol.transfer_frames import (

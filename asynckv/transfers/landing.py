@@ -15,8 +15,7 @@ import torch
 
 from asynckv.errors import RemoteProtocolError
 from asynckv.links.gpu_link import GpuArrivals, Ways
-from asynckv.links.link import Link
-from asynckv.links.requests import LinkStream
+from asynckv.links.link import Link, LinkStream
 from asynckv.protocol.frames import Offer
 from asynckv.protocol.transfer_frames import (
     Done,

@@ -21,9 +21,8 @@ from typing import Any, Final, Protocol, TypeAlias
 
 from asynckv.errors import GPUFailed, RemoteProtocolError
 from asynckv.links.gpu_link import GpuLink
-from asynckv.links.link import Link
+from asynckv.links.link import Link, LinkStream
 from asynckv.links.own_tasks import OwnTasks
-from asynckv.links.requests import LinkStream
 from asynckv.protocol.handshake import DigestMode, strictest
 from asynckv.protocol.transfer_frames import (
     Done,

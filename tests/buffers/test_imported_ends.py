@@ -16,7 +16,7 @@ import torch
 from asynckv.buffers.remote.peer import Peer, connect
 from asynckv.errors import ChecksumError, ConfigError, GPUFailed, PeerLost
 from asynckv.links.fd_socket import has_fd_sockets
-from asynckv.links.requests import LinkStream
+from asynckv.links.link import LinkStream
 from asynckv.protocol.failures import to_failure
 from asynckv.protocol.frames import Cancelled, Frame, OpeningFrame
 from asynckv.protocol.transfer_frames import Exported, Grant, OpenDevices

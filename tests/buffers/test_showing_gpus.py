@@ -9,8 +9,7 @@ from asynckv.buffers.lookup import LookupBuffer
 from asynckv.buffers.serve import Server, serve
 from asynckv.links.dial import dial
 from asynckv.links.fd_socket import has_fd_sockets
-from asynckv.links.link import Link
-from asynckv.links.requests import LinkStream
+from asynckv.links.link import Link, LinkStream
 from asynckv.protocol.frames import Cancel, Cancelled
 from asynckv.protocol.transfer_frames import Exported, Grant, Imported, OpenIpc
 from asynckv.sharing import owner as sharing

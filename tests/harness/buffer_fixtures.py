@@ -13,8 +13,7 @@ from asynckv.buffers.remote.peer import Peer, connect
 from asynckv.buffers.serve import Server, serve
 from asynckv.links.dial import dial
 from asynckv.links.fd_socket import has_fd_sockets
-from asynckv.links.link import Link
-from asynckv.links.requests import LinkStream
+from asynckv.links.link import Link, LinkStream
 from asynckv.protocol.codec import Buffer
 from asynckv.protocol.frames import Frame
 from asynckv.tensors import growth

@@ -11,9 +11,8 @@ from typing import Any, Final, TypeAlias
 
 from asynckv.errors import PeerLost
 from asynckv.links.dial import dial
-from asynckv.links.link import Link
+from asynckv.links.link import Link, LinkStream
 from asynckv.links.listen import LinkListener, listen
-from asynckv.links.requests import LinkStream
 from asynckv.protocol.frames import Frame, OpeningFrame, Result
 from asynckv.protocol.values import PeerIdentity
 

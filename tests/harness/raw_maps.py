@@ -6,8 +6,7 @@ import socket
 import struct
 
 from asynckv.links.fd_socket import fetch_file
-from asynckv.links.link import Link
-from asynckv.links.requests import LinkStream
+from asynckv.links.link import Link, LinkStream
 from asynckv.protocol.frames import Frame, Offer, Select
 from asynckv.protocol.transfer_frames import Mappable, Mapped, OpenMap
 from asynckv.tensors.shared_file import MappedFile

@@ -12,7 +12,7 @@ from asynckv.links.device_streams import (
     DeviceStream,
     open_devices,
 )
-from asynckv.links.requests import LinkStream
+from asynckv.links.link import LinkStream
 from asynckv.protocol.failures import to_failure
 from asynckv.protocol.frames import Frame, OpeningFrame, Ping
 from asynckv.protocol.transfer_frames import (

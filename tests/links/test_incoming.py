@@ -7,8 +7,7 @@ from asynckv.errors import (
     PeerLost,
     RemoteProtocolError,
 )
-from asynckv.links.link import Link
-from asynckv.links.requests import LinkStream
+from asynckv.links.link import Link, LinkStream
 from asynckv.protocol.failures import from_failure
 from asynckv.protocol.frames import (
     Cancel,

@@ -11,8 +11,7 @@ from asynckv.errors import (
     LocalProtocolError,
     RemoteProtocolError,
 )
-from asynckv.links.link import Link
-from asynckv.links.requests import LinkStream
+from asynckv.links.link import Link, LinkStream
 from asynckv.protocol.frames import (
     Frame,
     OpenPipe,

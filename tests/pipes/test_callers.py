@@ -7,7 +7,8 @@ from typing import NamedTuple
 import pytest
 
 from asynckv.errors import PeerLost
-from asynckv.links.requests import LinkStream, StreamHandler
+from asynckv.links.link import LinkStream
+from asynckv.links.requests import StreamHandler
 from asynckv.pipes import joining as callers_file
 from asynckv.pipes.joining import Callers
 from asynckv.protocol.frames import Failure, OpeningFrame, OpenPipe

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from asynckv.errors import ChecksumError, EndOfStream, PeerLost, PipeBroken
-from asynckv.links.requests import LinkStream
+from asynckv.links.link import LinkStream
 from asynckv.pipes.end import PipeEnd
 from asynckv.pipes.pipe import Pipe
 from asynckv.protocol.frames import (

@@ -9,9 +9,10 @@ import pytest
 from asynckv.errors import ConfigError, PeerLost
 from asynckv.links.address import Address, parse_url
 from asynckv.links.dial import dial
+from asynckv.links.link import LinkStream
 from asynckv.links.listen import listen
 from asynckv.links.options import new_identity
-from asynckv.links.requests import LinkStream, StreamHandler
+from asynckv.links.requests import StreamHandler
 from asynckv.links.sockets import prepare
 from asynckv.pipes.end import PipeEnd
 from asynckv.pipes.joining import Joining

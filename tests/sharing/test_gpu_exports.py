@@ -12,8 +12,7 @@ import pytest
 from asynckv.buffers.remote.peer import connect
 from asynckv.errors import AsyncKVError, ConfigError, PeerLost
 from asynckv.links.fd_socket import has_fd_sockets
-from asynckv.links.link import Link
-from asynckv.links.requests import LinkStream
+from asynckv.links.link import Link, LinkStream
 from asynckv.protocol.frames import Cancelled, Frame, OpeningFrame
 from asynckv.protocol.transfer_frames import Grant, ShowIpc
 from asynckv.sharing import imports, owner as sharing, peer_imports as importing

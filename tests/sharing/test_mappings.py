@@ -18,8 +18,7 @@ from asynckv.buffers.remote.peer import Peer, connect
 from asynckv.buffers.serve import Server, serve
 from asynckv.errors import IncompatiblePeer, LeaseLost, PeerLost
 from asynckv.links.fd_socket import has_fd_sockets
-from asynckv.links.link import Link
-from asynckv.links.requests import LinkStream
+from asynckv.links.link import Link, LinkStream
 from asynckv.protocol.frames import OpeningFrame, Peek, Result
 from asynckv.protocol.transfer_frames import Mappable, OpenMap
 from asynckv.sharing import handshake, peer_imports

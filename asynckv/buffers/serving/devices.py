@@ -19,8 +19,8 @@ from asynckv.buffers.serving.service import Service
 from asynckv.errors import AsyncKVError, ConfigError, RemoteProtocolError
 from asynckv.links.device_streams import DeviceStream
 from asynckv.links.gpu_link import GpuArrivals, GpuLink
-from asynckv.links.link import Link
-from asynckv.links.requests import LinkStream, StreamHandler
+from asynckv.links.link import Link, LinkStream
+from asynckv.links.requests import StreamHandler
 from asynckv.protocol.frames import Frame, OpeningFrame
 from asynckv.protocol.handshake import DigestMode
 from asynckv.protocol.transfer_frames import (

@@ -13,7 +13,7 @@ from asynckv.buffers.serving.limits import REQUEST_NBYTES
 from asynckv.buffers.serving.pushes import ServedPushes
 from asynckv.buffers.serving.requests import LookupRequests
 from asynckv.errors import AsyncKVError, EntryAborted, PeerLost, RemoteProtocolError
-from asynckv.links.requests import LinkStream
+from asynckv.links.link import LinkStream
 from asynckv.protocol.failures import to_failure
 from asynckv.protocol.frames import (
     Accepted,

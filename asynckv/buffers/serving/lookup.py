@@ -10,7 +10,8 @@ from asynckv.buffers.serving.requests import LookupRequests
 from asynckv.buffers.serving.select import ServedSelect, query_of
 from asynckv.buffers.serving.service import answer_at_once
 from asynckv.errors import BufferClosed, PeerLost, RemoteProtocolError
-from asynckv.links.requests import LinkStream, StreamHandler
+from asynckv.links.link import LinkStream
+from asynckv.links.requests import StreamHandler
 from asynckv.protocol.failures import to_failure
 from asynckv.protocol.frames import (
     Cancel,

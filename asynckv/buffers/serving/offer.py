@@ -15,9 +15,8 @@ import msgspec
 
 from asynckv.buffers.entries.entries import Lease, Shown, StoredEntry
 from asynckv.errors import RemoteProtocolError
-from asynckv.links.link import Link
+from asynckv.links.link import Link, LinkStream
 from asynckv.links.own_tasks import OwnTasks
-from asynckv.links.requests import LinkStream
 from asynckv.protocol.frames import Complete, Offer, Retract
 from asynckv.protocol.transfer_frames import Grant, GrantDevices
 from asynckv.protocol.values import MappedOffer, Place

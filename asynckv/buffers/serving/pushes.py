@@ -13,7 +13,7 @@ from asynckv.buffers.entries.entries import StoredEntry
 from asynckv.buffers.serving.limits import Silence
 from asynckv.buffers.serving.requests import LookupRequests
 from asynckv.errors import ChecksumError, EntryTooLarge, GPUFailed, RemoteProtocolError
-from asynckv.links.requests import LinkStream
+from asynckv.links.link import LinkStream
 from asynckv.protocol.digests import digest_of
 from asynckv.protocol.frames import Push, Retract
 from asynckv.protocol.transfer_frames import Done, SentDevices, SentShared

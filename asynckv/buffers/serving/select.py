@@ -27,7 +27,7 @@ from asynckv.errors import (
     PeerLost,
     RemoteProtocolError,
 )
-from asynckv.links.requests import LinkStream
+from asynckv.links.link import LinkStream
 from asynckv.protocol.failures import to_failure
 from asynckv.protocol.frames import (
     Accepted,

@@ -9,9 +9,9 @@ from typing import Any
 
 from asynckv.buffers.serving.limits import KeptBytes
 from asynckv.errors import PeerLost
-from asynckv.links.link import Link
+from asynckv.links.link import Link, LinkStream
 from asynckv.links.own_tasks import OwnTasks
-from asynckv.links.requests import LinkStream, StreamHandler
+from asynckv.links.requests import StreamHandler
 from asynckv.protocol.frames import Frame, OpeningFrame
 
 __all__ = ("Service", "answer_at_once")

@@ -13,8 +13,8 @@ from asynckv.buffers.values.ledger import PendingPut, PinnedValue
 from asynckv.buffers.values.stored import StoredValues
 from asynckv.errors import BufferClosed, ChecksumError, PeerLost, RemoteProtocolError
 from asynckv.links.answers import Watchers
-from asynckv.links.link import Link
-from asynckv.links.requests import LinkStream, StreamHandler
+from asynckv.links.link import Link, LinkStream
+from asynckv.links.requests import StreamHandler
 from asynckv.protocol.digests import digest_of
 from asynckv.protocol.failures import to_failure
 from asynckv.protocol.frames import (

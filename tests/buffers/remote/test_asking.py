@@ -10,8 +10,8 @@ from asynckv.buffers.remote.connection import ask
 from asynckv.buffers.remote.links import Backoff
 from asynckv.buffers.remote.peer import connect
 from asynckv.errors import AsyncKVError, PeerLost, RemoteProtocolError
+from asynckv.links.link import LinkStream
 from asynckv.links.listen import listen
-from asynckv.links.requests import LinkStream
 from asynckv.protocol.frames import (
     Accepted,
     Cancel,

@@ -10,9 +10,8 @@ from asynckv.buffers.lookup import LookupBuffer
 from asynckv.buffers.remote.peer import Peer, connect
 from asynckv.buffers.serve import Server
 from asynckv.errors import LeaseLost, PeerLost
-from asynckv.links.link import Link
+from asynckv.links.link import Link, LinkStream
 from asynckv.links.listen import listen
-from asynckv.links.requests import LinkStream
 from asynckv.protocol.codec import Buffer
 from asynckv.protocol.frames import Accepted, Ack, Failure, Frame, Noted, Reached, Took
 from asynckv.testing.blocked import until

@@ -13,8 +13,7 @@ from asynckv.errors import (
     PeerLost,
     RemoteProtocolError,
 )
-from asynckv.links.link import Link
-from asynckv.links.requests import LinkStream
+from asynckv.links.link import Link, LinkStream
 from asynckv.protocol.digests import digest_of
 from asynckv.protocol.frames import (
     Accepted,

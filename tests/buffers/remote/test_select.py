@@ -11,7 +11,7 @@ from asynckv.buffers.remote.peer import connect
 from asynckv.buffers.remote.select import Selecting
 from asynckv.buffers.serve import serve
 from asynckv.errors import AsyncKVError, ChecksumError, EntryTooLarge, LeaseLost
-from asynckv.links.requests import LinkStream
+from asynckv.links.link import LinkStream
 from asynckv.protocol.digests import digest_of
 from asynckv.protocol.frames import (
     Accepted,

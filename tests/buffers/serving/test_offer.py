@@ -8,9 +8,8 @@ import pytest
 from asynckv.buffers.entries.entries import Lease, StoredEntry, Waiter
 from asynckv.buffers.serving.offer import Offering, make_offer, may_begin
 from asynckv.errors import EntryTooLarge, RemoteProtocolError
-from asynckv.links.link import Link
+from asynckv.links.link import Link, LinkStream
 from asynckv.links.own_tasks import OwnTasks
-from asynckv.links.requests import LinkStream
 from asynckv.protocol.frames import (
     Complete,
     Offer,

@@ -16,8 +16,7 @@ from asynckv.buffers.serving.devices import PeerSources
 from asynckv.errors import GPUFailed
 from asynckv.links.dial import dial
 from asynckv.links.fd_socket import has_fd_sockets
-from asynckv.links.link import Link
-from asynckv.links.requests import LinkStream
+from asynckv.links.link import Link, LinkStream
 from asynckv.protocol.frames import Cancel, Cancelled, Failure, Frame
 from asynckv.protocol.transfer_frames import Exported, Grant, ShowIpc
 from asynckv.sharing import imports

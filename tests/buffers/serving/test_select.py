@@ -12,8 +12,7 @@ from asynckv.buffers.serving import select as serve_select
 from asynckv.buffers.serving.select import ServedSelect, query_of
 from asynckv.errors import EntryTooLarge, LeaseLost, RemoteProtocolError
 from asynckv.links.dial import dial
-from asynckv.links.link import Link
-from asynckv.links.requests import LinkStream
+from asynckv.links.link import Link, LinkStream
 from asynckv.protocol.frames import (
     Ack,
     Cancel,

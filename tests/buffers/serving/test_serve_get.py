@@ -7,8 +7,7 @@ import pytest
 from asynckv.buffers.serve import serve
 from asynckv.buffers.store import StoreBuffer
 from asynckv.links.dial import dial
-from asynckv.links.link import Link
-from asynckv.links.requests import LinkStream
+from asynckv.links.link import Link, LinkStream
 from asynckv.protocol.frames import Cancel, Cancelled, Get, Offer
 from asynckv.protocol.transfer_frames import Grant, GrantDevices
 from asynckv.testing.blocked import until

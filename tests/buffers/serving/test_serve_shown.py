@@ -10,7 +10,7 @@ from asynckv.buffers.entries.entries import StoredEntry
 from asynckv.buffers.serving.offer import reads_gpu, show_parts
 from asynckv.errors import PeerLost
 from asynckv.links.fd_socket import has_fd_sockets
-from asynckv.links.requests import LinkStream
+from asynckv.links.link import LinkStream
 from asynckv.protocol.frames import Ack, Cancel, Offer, Select
 from asynckv.protocol.transfer_frames import Grant, GrantDevices, Riders, SentDevices
 from asynckv.protocol.values import Place

@@ -7,7 +7,8 @@ import pytest
 from asynckv.buffers.serving.limits import WaitingBytes
 from asynckv.buffers.serving.service import Service
 from asynckv.errors import Overloaded
-from asynckv.links.requests import LinkStream, StreamHandler
+from asynckv.links.link import LinkStream
+from asynckv.links.requests import StreamHandler
 from asynckv.protocol.frames import OpeningFrame
 from asynckv.testing.blocked import until_blocked
 from harness.link_pairs import linked

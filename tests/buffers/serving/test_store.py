@@ -9,8 +9,7 @@ import torch
 from asynckv.buffers.serve import Server, serve
 from asynckv.buffers.store import StoreBuffer
 from asynckv.links.dial import dial
-from asynckv.links.link import Link
-from asynckv.links.requests import LinkStream
+from asynckv.links.link import Link, LinkStream
 from asynckv.protocol.digests import digest_of
 from asynckv.protocol.frames import (
     Cancel,

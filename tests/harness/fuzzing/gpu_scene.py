@@ -11,8 +11,8 @@ from typing import Final
 
 from asynckv.links.device_streams import DeviceStream, open_devices
 from asynckv.links.dial import dial
+from asynckv.links.link import LinkStream
 from asynckv.links.listen import listen
-from asynckv.links.requests import LinkStream
 from asynckv.protocol.frames import OpeningFrame
 from asynckv.protocol.transfer_frames import Devices, OpenDevices
 from asynckv.tensors.cuda import DeviceMemory

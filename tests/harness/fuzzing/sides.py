@@ -21,8 +21,8 @@ from asynckv.buffers.serving.lookup import LookupService
 from asynckv.buffers.serving.store import StoreService
 from asynckv.buffers.store import StoreBuffer
 from asynckv.errors import ConfigError, PeerLost
-from asynckv.links.link import Link
-from asynckv.links.requests import LinkStream, StreamHandler
+from asynckv.links.link import Link, LinkStream
+from asynckv.links.requests import StreamHandler
 from asynckv.pipes.end import PipeEnd
 from asynckv.pipes.pipe import Pipe
 from asynckv.pipes.rendezvous import Follower, Leader
