@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
-from asynckv.errors import PeerLost
-from asynckv.protocol.frames import Frame
+from asynckv.errors import AsyncKVError, PeerLost, RemoteProtocolError
+from asynckv.protocol.failures import from_failure
+from asynckv.protocol.frames import Cancelled, Failure, Frame
 
-__all__ = ("StreamHandler",)
+__all__ = ("StreamHandler", "fail_by")
 
 
 class StreamHandler(Protocol):
@@ -27,3 +29,19 @@ class StreamHandler(Protocol):
         ``error.goodbye`` tells a clean close by either side from a loss. Each
         handler gets an error of its own, which it may raise.
         """
+
+
+def fail_by(frame: Frame, request: str, fail: Callable[[Exception], None]) -> None:
+    """Call ``fail`` with what a frame means to ``request`` that is no answer to it.
+
+    :raises RemoteProtocolError: it makes no sense at all
+    """
+    match frame:
+        case Failure():
+            fail(from_failure(frame))
+        case Cancelled():
+            fail(AsyncKVError(f"the peer gave the {request} up"))
+        case _:
+            error = RemoteProtocolError(f"no {type(frame).__name__} belongs here")
+            fail(error)  # of a last frame's stream nobody else is told
+            raise error

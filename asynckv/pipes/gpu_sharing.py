@@ -29,7 +29,6 @@ from asynckv.links.fd_socket import has_fd_sockets
 from asynckv.links.gpu_link import GpuLink
 from asynckv.links.link import Link
 from asynckv.links.options import new_identity
-from asynckv.links.own_tasks import OwnTasks
 from asynckv.protocol.handshake import DigestMode
 from asynckv.protocol.transfer_frames import (
     Devices,
@@ -49,6 +48,7 @@ from asynckv.tensors.devices import Device
 from asynckv.tensors.growth import Growth
 from asynckv.tensors.on_gpu import KVOnGpu
 from asynckv.transports.nccl.environment import DeviceDescription, check_peer
+from asynckv.waits.own_tasks import OwnTasks
 
 __all__ = (
     "AGREE_S",

@@ -26,7 +26,6 @@ from asynckv.errors import (
     RemoteProtocolError,
 )
 from asynckv.links.link import Link
-from asynckv.links.own_tasks import OwnTasks
 from asynckv.observability.waits import LoggedWait
 from asynckv.pipes.gpu_sharing import GpuSharing
 from asynckv.pipes.gpu_side import GpuSide
@@ -44,6 +43,7 @@ from asynckv.protocol.transfer_frames import (
 from asynckv.tensors.growth import Growth
 from asynckv.tensors.views import bytes_of
 from asynckv.types import TensorSpec
+from asynckv.waits.own_tasks import OwnTasks
 
 __all__ = (
     "Credit",

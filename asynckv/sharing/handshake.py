@@ -13,8 +13,8 @@ from types import TracebackType
 from typing import Final, Generic, Literal, Self, TypeVar
 
 from asynckv.errors import AsyncKVError, ConfigError, PeerLost, RemoteProtocolError
-from asynckv.links.answers import Answer, fail_by
 from asynckv.links.link import Link, LinkStream
+from asynckv.links.requests import fail_by
 from asynckv.protocol.failures import to_failure
 from asynckv.protocol.frames import (
     Accepted,
@@ -25,6 +25,7 @@ from asynckv.protocol.frames import (
 )
 from asynckv.protocol.transfer_frames import Exported, Imported, Mappable, Mapped
 from asynckv.sharing.owner import Exposed, MapHolder
+from asynckv.waits.replies import Answer
 
 __all__ = (
     "GPU",

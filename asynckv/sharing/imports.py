@@ -18,7 +18,6 @@ from typing import Final, TypeAlias
 
 from asynckv.errors import ChecksumError, GPUFailed, PeerLost, RemoteProtocolError
 from asynckv.links.fd_socket import fetch_file
-from asynckv.links.own_tasks import OwnTasks
 from asynckv.processes import ProcessBound
 from asynckv.protocol.handshake import DigestMode, strictest
 from asynckv.protocol.transfer_frames import Exported
@@ -32,6 +31,7 @@ from asynckv.tensors.imports import ImportedAllocation, in_thread, open_allocati
 from asynckv.tensors.packing import ALIGNMENT_NBYTES
 from asynckv.tensors.private_pages import Claim
 from asynckv.tensors.slabs import PAGE_NBYTES
+from asynckv.waits.own_tasks import OwnTasks
 
 __all__ = ("GpuImport", "ImportedMemory", "PeerMemory", "Read", "import_gpu")
 

@@ -17,7 +17,6 @@ from typing import Any, Protocol
 from asynckv.errors import RemoteProtocolError
 from asynckv.links.gpu_link import GpuPathLost, other_bytes
 from asynckv.links.link import LinkStream
-from asynckv.links.own_tasks import OwnTasks
 from asynckv.links.progress import OWN_WORK_S, Progress
 from asynckv.protocol.digests import digest_of
 from asynckv.protocol.frames import Frame
@@ -35,6 +34,7 @@ from asynckv.tensors.cuda import DeviceMemory
 from asynckv.tensors.runs import Memory, fill
 from asynckv.transfers.eager import is_eager
 from asynckv.transfers.targets import DeviceTarget, Target, copy_to_device
+from asynckv.waits.own_tasks import OwnTasks
 
 __all__ = ("DeviceRoute", "Incoming", "hear_incoming")
 

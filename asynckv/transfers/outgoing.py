@@ -22,7 +22,6 @@ from typing import Any, Final, Protocol, TypeAlias
 from asynckv.errors import GPUFailed, RemoteProtocolError
 from asynckv.links.gpu_link import GpuLink
 from asynckv.links.link import Link, LinkStream
-from asynckv.links.own_tasks import OwnTasks
 from asynckv.protocol.handshake import DigestMode, strictest
 from asynckv.protocol.transfer_frames import (
     Done,
@@ -41,6 +40,7 @@ from asynckv.transfers.eager import EagerParts, is_eager
 from asynckv.transfers.host_copies import D2HCopier, HostCopy
 from asynckv.transfers.source import Source
 from asynckv.transfers.targets import device_memory
+from asynckv.waits.own_tasks import OwnTasks
 
 __all__ = ("AnyGrant", "Exported", "Importer", "Outgoing", "Routes", "ignore_grant")
 

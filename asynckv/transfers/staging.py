@@ -17,7 +17,6 @@ from collections.abc import Sequence
 
 from asynckv.abc import InsertWriter
 from asynckv.errors import PeerLost
-from asynckv.links.answers import Answer
 from asynckv.observability.waits import LoggedWait
 from asynckv.tensors.device_regions import DeviceRegion
 from asynckv.tensors.growth import Growth
@@ -25,6 +24,7 @@ from asynckv.tensors.paged_arena import PagedArena
 from asynckv.transfers.source import StagedTensor, release_staged
 from asynckv.types import TensorSpec
 from asynckv.waits.line import FairLine
+from asynckv.waits.replies import Answer
 
 __all__ = ("GpuRoom", "StagingWriter")
 

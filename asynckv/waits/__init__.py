@@ -1,4 +1,4 @@
-"""Waiting, written once: in line, for what is given first come, first served."""
+"""Waiting, written once: in line, for a reply or a change, and for tasks to end."""
 
 from __future__ import annotations
 

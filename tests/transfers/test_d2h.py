@@ -7,7 +7,6 @@ from functools import partial
 import pytest
 
 from asynckv.errors import GPUFailed
-from asynckv.links.own_tasks import OwnTasks
 from asynckv.protocol.digests import digest_of
 from asynckv.tensors.device_arena import DeviceArena
 from asynckv.tensors.device_copying import DeviceCopyPool
@@ -20,6 +19,7 @@ from asynckv.testing.lookup_checks.values import MIB, noise
 from asynckv.transfers.host_copies import D2HCopier, HostCopies, HostCopy
 from asynckv.transfers.source import HostSource, RegionSource
 from asynckv.types import TensorSpec
+from asynckv.waits.own_tasks import OwnTasks
 from harness.device_memory import (
     filled_region,
     open_device_arena,

@@ -7,7 +7,6 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from asynckv.errors import GPUFailed, PeerLost
-from asynckv.links.answers import Answer
 from asynckv.tensors.cuda import DeviceMemory
 from asynckv.tensors.growth import Growth
 from asynckv.tensors.paged_arena import PagedArena
@@ -16,6 +15,7 @@ from asynckv.testing.lookup_checks.values import noise
 from asynckv.transfers.source import GpuStaging, StagedTensor, release_staged
 from asynckv.transfers.staging import GpuRoom
 from asynckv.types import TensorSpec
+from asynckv.waits.replies import Answer
 from harness.fake_devices import fake_device
 
 LARGEST = 2**20

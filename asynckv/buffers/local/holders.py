@@ -12,6 +12,7 @@ from asynckv.errors import BufferClosed, EntryAborted, LeaseLost
 from asynckv.observability.waits import LoggedWait
 from asynckv.transfers.queries import TOKEN_NBYTES, Query
 from asynckv.types import KVFingerprint
+from asynckv.waits.replies import Watchers
 
 __all__ = ("LocalHolder",)
 
@@ -44,7 +45,7 @@ class LocalHolder:
         self._lease: Lease | None = None
         self._is_closed = self._is_taken = False
         self._aborted_by = ""
-        self._watchers: set[asyncio.Future[None]] = set()
+        self._watchers = Watchers()
 
     def select(self, query: Query, fingerprint: KVFingerprint | None) -> None:
         """Ask for an entry; a lease may come at once. Never waits."""
@@ -135,10 +136,7 @@ class LocalHolder:
 
     def wake(self) -> None:
         """Let whoever waits look at the state again. Never waits."""
-        watchers, self._watchers = self._watchers, set()
-        for watcher in watchers:
-            if not watcher.done():
-                watcher.set_result(None)
+        self._watchers.wake()
 
     def leased(self, lease: Lease) -> None:
         self._lease = lease
@@ -175,12 +173,7 @@ class LocalHolder:
         return self._is_closed or self._is_taken
 
     async def _change(self) -> None:
-        watcher: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._watchers.add(watcher)
-        try:
-            await watcher
-        finally:
-            self._watchers.discard(watcher)
+        await self._watchers.next_change(asyncio.get_running_loop())
 
 
 def _may_be_shown(entry: StoredEntry) -> bool:

@@ -9,9 +9,9 @@ import anyio
 
 from asynckv.buffers.remote.links import PeerWays, ReconnectingLink
 from asynckv.errors import PeerLost
-from asynckv.links.answers import Answer, fail_by
 from asynckv.links.dial import dial
 from asynckv.links.link import Link
+from asynckv.links.requests import fail_by
 from asynckv.loops import LoopBound
 from asynckv.protocol.frames import Cancel, Frame, OpeningFrame, Result
 from asynckv.protocol.values import Limits, PeerIdentity
@@ -21,6 +21,7 @@ from asynckv.tensors.devices import Device
 from asynckv.tensors.growth import Growth
 from asynckv.transfers.budget import ReceiveBudget
 from asynckv.types import KVFingerprint
+from asynckv.waits.replies import Answer
 
 __all__ = ("ANSWER_S", "PeerConnection", "ask")
 

@@ -14,8 +14,8 @@ from asynckv.buffers.entries.entries import Draft
 from asynckv.buffers.local.writer import Declared
 from asynckv.buffers.remote.connection import ANSWER_S
 from asynckv.errors import EntryAborted, PeerLost
-from asynckv.links.answers import Answer, fail_by
 from asynckv.links.link import Link
+from asynckv.links.requests import fail_by
 from asynckv.protocol.digests import digest_of
 from asynckv.protocol.frames import (
     Accepted,
@@ -46,6 +46,7 @@ from asynckv.transfers.source import (
 )
 from asynckv.transfers.staging import GpuRoom, StagingWriter
 from asynckv.types import TensorSpec
+from asynckv.waits.replies import Answer
 
 __all__ = (
     "BUSY_BYTES",

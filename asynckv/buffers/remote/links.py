@@ -16,7 +16,6 @@ from typing import Final
 import anyio
 
 from asynckv.errors import AsyncKVError, PeerLost, PeerRestarted
-from asynckv.links.answers import Watchers
 from asynckv.links.gpu_link import GpuArrivals, GpuLink
 from asynckv.links.link import Link
 from asynckv.sharing.imports import ImportedMemory
@@ -32,6 +31,7 @@ from asynckv.transfers.outgoing import Importer
 from asynckv.transfers.readers import IpcReader, MapReader
 from asynckv.transfers.source import GpuStaging
 from asynckv.transfers.staging import GpuRoom
+from asynckv.waits.replies import Watchers
 
 __all__ = (
     "Backoff",

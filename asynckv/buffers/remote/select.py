@@ -24,9 +24,9 @@ from asynckv.errors import (
     PeerRestarted,
     RemoteProtocolError,
 )
-from asynckv.links.answers import Watchers, fail_by
 from asynckv.links.gpu_link import GpuPathLost, Ways
 from asynckv.links.link import Link
+from asynckv.links.requests import fail_by
 from asynckv.observability.waits import LoggedWaits
 from asynckv.protocol.frames import (
     Accepted,
@@ -53,6 +53,7 @@ from asynckv.transfers.landing import Landing, read_offer
 from asynckv.transfers.queries import TOKEN_NBYTES, Query, tensor_of
 from asynckv.transfers.readers import MapReader
 from asynckv.types import TensorSpec
+from asynckv.waits.replies import Watchers
 
 __all__ = (
     "Lift",

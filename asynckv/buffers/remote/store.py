@@ -15,8 +15,8 @@ from asynckv.buffers.remote.connection import ANSWER_S, PeerConnection, ask
 from asynckv.buffers.remote.insert import InsertRoutes, Sending
 from asynckv.buffers.store import check_place, check_value
 from asynckv.errors import LeaseLost, PeerLost, RemoteProtocolError
-from asynckv.links.answers import Answer, fail_by
 from asynckv.links.link import Link
+from asynckv.links.requests import fail_by
 from asynckv.observability.waits import LoggedWait
 from asynckv.protocol.digests import digest_of
 from asynckv.protocol.frames import (
@@ -44,6 +44,7 @@ from asynckv.transfers.delivery import Delivery, lift_all, on_host
 from asynckv.transfers.landing import Landing, read_offer
 from asynckv.transfers.manifest import INLINE_NBYTES
 from asynckv.transfers.source import Source, source_of, until_made
+from asynckv.waits.replies import Answer
 
 __all__ = (
     "Getting",

@@ -16,7 +16,6 @@ import msgspec
 from asynckv.buffers.entries.entries import Lease, Shown, StoredEntry
 from asynckv.errors import RemoteProtocolError
 from asynckv.links.link import Link, LinkStream
-from asynckv.links.own_tasks import OwnTasks
 from asynckv.protocol.frames import Complete, Offer, Retract
 from asynckv.protocol.transfer_frames import Grant, GrantDevices
 from asynckv.protocol.values import MappedOffer, Place
@@ -30,6 +29,7 @@ from asynckv.transfers.eager import is_eager
 from asynckv.transfers.manifest import INLINE_NBYTES, check_body
 from asynckv.transfers.outgoing import Exported, Outgoing, Routes
 from asynckv.transfers.source import RegionSource, are_on_gpu
+from asynckv.waits.own_tasks import OwnTasks
 
 __all__ = (
     "Offering",

@@ -10,9 +10,9 @@ from typing import Any
 from asynckv.buffers.serving.limits import KeptBytes
 from asynckv.errors import PeerLost
 from asynckv.links.link import Link, LinkStream
-from asynckv.links.own_tasks import OwnTasks
 from asynckv.links.requests import StreamHandler
 from asynckv.protocol.frames import Frame, OpeningFrame
+from asynckv.waits.own_tasks import OwnTasks
 
 __all__ = ("Service", "answer_at_once")
 

@@ -12,7 +12,6 @@ from asynckv.buffers.serving.service import Service, answer_at_once
 from asynckv.buffers.values.ledger import PendingPut, PinnedValue
 from asynckv.buffers.values.stored import StoredValues
 from asynckv.errors import BufferClosed, ChecksumError, PeerLost, RemoteProtocolError
-from asynckv.links.answers import Watchers
 from asynckv.links.link import Link, LinkStream
 from asynckv.links.requests import StreamHandler
 from asynckv.protocol.digests import digest_of
@@ -42,6 +41,7 @@ from asynckv.transfers.manifest import INLINE_NBYTES, pack
 from asynckv.transfers.outgoing import Outgoing
 from asynckv.transfers.source import RegionSource
 from asynckv.transfers.targets import HostTarget
+from asynckv.waits.replies import Watchers
 
 __all__ = (
     "ServedGet",

@@ -9,7 +9,6 @@ from asynckv.buffers.entries.entries import Lease, StoredEntry, Waiter
 from asynckv.buffers.serving.offer import Offering, make_offer, may_begin
 from asynckv.errors import EntryTooLarge, RemoteProtocolError
 from asynckv.links.link import Link, LinkStream
-from asynckv.links.own_tasks import OwnTasks
 from asynckv.protocol.frames import (
     Complete,
     Offer,
@@ -22,6 +21,7 @@ from asynckv.tensors.arena import HeapArena
 from asynckv.testing.blocked import until
 from asynckv.transfers.manifest import unpack
 from asynckv.transfers.queries import Query
+from asynckv.waits.own_tasks import OwnTasks
 from harness.holders import RecordingHolder, draft_of
 from harness.link_pairs import Hearer, linked
 from harness.no_routes import NoRoutes

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from asynckv.errors import AsyncKVError, PeerLost, RemoteProtocolError
-from asynckv.links.answers import Answer, fail_by
+from asynckv.links.requests import fail_by
 from asynckv.protocol.frames import (
     Cancelled,
     Failure,
@@ -13,6 +13,7 @@ from asynckv.protocol.frames import (
 )
 from asynckv.protocol.transfer_frames import Grant
 from asynckv.testing.blocked import until_blocked
+from asynckv.waits.replies import Answer
 
 
 async def test_the_first_answer_counts() -> None:

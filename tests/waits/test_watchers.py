@@ -4,8 +4,8 @@ import asyncio
 
 import pytest
 
-from asynckv.links.answers import Watchers
 from asynckv.testing.blocked import until_blocked
+from asynckv.waits.replies import Watchers
 
 
 async def test_all_who_wait_are_woken_once() -> None:
@@ -34,3 +34,13 @@ async def test_who_was_cancelled_is_passed_over(number: int) -> None:
     await asyncio.wait({gone})
     watchers.wake()
     await asyncio.gather(*there)
+
+
+async def test_who_was_cancelled_is_not_remembered() -> None:
+    watchers, loop = Watchers(), asyncio.get_running_loop()
+    for _ in range(3):
+        watchers.next_change(loop).cancel()
+    assert len(watchers) == 0 and watchers._others is None
+    watchers.next_change(loop)
+    watchers.next_change(loop)
+    assert len(watchers) == 2

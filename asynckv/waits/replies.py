@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from typing import Any, Generic, TypeVar
-
-from asynckv.errors import AsyncKVError, RemoteProtocolError
-from asynckv.protocol.failures import from_failure
-from asynckv.protocol.frames import Cancelled, Failure, Frame
 
 __all__ = (
     "Answer",
     "Watchers",
-    "fail_by",
 )
 
 
@@ -58,22 +53,6 @@ class Answer(Generic[T]):
             self._future.result()
 
 
-def fail_by(frame: Frame, request: str, fail: Callable[[Exception], None]) -> None:
-    """Call ``fail`` with what a frame means to ``request`` that is no answer to it.
-
-    :raises RemoteProtocolError: it makes no sense at all
-    """
-    match frame:
-        case Failure():
-            fail(from_failure(frame))
-        case Cancelled():
-            fail(AsyncKVError(f"the peer gave the {request} up"))
-        case _:
-            error = RemoteProtocolError(f"no {type(frame).__name__} belongs here")
-            fail(error)  # of a last frame's stream nobody else is told
-            raise error
-
-
 class Watchers:
     """Futures of those who wait for the next change of one object.
 
@@ -90,13 +69,18 @@ class Watchers:
         """Return what is done when the object has changed; look at it then."""
         # The loop is known to who waits; asked of asyncio it costs a system call.
         future: asyncio.Future[None] = loop.create_future()
-        if self._first is None:
+        if self._first is None or self._first.done():  # he was cancelled
             self._first = future
         elif self._others is None:
             self._others = [future]
         else:
             self._others.append(future)
         return future
+
+    def __len__(self) -> int:
+        """How many wait."""
+        every = (self._first, *(self._others or ()))
+        return sum(future is not None and not future.done() for future in every)
 
     def wake(self) -> None:
         """The object has changed. Never waits."""
