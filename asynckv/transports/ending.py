@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 from collections.abc import Callable, Iterable
 from typing import Final, Protocol
 
 from asynckv.shielding import wait_shielded
+from asynckv.waits.replies import Waits
 
 __all__ = (
     "Ending",
@@ -95,14 +97,16 @@ _QUIET_S: Final = 1.0
 
 
 class QuietWaits:
-    """One future for each wait, settled by a plain function. On the loop only."""
+    """Waits for memory of transfers, until nobody touches it. On the loop only."""
 
     def __init__(
         self, loop: asyncio.AbstractEventLoop, is_touched: Callable[[int], bool]
     ) -> None:
         self._loop = loop
         self._is_touched = is_touched
-        self._waits: list[tuple[int, asyncio.Future[None]]] = []
+        self._waits = Waits(loop)
+        self.settle = self._waits.settle
+        """To be called whenever a thread has let go of memory."""
 
     async def wait(self, transfer: int, give_up: Callable[[], None]) -> None:
         """Wait until nobody touches ``transfer``; shielded.
@@ -111,20 +115,10 @@ class QuietWaits:
         """
         if not self._is_touched(transfer):
             return
-        future: asyncio.Future[None] = self._loop.create_future()
-        self._waits.append((transfer, future))
         timer = self._loop.call_later(_QUIET_S, give_up)
         try:
-            await wait_shielded(future)
+            await self._waits.wait(
+                lambda: not self._is_touched(transfer), timeout_s=math.inf
+            )
         finally:
             timer.cancel()
-
-    def settle(self) -> None:
-        """To be called whenever a thread has let go of memory."""
-        waiting = []
-        for transfer, future in self._waits:
-            if self._is_touched(transfer):
-                waiting.append((transfer, future))
-            elif not future.done():
-                future.set_result(None)
-        self._waits = waiting

@@ -29,7 +29,6 @@ from asynckv.protocol.transfer_frames import (
     MeetDevice,
     PrepareDevice,
 )
-from asynckv.shielding import wait_shielded
 from asynckv.tensors.cuda import DeviceMemory
 from asynckv.tensors.runs import Memory
 from asynckv.transports.ending import Ending, QuietWaits
@@ -43,12 +42,12 @@ from asynckv.transports.nccl.environment import (
 from asynckv.transports.nccl.parts import DevicePart
 from asynckv.transports.nccl.worker import DeviceWorker
 from asynckv.transports.parts import DoneCallback
+from asynckv.waits.replies import Waits
 
 __all__ = (
     "DeviceChannel",
     "NcclSettings",
     "NcclTransport",
-    "Waits",
     "hear",
     "make_ends",
 )
@@ -160,38 +159,6 @@ def hear(
             connector.on_met(frame)
         case _:
             raise RemoteProtocolError(f"{type(frame).__name__} makes no sense here")
-
-
-class Waits:
-    """One future a wait; :meth:`settle` looks at all of them."""
-
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._loop = loop
-        self._waits: list[tuple[Callable[[], bool], asyncio.Future[None]]] = []
-
-    async def wait(
-        self, is_over: Callable[[], bool], *, timeout_s: float | None
-    ) -> None:
-        """Wait until ``is_over()``. Within ``timeout_s`` it is shielded; else not."""
-        if is_over():
-            return
-        future: asyncio.Future[None] = self._loop.create_future()
-        self._waits.append((is_over, future))
-        if timeout_s is None:
-            await future
-        else:
-            await wait_shielded(future, timeout_s=timeout_s)
-
-    def settle(self) -> None:
-        """Something has changed."""
-        waits, self._waits = self._waits, []
-        for is_over, future in waits:
-            if future.done():
-                continue
-            if is_over():
-                future.set_result(None)
-            else:
-                self._waits.append((is_over, future))
 
 
 _CLOSE_S: Final = 1.0

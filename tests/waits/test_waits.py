@@ -3,7 +3,7 @@ from __future__ import annotations
 import asyncio
 
 from asynckv.testing.blocked import until_blocked
-from asynckv.transports.nccl.transport import Waits
+from asynckv.waits.replies import Waits
 
 
 async def test_it_ends_when_it_is_so() -> None:
