@@ -43,6 +43,7 @@ from asynckv.protocol.transfer_frames import (
 from asynckv.tensors.growth import Growth
 from asynckv.tensors.views import bytes_of
 from asynckv.types import TensorSpec
+from asynckv.waits.line import FairLine
 from asynckv.waits.own_tasks import OwnTasks
 
 __all__ = (
@@ -236,33 +237,28 @@ class Leaving:
 _ENDS_WITH: Final = "the peer's memory having what was sent before, or its end"
 
 
-class SendRoom:
+class SendRoom(FairLine[Parcel]):
     """Bytes in flight, bounded, and a line of parcels that wait for room.
 
     Room is given in the order of the calls; a parcel above the bound goes alone.
-    ``admitted(parcel)`` is called for each that has got room.
+    ``admitted(parcel)`` is called for each that has got room while it was in line.
     """
 
     def __init__(self, max_bytes: int, admitted: Callable[[Parcel], None]) -> None:
+        super().__init__(self._admit)
         self.max_bytes = max_bytes
         self.used_bytes = 0
         self.used_tensors = 0
         self.waits = 0
         self._admitted = admitted
-        self._line: collections.deque[Parcel] = collections.deque()
         self._is_closed = False
-
-    def __len__(self) -> int:
-        return len(self._line)
 
     async def wait_for(self, parcel: Parcel) -> None:
         """Wait for room, behind those who asked before, or until it is closed.
 
-        Whoever fails or is cancelled here, or finds no room, calls :meth:`leave`.
+        Whoever fails or is cancelled here, or finds no room, calls :meth:`quit`.
         """
-        self._line.append(parcel)
-        self.admit()
-        if not (parcel.has_room or self._is_closed):
+        if not self.join(parcel):
             self.waits += 1
             parcel.turn = asyncio.get_running_loop().create_future()
             who = f"send_tensor of {parcel.nbytes} bytes"
@@ -272,39 +268,34 @@ class SendRoom:
 
     def take_at_once(self, parcel: Parcel) -> bool:
         """Give it room if nobody waits and there is some; else ``False``."""
-        if self._line or self._is_closed or not self._fits(parcel):
+        if len(self) or self._is_closed or not self._fits(parcel):
             return False
-        parcel.has_room = True
-        self.used_bytes += parcel.nbytes
-        self.used_tensors += 1
+        self._take(parcel)
         return True
-
-    def leave(self, parcel: Parcel) -> None:
-        """Give up a place in the line, if it has one."""
-        if parcel in self._line:
-            self._line.remove(parcel)
 
     def release(self, parcel: Parcel) -> None:
         """Give back the room that a parcel had; nobody is admitted yet."""
         self.used_bytes -= parcel.nbytes
         self.used_tensors -= 1
 
-    def admit(self) -> None:
-        """Give room to the first in line, and to the next, while it lasts."""
-        while self._line and not self._is_closed and self._fits(self._line[0]):
-            parcel = self._line.popleft()
-            parcel.has_room = True
-            self.used_bytes += parcel.nbytes
-            self.used_tensors += 1
-            self._admitted(parcel)
-            parcel.wake()
-
     def close(self) -> None:
         """Give room to nobody any more; all who wait wake without it."""
         self._is_closed = True
-        line, self._line = self._line, collections.deque()
-        for parcel in line:
-            parcel.wake()
+        self.advance()
+
+    def _admit(self, parcel: Parcel) -> bool:
+        if not self._is_closed:
+            if not self._fits(parcel):
+                return False
+            self._take(parcel)
+            self._admitted(parcel)
+        parcel.wake()
+        return True
+
+    def _take(self, parcel: Parcel) -> None:
+        parcel.has_room = True
+        self.used_bytes += parcel.nbytes
+        self.used_tensors += 1
 
     def _fits(self, parcel: Parcel) -> bool:
         if self.used_tensors >= MAX_TENSORS:
@@ -442,8 +433,8 @@ class Outbound:
             self._queue.remove(parcel)
             self.room.release(parcel)
         else:
-            self.room.leave(parcel)
-        self.room.admit()
+            self.room.quit(parcel)
+        self.room.advance()
         self._advance()
 
     async def flush(self) -> None:
@@ -504,7 +495,7 @@ class Outbound:
             self.room.release(parcel)
             if parcel.watchers:
                 parcel.settle(is_verified=True)
-        self.room.admit()
+        self.room.advance()
 
     def end(self, error: PeerLost) -> None:
         """Nothing leaves any more. Never waits; only the first call counts."""

@@ -20,7 +20,7 @@ async def test_room_is_given_in_the_order_of_the_calls() -> None:
     await until_blocked(*tasks)
     assert (admitted, len(room), room.waits) == (parcels[:1], 2, 2)
     room.release(parcels[0])
-    room.admit()
+    room.advance()
     await asyncio.gather(*tasks)
     assert (admitted, room.used_bytes, room.used_tensors) == (parcels, 7, 2)
 
@@ -31,7 +31,7 @@ async def test_what_is_above_the_bound_goes_alone() -> None:
     small = asyncio.create_task(room.wait_for(_parcel(1)))
     await until_blocked(small)
     room.release(_parcel(11))
-    room.admit()
+    room.advance()
     await small
 
 
@@ -42,10 +42,10 @@ async def test_who_leaves_the_line_is_not_admitted() -> None:
     tasks = [asyncio.create_task(room.wait_for(parcel)) for parcel in parcels]
     await until_blocked(*tasks)
     tasks[1].cancel()
-    room.leave(parcels[1])
-    room.leave(parcels[1])
+    room.quit(parcels[1])
+    room.quit(parcels[1])
     room.release(parcels[0])
-    room.admit()
+    room.advance()
     await tasks[2]
     assert admitted == [parcels[0], parcels[2]]
 
