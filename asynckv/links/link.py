@@ -24,7 +24,7 @@ from asynckv.links.payloads import make_payload
 from asynckv.links.progress import Progress
 from asynckv.links.requests import StreamHandler
 from asynckv.links.streams import ControlStream
-from asynckv.protocol.codec import Buffer
+from asynckv.protocol.codec import BODY_PART_BYTES, Buffer
 from asynckv.protocol.failures import to_failure
 from asynckv.protocol.frames import Frame, OpeningFrame
 from asynckv.protocol.handshake import Agreement
@@ -281,9 +281,16 @@ class LinkStream(msgspec.Struct, eq=False):
             self._outgoing.flush_soon()
 
     def send_at_once(self, frame: Frame, body: Buffer = b"") -> None:
-        """As :meth:`send`; written now, unless something was in this tick already."""
-        if self._session.send(self.id, frame, body):
-            self._outgoing.flush_first()
+        """As :meth:`send`, of a frame that is not a stream's last or first.
+
+        It is written now, unless something was in this tick already.
+        """
+        outgoing, session = self._outgoing, self._session
+        if outgoing.may_write and len(body) <= BODY_PART_BYTES:
+            if data := session.pack(self.id, frame, bytes(body)):
+                outgoing.write_first(data)
+        elif session.send(self.id, frame, body):
+            outgoing.flush_first()
 
     def close(self) -> None:
         """Forget the stream: its handler hears nothing more, nor of a loss."""

@@ -58,6 +58,19 @@ class Outgoing:
         """Bytes that have not left for the kernel yet."""
         return self._outbox.nbytes + self._stream.unsent_bytes
 
+    @property
+    def may_write(self) -> bool:
+        """Does nothing wait, and did nothing leave at once in this tick?"""
+        is_idle = not (self._outbox.nbytes or self._stream.unsent_bytes)
+        return is_idle and not (self._has_begun or self._is_last)
+
+    def write_first(self, data: bytes) -> None:
+        """As :meth:`flush_first`, of what was not queued; when :attr:`may_write`."""
+        self._has_begun = True
+        self._stream.write(data)
+        if not self.will_flush:
+            self.flush_soon()
+
     def flush_first(self) -> None:
         """Write what is queued at once, if nothing left so in this tick; else soon."""
         if not self._has_begun:

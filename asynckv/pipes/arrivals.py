@@ -40,12 +40,9 @@ class SmallArrival(msgspec.Struct, eq=False):
 
     spec: TensorSpec | None
     body: bytes
+    nbytes: int
     is_verified: ClassVar = True
     region: ClassVar = None
-
-    @property
-    def nbytes(self) -> int:
-        return len(self.body)
 
     def let_go(self) -> None:
         """There is nothing to let go."""

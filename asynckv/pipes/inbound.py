@@ -361,7 +361,8 @@ class Inbound:
         :raises EndOfStream: the pipe was closed on this side meanwhile
         :raises PeerLost: it was aborted on this side meanwhile
         """
-        self.check(arrival)
+        if not self._queue or self._queue[0] is not arrival:
+            raise self._failure()
         self._queue.popleft()
         self.held_bytes -= arrival.nbytes
         self.received_bytes += arrival.nbytes
@@ -389,7 +390,7 @@ class Inbound:
         if spec is not None and spec.dtype in MISSING_DTYPES:
             raise RemoteProtocolError(f"a pushed {spec.dtype}, unknown to this torch")
         self.held_bytes += nbytes
-        arrival = SmallArrival(spec, body)
+        arrival = SmallArrival(spec, body, nbytes)
         self._queue.append(arrival)
         digested = spec is not None and self._link.digest != "off"
         if digested and frame.digest != digest_of(body):

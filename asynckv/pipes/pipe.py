@@ -207,7 +207,8 @@ class Pipe(KVPipe, LoopBound):
         try:
             if self._is_time_for_others():
                 await asyncio.sleep(0)
-            async with self._turn_to_receive:
+            await self._turn_to_receive.acquire()
+            try:
                 arrival = await self._inbound.head()
                 if into is None and self._placing is None and arrival.region is None:
                     received = self._inbound.tensor_of(arrival)
@@ -215,6 +216,8 @@ class Pipe(KVPipe, LoopBound):
                     received = await self._landed(arrival, into)
                 self._inbound.take(arrival)
                 return received
+            finally:
+                self._turn_to_receive.release()
         except (PeerLost, ChecksumError) as exc:
             self._told.note(exc)
             raise

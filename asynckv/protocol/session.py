@@ -15,7 +15,7 @@ from typing import Final, Generic, NamedTuple, TypeVar, get_args
 import msgspec
 
 from asynckv.errors import AsyncKVError, LocalProtocolError, RemoteProtocolError
-from asynckv.protocol.codec import Buffer, FrameDecoder
+from asynckv.protocol.codec import Buffer, FrameDecoder, encode_plain
 from asynckv.protocol.failures import from_refuse, to_refuse
 from asynckv.protocol.frames import (
     Accepted,
@@ -301,6 +301,17 @@ class Session(Generic[T]):
             self._finish(stream, frame)
             self.cancelled_count += type(frame) is Cancelled
         return True
+
+    def pack(self, stream: int, frame: Frame, body: bytes) -> bytes:
+        """Return the one wire frame of a frame that goes on, to be written now.
+
+        For when nothing waits in the outbox. Nothing, if the stream is over.
+
+        :raises LocalProtocolError: the frame is too long
+        """
+        if stream not in self._streams:
+            return b""
+        return encode_plain(stream, frame, body, self.limits)
 
     def close(self, stream: int) -> None:
         """Forget the owner of ``stream``; later frames for it are ignored."""

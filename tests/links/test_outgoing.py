@@ -224,3 +224,24 @@ async def test_what_can_wait_waits_for_a_tick_if_nothing_is_handled(
     assert not done
     await asyncio.sleep(0)
     assert done
+
+
+async def test_what_is_written_first_is_alone_in_its_tick() -> None:
+    sender = Sender()
+    assert sender.outgoing.may_write
+    sender.outgoing.write_first(b"first")
+    assert sender.stream.writes == [b"first"]
+    assert not sender.outgoing.may_write
+    await asyncio.sleep(0)
+    assert sender.outgoing.may_write
+    sender.outbox.put(1, Get("a"))
+    assert not sender.outgoing.may_write
+    sender.outgoing.flush()
+    sender.stream.is_full = True
+    assert not sender.outgoing.may_write
+
+
+async def test_nothing_is_written_first_behind_the_last_word() -> None:
+    sender = Sender()
+    sender.outgoing.finish()
+    assert not sender.outgoing.may_write

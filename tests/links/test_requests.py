@@ -6,6 +6,7 @@ from asynckv.protocol.frames import (
     Peek,
 )
 from asynckv.protocol.transfer_frames import Grant
+from asynckv.testing import until
 from harness.link_pairs import Hearer, linked
 
 
@@ -46,4 +47,27 @@ async def test_what_is_sent_at_once_has_left_and_what_follows_goes_together() ->
         stream.send_at_once(Grant(3))
         assert pair.near.outgoing_bytes
         await asyncio.sleep(0)
+        assert not pair.near.outgoing_bytes
+
+
+async def test_a_long_body_is_sent_at_once_as_by_send() -> None:
+    async with linked(answer=lambda *_: None) as pair:
+        stream = pair.near.open_stream(Hearer(), Peek(has_key=True))
+        await asyncio.sleep(0)
+        body = bytes(range(256)) * 1000
+        stream.send_at_once(Grant(1), body)
+        stream.send_at_once(Grant(2))
+        await until(lambda: bool(pair.service.hearers))
+        hearer = pair.service.hearers[0]
+        assert [await hearer.next() for _ in range(2)] == [
+            (Grant(1), body),
+            (Grant(2), b""),
+        ]
+
+
+async def test_nothing_is_sent_at_once_on_a_stream_that_is_over() -> None:
+    async with linked(answer=lambda *_: None) as pair:
+        stream = pair.near.open_stream(Hearer(), Peek(has_key=True))
+        pair.near.abort()
+        stream.send_at_once(Grant(1))
         assert not pair.near.outgoing_bytes
