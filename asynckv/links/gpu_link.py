@@ -28,6 +28,7 @@ from asynckv.tensors.runs import Memory
 from asynckv.transports.nccl.transport import NcclSettings, NcclTransport
 from asynckv.transports.nccl.worker import DeviceWorker
 from asynckv.transports.nccl.workers import WorkerUse, worker_of
+from asynckv.waits.own_tasks import OwnTasks
 
 __all__ = (
     "Arrivals",
@@ -286,9 +287,8 @@ class GpuArrivals:
         self.gpus = gpus
         self.pool = pool
         self.digest: DigestMode = gpus.digest if digest is None else digest
-        self._loop = asyncio.get_running_loop()
         self._parts: dict[int, _Part] = {}
-        self._comparing: set[asyncio.Task[None]] = set()
+        self._comparing = OwnTasks()
         self._is_stopped = False
         self._lost: weakref.WeakMethod[Callable[[GpuPathLost], None]] | None = None
         gpus.expect(self)
@@ -370,26 +370,21 @@ class GpuArrivals:
         self._is_stopped = True
         self._parts.clear()
         self.gpus.transport.stop(transfer)
-        for task in self._comparing:
-            task.cancel()
+        self._comparing.cancel()
 
     async def quiesce(self, transfer: int) -> None:
         self.stop(transfer)
         try:  # each waits, however often the one before it was cancelled
             await self.gpus.transport.quiesce(transfer)
         finally:
-            comparing = asyncio.gather(*self._comparing, return_exceptions=True)
-            await wait_shielded(comparing)
+            await self._comparing.quiesce()
 
     def _compare_if_due(self, number: int) -> None:
         part = self._parts[number]
         if part.sent is None or not part.has_landed:
             return
         del self._parts[number]
-        comparing = self._compare(part, part.sent)
-        task = self._loop.create_task(comparing, name="asynckv: digest")
-        self._comparing.add(task)
-        task.add_done_callback(self._comparing.discard)
+        self._comparing.own(self._compare(part, part.sent), "asynckv: digest")
 
     async def _compare(self, part: _Part, sent: SentDevices) -> None:
         digest = b""

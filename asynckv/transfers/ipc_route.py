@@ -6,7 +6,6 @@ computed once more of what lies in this side's memory.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
 from functools import partial
 from typing import ClassVar
@@ -17,10 +16,10 @@ from asynckv.links.progress import Progress
 from asynckv.protocol.handshake import DigestMode, strictest
 from asynckv.protocol.transfer_frames import GrantShared, SentDevices, SentShared
 from asynckv.sharing.imports import PeerMemory
-from asynckv.shielding import wait_shielded
 from asynckv.tensors.cuda import DeviceMemory
 from asynckv.tensors.device_copying import DeviceCopyPool
 from asynckv.tensors.runs import Memory
+from asynckv.waits.own_tasks import OwnTasks
 
 __all__ = ("IpcArrivals",)
 
@@ -54,7 +53,7 @@ class IpcArrivals:
         self._pool = pool
         self._is_kept = is_kept
         self._awaited: dict[int, tuple[DeviceMemory, _Done]] = {}
-        self._reading: set[asyncio.Task[None]] = set()
+        self._reading = OwnTasks()
         self._is_stopped = False
 
     def grant(self, transfer: int) -> GrantShared:
@@ -99,13 +98,12 @@ class IpcArrivals:
     def stop(self, transfer: int) -> None:
         self._is_stopped = True
         self._awaited.clear()
-        for task in self._reading:
-            task.cancel()
+        self._reading.cancel()
 
     async def quiesce(self, transfer: int) -> None:
         self.stop(transfer)
         # All of them, however often the wait is cancelled: the peer is told then.
-        await wait_shielded(asyncio.gather(*self._reading, return_exceptions=True))
+        await self._reading.quiesce()
 
     def _read(
         self, frame: SentShared, offset: int, target: DeviceMemory, done: _Done
@@ -123,9 +121,7 @@ class IpcArrivals:
                 done(b"", _lost(error))
 
         copy = partial(self._copy, frame, found)
-        task = self._memory.read(offset, target, copy, read)
-        self._reading.add(task)
-        task.add_done_callback(self._reading.discard)
+        self._reading.adopt(self._memory.read(offset, target, copy, read))
 
     async def _copy(
         self,

@@ -49,6 +49,10 @@ class OwnTasks:
             task = self._within.own(work, name)
         else:
             task = asyncio.get_running_loop().create_task(work, name=name)
+        return self.adopt(task)
+
+    def adopt(self, task: asyncio.Task[None]) -> asyncio.Task[None]:
+        """Let a task that another one owns be one of these, too."""
         self._tasks.add(task)
         task.add_done_callback(self._task_ended)
         return task

@@ -93,3 +93,13 @@ async def test_a_cancelled_quiesce_waits_for_all_of_them() -> None:
     await asyncio.wait({waiting})
     assert waiting.cancelled() and task.cancelled()
     await tasks.quiesce()
+
+
+async def test_a_task_that_two_own_is_cancelled_by_each() -> None:
+    tasks, others = OwnTasks(), OwnTasks()
+    task = others.adopt(tasks.own(asyncio.sleep(60), "one of two"))
+    others.cancel()
+    await tasks.wait()
+    assert task.cancelled()
+    await asyncio.sleep(0)
+    assert not len(tasks) and not len(others)

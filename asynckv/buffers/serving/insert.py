@@ -30,6 +30,7 @@ from asynckv.transfers.incoming import Incoming, hear_incoming
 from asynckv.transfers.manifest import Manifest, check_names, unpack, verify_inline
 from asynckv.transfers.queries import check_mask, check_tokens
 from asynckv.transfers.targets import Target, fill_targets, target_in
+from asynckv.waits.replies import Answer
 
 __all__ = (
     "ServedInsert",
@@ -165,7 +166,7 @@ class ServedWriter:
         self._draft = draft_of(frame, manifest, service)
         self._pushes: ServedPushes | None = None
         self._is_committed = False
-        self._ended: asyncio.Future[None] = service.loop.create_future()
+        self._ended: Answer[None] = Answer()
         self._task = service.run_insert(
             self._run, frame.entry_id, kept_nbytes(manifest, body)
         )
@@ -199,21 +200,17 @@ class ServedWriter:
     def pushed(self, pushes: ServedPushes) -> None:
         """Look whether this was the last that was needed."""
         entry = pushes.entry
-        if self._ended.done():
-            return
         if self._is_committed and pushes.are_whole:
-            self._ended.set_result(None)
+            self._ended.give(None)
         elif entry.state is EntryState.GONE:
             if entry.left_by:
                 self.fail(EntryAborted(reason=entry.left_by))
             elif self._is_committed:
-                self._ended.set_result(None)  # acknowledged: the rest is not needed
+                self._ended.give(None)  # acknowledged: the rest is not needed
 
     def fail(self, error: Exception) -> None:
         """The writer cannot go on."""
-        if not self._ended.done():
-            self._ended.set_exception(error)
-            self._ended.exception()  # the writer may have been cancelled meanwhile
+        self._ended.fail(error)
 
     async def _run(self) -> None:
         admission = self._service.buffer.admission
@@ -227,7 +224,6 @@ class ServedWriter:
             admission.abort(entry)
             raise
         finally:
-            self._ended.cancel()
             await self._quiet(entry, pushes)
         await admission.finish(entry)
 
