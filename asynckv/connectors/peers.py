@@ -26,6 +26,7 @@ from asynckv.errors import (
 from asynckv.loops import LoopBound
 from asynckv.observability.lines import as_line
 from asynckv.tensors.devices import Device
+from asynckv.waits.own_tasks import OwnTasks
 
 __all__ = ("PeerLine", "Peers", "identity_of")
 
@@ -67,7 +68,7 @@ class PeerLine:
         self._identity = identity
         self._peer: Peer | None = None
         self._dialling: asyncio.Task[Peer] | None = None
-        self._old: set[asyncio.Task[None]] = set()
+        self._old = OwnTasks()
         self._is_closed = False
         self._missed: tuple[Device, int] | None = None
         self.lost = 0
@@ -167,8 +168,7 @@ class PeerLine:
                     await asyncio.wait({self._dialling})
                 if self._peer is not None:
                     self._drop(self._peer)
-                if self._old:
-                    await asyncio.wait(self._old)
+                await self._old.wait()
         finally:  # also if the task is cancelled: nothing stays open
             self.abort()
 
@@ -184,8 +184,8 @@ class PeerLine:
         config, on_gpu = self._config, self.device is not None
         try:
             async with asyncio.timeout(_DIAL_S + _OPEN_GPU_S * on_gpu):
-                if on_gpu and self._old:  # a GPU has no room for both
-                    await asyncio.wait(self._old)
+                if on_gpu:  # it has no room for both
+                    await self._old.wait()
                 peer = await connect(
                     self.url,
                     fingerprint=config.fingerprint,
@@ -212,9 +212,7 @@ class PeerLine:
         """A link that was lost is closed beside whatever comes next."""
         self._peer = None
         self.lost += 1
-        closing = asyncio.create_task(peer.aclose(), name=f"asynckv: leave {self.url}")
-        self._old.add(closing)
-        closing.add_done_callback(self._old.discard)
+        self._old.own(peer.aclose(), f"asynckv: leave {self.url}")
 
 
 class Peers(LoopBound):

@@ -17,6 +17,7 @@ from asynckv.links.link import Link, LinkStream
 from asynckv.observability.waits import LoggedWait
 from asynckv.protocol.failures import from_failure, to_failure
 from asynckv.protocol.frames import Arrived, Failure, Frame, JoinGroup, Members, Missing
+from asynckv.waits.replies import Watchers
 
 __all__ = (
     "Barrier",
@@ -35,7 +36,7 @@ class Barrier:
         self.released = 0
         self._arrive = arrive
         self._passed = 0
-        self._waiting: list[asyncio.Future[None]] = []
+        self._watchers = Watchers()
         self._error: PeerLost | None = None
 
     async def wait(self) -> None:
@@ -53,12 +54,10 @@ class Barrier:
         while self.released < number:
             if self._error is not None:
                 raise PeerLost(self._error.message, hint=self._error.hint)
-            watcher: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-            self._waiting.append(watcher)
             with LoggedWait(
                 f"barrier {number}", "every rank to come", "the last one, or a loss"
             ):
-                await watcher
+                await self._watchers.next_change(asyncio.get_running_loop())
         self._passed = max(self._passed, number)
 
     def release(self, number: int) -> None:
@@ -69,18 +68,12 @@ class Barrier:
         if number != self.released + 1 or number > self.arrived:
             raise RemoteProtocolError(f"barrier {number} cannot be passed now")
         self.released = number
-        self._wake()
+        self._watchers.wake()
 
     def end(self, error: PeerLost) -> None:
         """No barrier is passed any more. Never waits."""
         self._error = self._error or error
-        self._wake()
-
-    def _wake(self) -> None:
-        waiting, self._waiting = self._waiting, []
-        for watcher in waiting:
-            if not watcher.done():
-                watcher.set_result(None)
+        self._watchers.wake()
 
 
 _Ended: TypeAlias = Callable[[PeerLost], None]
