@@ -69,20 +69,27 @@ def explain(config: KVTransferConfig) -> Explained:
 
 
 def explain_options(fields: Mapping[str, object]) -> tuple[str, ...]:
-    """Say which options among ``fields`` cannot work, whatever the other fields are.
+    """Say what is wrong with the connector, device and options among ``fields``.
 
-    It is for fields that make no configuration. What is missing is not said.
+    It is for fields that make no configuration: these three are read whatever the
+    others are. What is missing is not said.
     """
-    extra = fields.get("kv_connector_extra_config")
     connector = fields.get("kv_connector")
-    if not isinstance(extra, dict):
-        return ()
+    device = fields.get("kv_buffer_device")
+    extra = fields.get("kv_connector_extra_config")
     config = KVTransferConfig(
         kv_connector=connector if isinstance(connector, str) else None,
         kv_role="kv_both",
-        kv_connector_extra_config=extra,
+        kv_buffer_device=device if isinstance(device, str) else "cpu",
+        kv_connector_extra_config=extra if isinstance(extra, dict) else {},
     )
-    return tuple(_wrong_options(config))
+    problems = _wrong_options(config)
+    if config.kv_connector != _INSIDE_VLLM and "kv_connector_module_path" not in fields:
+        try:
+            find_connector(config)
+        except ConfigError as exc:
+            problems += exc.problems
+    return tuple(problems)
 
 
 def _wrong_options(config: KVTransferConfig) -> list[str]:
@@ -95,6 +102,8 @@ def _wrong_options(config: KVTransferConfig) -> list[str]:
                 config_for_vllm(_with_options(config, {name: own[name]}))
             except ConfigError as exc:
                 problems += exc.problems
+            else:
+                rest[name] = own[name]
         config = config_for_vllm(_with_options(config, rest))
     problems += _of_the_node(config)
     if config.kv_connector is not None or _has_options(config):

@@ -178,7 +178,12 @@ def config_for_vllm(given: KVTransferConfig) -> KVTransferConfig:
     """
     extra = dict(given.kv_connector_extra_config)
     wrong: list[ConfigError] = []
-    for check in (_check_mode, layout_for_vllm, _check_layout_version):
+    for check in (
+        _check_mode,
+        layout_for_vllm,
+        _check_layout_version,
+        _check_max_bytes,
+    ):
         try:
             check(extra)
         except ConfigError as exc:
@@ -240,6 +245,13 @@ def _check_mode(extra: Mapping[str, object]) -> None:
             f"kv_connector_extra_config.mode is {mode!r}",
             hint=f"it is one of {', '.join(VLLM_MODES)}",
         )
+
+
+def _check_max_bytes(extra: Mapping[str, Any]) -> None:
+    try:
+        parse_bytes(extra.get("max_bytes", 1))
+    except ValueError as exc:
+        raise ConfigError(f"kv_connector_extra_config.max_bytes: {exc}") from exc
 
 
 def _check_layout_version(extra: Mapping[str, object]) -> None:

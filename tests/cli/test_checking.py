@@ -86,7 +86,8 @@ def test_every_field_and_option_that_is_malformed_is_named_in_one_run(
 ) -> None:
     found = problems_of(
         '{"kv_prt": 1, "kv_role": "producer", "kv_port": "x", "kv_rank": -1, '
-        '"kv_buffer_size": "lots", "kv_connector": "StoreConnector", '
+        '"kv_buffer_size": "lots", "kv_connector": "StorConnector", '
+        '"kv_buffer_device": "tpu", '
         '"kv_connector_extra_config": {"secret": "s", "lisen": "mem://a", "ttl_s": 0, '
         '"store": "redis://h", "store_timeout": 0, "allow_plaintext": 3}}',
         capsys,
@@ -94,9 +95,10 @@ def test_every_field_and_option_that_is_malformed_is_named_in_one_run(
     words = ("'kv_prt' is no", "kv_role is", "kv_port is", "kv_rank is -1")
     options = ("secret is no option", "lisen is no option", "ttl_s is 0", "store: ")
     more = ("kv_buffer_size: 'lots'", "store_timeout is 0", "allow_plaintext is 3")
-    for word in (*words, *options, *more):
+    read = ("no connector 'StorConnector'", "kv_buffer_device 'tpu'")
+    for word in (*words, *options, *more, *read):
         assert len([one for one in found if word in one]) == 1, (word, found)
-    assert len(found) == len((*words, *options, *more))
+    assert len(found) == len((*words, *options, *more, *read))
 
 
 def test_the_environment_s_malformed_fields_are_all_named_too(

@@ -116,10 +116,17 @@ def test_every_option_of_the_adapter_for_vllm_that_is_malformed_is_named() -> No
         "kv_cache_layout": "N",
         "ttl_s": 0,
     }
-    found = explained("AsyncKVConnector", layout_version=3, buffer_device="", **wrong)
-    for word in ("mode", "kv_buffer_size", "kv_cache_layout", "ttl_s", "_version"):
+    found = explained("AsyncKVConnector", layout_version=3, buffer_device="x", **wrong)
+    for word in (
+        "mode",
+        "_device",
+        "config.max_bytes",
+        "kv_cache_layout",
+        "ttl_s",
+        "_version",
+    ):
         assert any(word in problem for problem in found.problems), word
-    assert len(found.problems) == 5
+    assert len(found.problems) == 6
 
 
 @pytest.mark.parametrize(
