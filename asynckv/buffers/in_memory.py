@@ -7,7 +7,7 @@ from typing import Self
 
 from asynckv.abc import KVCacheBuffer
 from asynckv.loops import LoopBound
-from asynckv.sharing.owner import Sharing
+from asynckv.sharing.exporter import Exporter
 from asynckv.tensors.devices import DeviceName, device_named
 from asynckv.tensors.growth import Growth
 from asynckv.types import parse_bytes
@@ -37,7 +37,7 @@ class InMemoryBuffer(LoopBound, KVCacheBuffer):
         self.growth = Growth(bound, changed, self._device)
         self._arena = self.growth.arena
         self.pool = self.growth.make_pool()
-        self.sharing = Sharing(self._arena, changed, self.growth.drop_soon)
+        self.exporter = Exporter(self._arena, changed, self.growth.drop_soon)
 
     @property
     def is_on_gpu(self) -> bool:
@@ -73,10 +73,10 @@ class InMemoryBuffer(LoopBound, KVCacheBuffer):
     def _close_memory(self) -> None:
         """Use it no more. What peers and views have of it stays theirs. Never waits."""
         self.pool.close()
-        self.sharing.close()
+        self.exporter.close()
         self.growth.close()
 
     async def _wait_closed(self) -> None:
         """Wait until no thread is at it, and for peers that have to close it first."""
-        await self.sharing.aclose()
+        await self.exporter.aclose()
         await self.growth.aclose()

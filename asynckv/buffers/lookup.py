@@ -280,7 +280,7 @@ class LookupBuffer(InMemoryBuffer, KVLookupBuffer):
             handed_out_bytes=self._arena.handed_out_bytes,
             refused_slabs=self._arena.refused_slabs,
             late_views=self.growth.late_views,
-            mapped_by=self.sharing.mapped_by,
+            mapped_by=self.exporter.mapped_by,
             outside_bytes=ledger.book.memory.outside_bytes,
             entries=len(ledger.book.entries) - waiting,
             leased=sum(bool(entry.leases) for entry in ledger.book.entries.values()),

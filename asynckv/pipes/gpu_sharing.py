@@ -37,9 +37,9 @@ from asynckv.protocol.transfer_frames import (
     OpenIpc,
     PushShared,
 )
+from asynckv.sharing.exporter import LEAST_NBYTES, Exporter, Importer, warn_of_loss
 from asynckv.sharing.handshake import GPU_OF_BOTH, Handshake
 from asynckv.sharing.imports import PeerMemory
-from asynckv.sharing.owner import LEAST_NBYTES, MapHolder, Sharing, warn_of_loss
 from asynckv.sharing.peer_imports import check_same_host
 from asynckv.tensors.cuda import DeviceMemory
 from asynckv.tensors.device_copying import DeviceCopyPool
@@ -81,8 +81,8 @@ class GpuSharing:
         self._growth = growth
         self._pool = pool
         self._wanted: DigestMode = digest
-        self._exports = Sharing(growth.arena, drop=growth.drop_soon)
-        self._holder: MapHolder | None = None
+        self._exporter = Exporter(growth.arena, drop=growth.drop_soon)
+        self._importer: Importer | None = None
         self.peer_memory = PeerMemory(self._lost, digest)
         self._has_begun = False
         self._is_over = False
@@ -158,14 +158,14 @@ class GpuSharing:
 
         The peer's end, or that it has closed the memory, ends it too.
         """
-        if self._holder is None:
+        if self._importer is None:
             raise RuntimeError("nobody reads the memory")
-        return self._holder.pin([region]).number
+        return self._importer.pin([region]).number
 
     def unpin(self, number: int) -> None:
         """The peer has read it. Never waits."""
-        if self._holder is not None:
-            self._holder.unpin(number)
+        if self._importer is not None:
+            self._importer.unpin(number)
 
     async def copy(
         self, source: torch.Tensor | KVOnGpu | DeviceMemory, target: DeviceMemory
@@ -203,7 +203,7 @@ class GpuSharing:
         """
         if not self._is_over:
             self._is_over = True
-            self._exports.close()
+            self._exporter.close()
             self.peer_memory.close()
 
     async def aclose(self) -> None:
@@ -213,7 +213,7 @@ class GpuSharing:
         """
         self.close()
         await self.peer_memory.aclose()
-        await self._exports.aclose()
+        await self._exporter.aclose()
 
     async def _import(self, exported: Exported) -> bytes:
         pages = self._growth.device_pages
@@ -222,12 +222,12 @@ class GpuSharing:
         return await self.peer_memory.open(exported, pages.allocation)
 
     async def _export(self, handshake: Handshake[Exported]) -> None:
-        holder, exposed = self._exports.export(
+        importer, exposed = self._exporter.export(
             self._link, self._wanted, self._uuid, least_nbytes=LEAST_NBYTES
         )
-        await handshake.export(holder, exposed)
-        self._holder = holder
-        holder.lost = partial(self._lost, "the peer has closed the memory")
+        await handshake.export(importer, exposed)
+        self._importer = importer
+        importer.lost = partial(self._lost, "the peer has closed the memory")
 
     def _begin(self) -> None:
         if self._is_over:

@@ -16,7 +16,7 @@ from asynckv.links.link import Link
 from asynckv.links.options import Digest, device_digest, map_digest
 from asynckv.pipes.gpu_sharing import GpuOpening, GpuSharing
 from asynckv.protocol.handshake import DigestMode
-from asynckv.sharing.owner import LEAST_NBYTES
+from asynckv.sharing.exporter import LEAST_NBYTES
 from asynckv.tensors.copying import CopyPool
 from asynckv.tensors.cuda import DeviceMemory
 from asynckv.tensors.device_calls import DeviceCalls

@@ -24,7 +24,7 @@ from asynckv.protocol.frames import (
     OpeningFrame,
 )
 from asynckv.protocol.transfer_frames import Exported, Imported, Mappable, Mapped
-from asynckv.sharing.owner import Exposed, MapHolder
+from asynckv.sharing.exporter import Exposed, Importer
 from asynckv.waits.replies import Answer
 
 __all__ = (
@@ -107,7 +107,7 @@ class Handshake(Generic[E]):
             # These keep the error, which keeps frames, and what is in them.
             self.exposed, self.proof, self.accepted = Answer(), Answer(), Answer()
 
-    async def export(self, holder: MapHolder, exposed: Exposed) -> None:
+    async def export(self, importer: Importer, exposed: Exposed) -> None:
         """Expose memory, and wait until the peer has proved that it reads it.
 
         Who has asked for that alone waits until it is accepted, too. However else the
@@ -119,12 +119,12 @@ class Handshake(Generic[E]):
         """
         try:
             self._send(exposed)
-            if not holder.verify(await self.proof):
+            if not importer.verify(await self.proof):
                 raise ConfigError("that is not what the memory holds")
             if self._kind.exporter == "asks":
                 await self.accepted
         except BaseException:
-            holder.link_over()
+            importer.link_over()
             raise
 
     def prove(self, nonce: bytes) -> None:

@@ -27,10 +27,10 @@ from asynckv.protocol.transfer_frames import (
     OpenMap,
     ShowIpc,
 )
+from asynckv.sharing.exporter import LEAST_NBYTES, Exporter, Importer, warn_of_loss
 from asynckv.sharing.handshake import GPU, GPU_OF_ASKER, HOST, E, Handshake
 from asynckv.sharing.imports import ImportedMemory, import_gpu
 from asynckv.sharing.mappings import MappedMemory
-from asynckv.sharing.owner import LEAST_NBYTES, MapHolder, Sharing, warn_of_loss
 from asynckv.tensors.device_pages import DeviceAllocation, DevicePages
 from asynckv.tensors.devices import Device
 from asynckv.tensors.growth import Growth
@@ -76,10 +76,10 @@ class PeerImports:
         self._boot_id = boot_id
         self._url = url
         self._growth = growth
-        self._exports: Sharing | None = None
+        self._exporter: Exporter | None = None
         if growth is not None:
-            self._exports = Sharing(growth.arena, drop=growth.drop_soon)
-        self._holders: weakref.WeakKeyDictionary[Link, MapHolder] = (
+            self._exporter = Exporter(growth.arena, drop=growth.drop_soon)
+        self._importers: weakref.WeakKeyDictionary[Link, Importer] = (
             weakref.WeakKeyDictionary()
         )
         self._file: MappedFile | None = None
@@ -94,10 +94,10 @@ class PeerImports:
         """Return what ``link`` shows of the memory of entries, if it does."""
         return self._of_links.get(link)
 
-    def holder(self, link: Link) -> MapHolder | None:
+    def importer(self, link: Link) -> Importer | None:
         """Return who reads what is put there in memory of the GPU, if somebody does."""
-        holder = self._holders.get(link)
-        return holder if holder is not None and holder.is_usable else None
+        importer = self._importers.get(link)
+        return importer if importer is not None and importer.is_usable else None
 
     def way(self, link: Link) -> GpuLink | None:
         """Return by what payload goes from the peer's GPU to this one, if it does."""
@@ -116,8 +116,8 @@ class PeerImports:
         file, self._file = self._file, None
         if file is not None:
             file.close()
-        if self._exports is not None:
-            self._exports.close()
+        if self._exporter is not None:
+            self._exporter.close()
 
     async def aclose(self) -> None:
         """Close it, and wait until what nobody has views of is closed, at most 2 s."""
@@ -128,8 +128,8 @@ class PeerImports:
         over = [m.closed for m in every if m.closed is not None and not m.has_views]
         if over:
             await asyncio.wait(over, timeout=OPEN_S)
-        if self._exports is not None:
-            await self._exports.aclose()
+        if self._exporter is not None:
+            await self._exporter.aclose()
 
     async def open(self, link: Link) -> None:
         """Open what there is at the other end of ``link``.
@@ -166,8 +166,8 @@ class PeerImports:
         own = pages.allocation
         why_not = await _why_not(link, self._open_memory(link, own))
         if why_not is None:
-            if self._exports is not None and "payload=" not in self._url:
-                exporting = self._export(link, self._exports, own.uuid)
+            if self._exporter is not None and "payload=" not in self._url:
+                exporting = self._export(link, self._exporter, own.uuid)
                 if (reason := await _why_not(link, exporting)) is not None:
                     reason.log("what is put at", link, _BY_HOST)
             return None
@@ -181,13 +181,13 @@ class PeerImports:
             f"nor NCCL: {no_way.text}"
         )
 
-    async def _export(self, link: Link, exports: Sharing, uuid: str) -> None:
+    async def _export(self, link: Link, exporter: Exporter, uuid: str) -> None:
         """Let the other end of ``link``, which has that GPU too, read what is put."""
-        found = exports.export(link, self._digest, uuid, least_nbytes=LEAST_NBYTES)
+        found = exporter.export(link, self._digest, uuid, least_nbytes=LEAST_NBYTES)
         with Handshake.ask(GPU_OF_ASKER, link, ShowIpc(uuid)) as handshake:
             async with asyncio.timeout(_EXPORT_S):
                 await handshake.export(*found)
-        self._holders[link], _ = found
+        self._importers[link], _ = found
         found[0].lost = partial(warn_of_loss, link, "what is put at", _CLOSED_THERE)
         logger.info("what is put at %s is read in memory of a GPU", link.peer.id)
 

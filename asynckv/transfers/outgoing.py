@@ -31,7 +31,7 @@ from asynckv.protocol.transfer_frames import (
     SentDevices,
     SentShared,
 )
-from asynckv.sharing.owner import MapHolder
+from asynckv.sharing.exporter import Importer
 from asynckv.tensors.device_copying import DeviceCopyPool
 from asynckv.tensors.device_regions import DeviceRegion
 from asynckv.tensors.feeds import Feed
@@ -42,7 +42,7 @@ from asynckv.transfers.source import Source
 from asynckv.transfers.targets import device_memory
 from asynckv.waits.own_tasks import OwnTasks
 
-__all__ = ("AnyGrant", "Exported", "Importer", "Outgoing", "Routes", "ignore_grant")
+__all__ = ("AnyGrant", "Exported", "GpuImporter", "Outgoing", "Routes", "ignore_grant")
 
 AnyGrant: TypeAlias = Grant | GrantDevices | GrantShared
 
@@ -50,10 +50,10 @@ _Parts: TypeAlias = Sequence[tuple[int, Source]]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Importer:
+class GpuImporter:
     """Who reads memory of this side's GPU, and what digests it here."""
 
-    holder: MapHolder
+    importer: Importer
     pool: DeviceCopyPool
 
 
@@ -64,7 +64,7 @@ class Exported:
     ``digest`` is what this side wants to be compared of it.
     """
 
-    holder: MapHolder
+    importer: Importer
     digest: DigestMode
 
 
@@ -135,7 +135,7 @@ class Outgoing:
         failed: Callable[[Exception], None],
         is_on_gpu: bool = False,
         exported: Exported | None = None,
-        importer: Callable[[Link], Importer | None] | None = None,
+        importer: Callable[[Link], GpuImporter | None] | None = None,
         sent: Callable[[Done], None] | None = None,
         within: OwnTasks | None = None,
     ) -> None:
@@ -156,7 +156,7 @@ class Outgoing:
         self._copying = set[int]()
         self._in_lanes = 0
         self._nccl: GpuLink | None = None
-        self._pin: tuple[MapHolder, int] | None = None
+        self._pin: tuple[Importer, int] | None = None
         self._is_by_gpu = False
         self._is_stopped = False
 
@@ -200,8 +200,8 @@ class Outgoing:
         """The peer reads nothing of it any more: it has said so. Never waits."""
         pin, self._pin = self._pin, None
         if pin is not None:
-            holder, number = pin
-            holder.unpin(number)
+            importer, number = pin
+            importer.unpin(number)
 
     def stop(self) -> None:
         """Send no more: the peer has all, or needs no more. Never waits."""
@@ -259,7 +259,7 @@ class Outgoing:
             return partial(self._export, frame.kind, self._importer(self._link))
         if (exported := self._exported) is not None:
             kind = strictest(exported.digest, frame.kind)
-            return partial(self._notify, kind, exported.holder)
+            return partial(self._notify, kind, exported.importer)
         if self._routes is None or not self._is_on_gpu:
             raise RemoteProtocolError("a grant of memory that nothing leads to")
         return partial(self._send_by_nccl, frame.kind, self._routes.nccl(self._link))
@@ -333,12 +333,12 @@ class Outgoing:
         if error is None:  # else the peer hears that the route is lost
             self._say_sent(kind, part, source)
 
-    def _notify(self, kind: DigestMode, holder: MapHolder, parts: _Parts) -> None:
+    def _notify(self, kind: DigestMode, importer: Importer, parts: _Parts) -> None:
         """Say of each part that it lies where the peer was told that it would."""
         for part, source in parts:
             if is_eager(source.nbytes):
                 self._send_by_link([(part, source)])
-            elif holder.is_connected:
+            elif importer.is_connected:
                 self._say_sent(kind, part, source)
             else:  # what it would read there may be another's by now
                 self._failed(
@@ -360,7 +360,7 @@ class Outgoing:
         self._stream.send(SentDevices(self.transfer, part, "full", digest))
 
     def _export(
-        self, kind: DigestMode, importer: Importer | None, parts: _Parts
+        self, kind: DigestMode, importer: GpuImporter | None, parts: _Parts
     ) -> None:
         """Say where each part lies that the peer reads; or only that one does not.
 
@@ -379,7 +379,7 @@ class Outgoing:
                 regions.append(region)
                 large.append((part, source, region.start))
         if importer is not None and large:
-            self._pin = importer.holder, importer.holder.pin(regions).number
+            self._pin = importer.importer, importer.importer.pin(regions).number
             self._start(partial(self._digest_exported, kind, importer.pool, large))
 
     async def _digest_exported(

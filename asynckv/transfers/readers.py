@@ -24,9 +24,9 @@ from asynckv.protocol.frames import Offer
 from asynckv.protocol.handshake import DigestMode, strictest
 from asynckv.protocol.transfer_frames import SentDevices
 from asynckv.protocol.values import MappedOffer, Place, TensorRecord
+from asynckv.sharing.exporter import edges_in
 from asynckv.sharing.imports import ImportedMemory
 from asynckv.sharing.mappings import MappedMemory, MappedPin
-from asynckv.sharing.owner import edges_in
 from asynckv.shielding import clear_all_frames, wait_shielded
 from asynckv.tensors.blocks import KVMemory, memory_of, tensor_at
 from asynckv.tensors.copying import CopyPool

@@ -20,10 +20,10 @@ from asynckv.links.link import LinkStream
 from asynckv.protocol.failures import to_failure
 from asynckv.protocol.frames import Cancelled, Frame, OpeningFrame
 from asynckv.protocol.transfer_frames import Exported, Grant, OpenDevices
-from asynckv.sharing import imports, owner as sharing, peer_imports as importing
+from asynckv.sharing import exporter as sharing, imports, peer_imports as importing
+from asynckv.sharing.exporter import ExportedMemory, Importer
 from asynckv.sharing.imports import GpuImport, ImportedMemory
 from asynckv.sharing.mappings import MappedPin
-from asynckv.sharing.owner import ExportedMemory, MapHolder
 from asynckv.sharing.peer_imports import PeerImports
 from asynckv.tensors.cuda import DeviceMemory, Event
 from asynckv.tensors.device_pages import DeviceAllocation
@@ -107,7 +107,7 @@ async def test_full_digests_see_every_byte(gpus: FakeGpus) -> None:
 async def test_memory_that_was_not_proved_is_not_read(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, gpus: FakeGpus
 ) -> None:
-    monkeypatch.setattr(MapHolder, "verify", lambda self, nonce: False)
+    monkeypatch.setattr(Importer, "verify", lambda self, nonce: False)
     caplog.set_level(logging.INFO, importing.__name__)
     async with open_gpu_pair(gpus) as pair:
         assert pair.peer.transport == "inline"
@@ -123,7 +123,7 @@ async def test_without_a_handle_bytes_go_through_host_memory(
 ) -> None:
     pages = pair.buffer.growth.device_pages
     assert pages is not None
-    shown = pair.buffer.sharing._file
+    shown = pair.buffer.exporter._file
     assert isinstance(shown, ExportedMemory)
     pages.allocation.handle = shown.handle = handle
     async with connect(
@@ -154,12 +154,12 @@ async def test_a_server_that_does_not_answer_costs_a_moment(
 async def test_a_link_that_is_lost_meanwhile_is_lost(
     monkeypatch: pytest.MonkeyPatch, pair: GpuPair
 ) -> None:
-    def cut(holder: MapHolder, nonce: bytes) -> bool:
+    def cut(importer: Importer, nonce: bytes) -> bool:
         for services in pair.server._services:
             services.link.abort()
         return False
 
-    monkeypatch.setattr(MapHolder, "verify", cut)
+    monkeypatch.setattr(Importer, "verify", cut)
     with pytest.raises(PeerLost):
         async with connect(pair.server.url, device=pair.theirs.device, max_bytes=MIB):
             raise AssertionError
@@ -177,7 +177,7 @@ async def test_a_cancelled_connect_leaves_nothing_behind(gpus: FakeGpus) -> None
         async def check(k: int, mode: CancelMode, outcome: Outcome[str]) -> None:
             assert outcome.cancelled or outcome.value == "cuda_ipc"
             await until(lambda: not pair.opened)
-            await until(lambda: not pair.buffer.sharing._holders)
+            await until(lambda: not pair.buffer.exporter._importers)
 
         counts = await sweep_cancellation(visit, check)
         assert counts.suspensions >= 5

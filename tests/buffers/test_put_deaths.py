@@ -54,7 +54,7 @@ async def main():
     async with asynckv.connect(
         sys.argv[2], device=device, max_bytes="64MiB", reconnect_s=0
     ) as peer:
-        tell(peer.transport, peer._imports.holder(peer._linked()) is not None)
+        tell(peer.transport, peer._imports.importer(peer._linked()) is not None)
         await peer.lookup.insert([1], None, torch.full((2**20,), 2.0), None, None)
         tell("put")
 try:

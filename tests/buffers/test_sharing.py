@@ -14,7 +14,7 @@ from asynckv.buffers.remote.peer import connect
 from asynckv.buffers.serve import Server, serve
 from asynckv.links.dial import dial
 from asynckv.protocol.frames import Accepted, Ack, Nack
-from asynckv.sharing import owner as sharing
+from asynckv.sharing import exporter as sharing
 from asynckv.testing.blocked import until
 from harness.link_pairs import name_of
 from harness.raw_maps import RawMapper
@@ -86,11 +86,11 @@ async def test_the_end_of_the_link_lets_nothing_go(
     await mapper.map()
     pin = await taken(mapper)
     await mapper.link.aclose()
-    await until(lambda: local.sharing._holders != set())
+    await until(lambda: local.exporter._importers != set())
     assert pinned(local) == MIB
     mapper.release(pin)
     await until(lambda: pinned(local) == 0)
-    await until(lambda: local.sharing._door is None)
+    await until(lambda: local.exporter._door is None)
 
 
 async def test_memory_stays_pinned_when_the_server_has_left(

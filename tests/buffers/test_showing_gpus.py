@@ -12,7 +12,7 @@ from asynckv.links.fd_socket import has_fd_sockets
 from asynckv.links.link import Link, LinkStream
 from asynckv.protocol.frames import Cancel, Cancelled
 from asynckv.protocol.transfer_frames import Exported, Grant, Imported, OpenIpc
-from asynckv.sharing import owner as sharing
+from asynckv.sharing import exporter as sharing
 from harness.fake_devices import FakeDevice
 from harness.link_pairs import Hearer, name_of
 

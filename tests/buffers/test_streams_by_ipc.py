@@ -18,7 +18,7 @@ from asynckv.errors import ChecksumError, EntryAborted, GPUFailed, LeaseLost, Pe
 from asynckv.links.fd_socket import has_fd_sockets
 from asynckv.links.options import Digest
 from asynckv.protocol.transfer_frames import SentDevices
-from asynckv.sharing import owner as sharing
+from asynckv.sharing import exporter as sharing
 from asynckv.tensors.cuda import DeviceMemory
 from asynckv.tensors.device_regions import DeviceRegion
 from asynckv.testing.blocked import until, until_blocked
@@ -335,9 +335,9 @@ async def test_a_peer_that_has_closed_the_memory_is_shown_nothing_more(
         with pytest.raises(GPUFailed, match="closed the memory"):
             async with pair.peer.lookup.open_drop_select([1]) as stream:
                 await stream.wait_for("0.key")
-                (holder,) = pair.buffer.sharing._holders
-                holder.close()
-                await until(lambda: not holder.is_connected)
+                (importer,) = pair.buffer.exporter._importers
+                importer.close()
+                await until(lambda: not importer.is_connected)
                 await writer.put("1.key", content("1.key"))
                 await stream.wait_for("1.key")
         await writer.put("hidden", content("hidden"))
@@ -354,9 +354,9 @@ async def test_a_stream_that_was_entered_does_not_begin_again_by_itself(
     async with pair.buffer.open_insert([1], None, LAYERS) as writer:
         with pytest.raises(GPUFailed, match="closed the memory"):
             async with pair.peer.lookup.open_drop_select([1]) as stream:
-                (holder,) = pair.buffer.sharing._holders
-                holder.close()
-                await until(lambda: not holder.is_connected)
+                (importer,) = pair.buffer.exporter._importers
+                importer.close()
+                await until(lambda: not importer.is_connected)
                 await writer.put("0.key", content("0.key"))
                 await anext(stream)
         await until(lambda: not pair.buffer.statistics().leased)

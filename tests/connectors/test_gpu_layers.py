@@ -20,7 +20,7 @@ from asynckv.connectors.block_moves import BlockMoves
 from asynckv.connectors.gpu_layers import GpuLayers
 from asynckv.connectors.p2p_worker import P2PWorker
 from asynckv.errors import GPUFailed
-from asynckv.sharing import owner as sharing
+from asynckv.sharing import exporter as sharing
 from asynckv.tensors.paged_arena import PagedArena
 from asynckv.testing.blocked import until, until_blocked
 from asynckv.types import TensorSpec

@@ -32,8 +32,8 @@ class IpcPipes(GpuPipes):
     @property
     def moved(self) -> int:
         """How many tensors the near side has shown to be read where they lie."""
-        holder = self.near_sharing._holder
-        return 0 if holder is None else holder._last_number
+        importer = self.near_sharing._importer
+        return 0 if importer is None else importer._last_number
 
     def break_off(self, *, near: bool) -> None:
         sharing = self.near_sharing if near else self.far_sharing

@@ -6,7 +6,7 @@ from asynckv.links.gpu_link import GpuLink
 from asynckv.links.link import Link
 from asynckv.tensors.copying import CopyPool
 from asynckv.transfers.host_copies import D2HCopier, HostCopies
-from asynckv.transfers.outgoing import Importer
+from asynckv.transfers.outgoing import GpuImporter
 from asynckv.transfers.source import GpuStaging
 from asynckv.transfers.staging import GpuRoom
 
@@ -34,7 +34,7 @@ class NoRoutes:
     def nccl(self, link: Link) -> GpuLink | None:
         return None
 
-    def importer(self, link: Link) -> Importer | None:
+    def importer(self, link: Link) -> GpuImporter | None:
         return None
 
     def staging(self, nbytes: int) -> GpuStaging | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from asynckv.buffers.remote.peer import Peer
-from asynckv.sharing.owner import MapHolder
+from asynckv.sharing.exporter import Importer
 from asynckv.tensors.paged_arena import PagedArena
 
 __all__ = ("SharedPuts",)
@@ -18,25 +18,25 @@ class SharedPuts:
     peer: Peer
 
     @property
-    def holder(self) -> MapHolder:
+    def importer(self) -> Importer:
         """Who reads it."""
-        holder = self.peer._imports.holder(self.peer._linked())
-        if holder is None:
+        importer = self.peer._imports.importer(self.peer._linked())
+        if importer is None:
             raise LookupError("nobody reads what is put")
-        return holder
+        return importer
 
     @property
     def are_read(self) -> bool:
         """Does anybody read it?"""
         try:
-            return self.holder.is_connected
+            return self.importer.is_connected
         except LookupError:
             return False
 
     @property
     def has_shown(self) -> bool:
         """Was anything shown to be read, on this link?"""
-        return self.holder._last_number > 0
+        return self.importer._last_number > 0
 
     @property
     def staged_bytes(self) -> int:

@@ -18,8 +18,8 @@ async def test_a_mapping_made_by_hand_is_a_mapping() -> None:
     ):
         mapper = RawMapper(await dial(server.url, identity=name_of("consumer")))
         file = await mapper.map()
-        assert local.sharing._file is not None
-        assert file.nonce == local.sharing._file.nonce
+        assert local.exporter._file is not None
+        assert file.nonce == local.exporter._file.nonce
         await mapper.aclose()
 
 

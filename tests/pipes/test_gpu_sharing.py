@@ -23,9 +23,9 @@ from asynckv.pipes import gpu_sharing
 from asynckv.pipes.gpu_sharing import GpuSharing
 from asynckv.protocol.frames import Failure
 from asynckv.protocol.transfer_frames import Exported, OpenIpc
-from asynckv.sharing import imports as peer_memory, owner as sharing
+from asynckv.sharing import exporter as sharing, imports as peer_memory
+from asynckv.sharing.exporter import LEAST_NBYTES, Importer
 from asynckv.sharing.handshake import Handshake
-from asynckv.sharing.owner import LEAST_NBYTES, MapHolder
 from asynckv.tensors.cuda import DeviceMemory
 from asynckv.testing.blocked import until
 from asynckv.testing.expectations import is_same, noise
@@ -122,13 +122,13 @@ async def test_memory_that_was_not_proved_is_not_read(
     monkeypatch: pytest.MonkeyPatch,
     answers: list[bool],
 ) -> None:
-    verify, left = MapHolder.verify, list(answers)
+    verify, left = Importer.verify, list(answers)
 
-    def doubt(holder: MapHolder, nonce: bytes) -> bool:
-        return verify(holder, nonce if left.pop(0) else b"another")
+    def doubt(importer: Importer, nonce: bytes) -> bool:
+        return verify(importer, nonce if left.pop(0) else b"another")
 
     caplog.set_level("INFO")
-    monkeypatch.setattr(MapHolder, "verify", doubt)
+    monkeypatch.setattr(Importer, "verify", doubt)
     async with open_ipc_pipes(two_gpus, is_connected=False) as pair:
         await until(lambda: caplog.text.count(BY_HOST) == 2)
         await expect_by_host(pair)

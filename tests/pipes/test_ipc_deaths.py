@@ -64,12 +64,12 @@ async def main():
         await settle(pipe)
         tell(pipe.transport)
         await order()
-        holder = pipe._sends.gpus.sharing._holder
+        importer = pipe._sends.gpus.sharing._importer
         for value in (1.0, 2.0):
             await pipe.send_tensor(torch.full((2**20,), value))
         tell("sent")
         while (word := await order()) != "go":
-            tell(len(holder._pins), holder._connection is not None)
+            tell(len(importer._pins), importer._connection is not None)
     tell("end")
 try:
     asyncio.run(main())

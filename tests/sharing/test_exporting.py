@@ -6,7 +6,7 @@ import threading
 import pytest
 
 from asynckv.protocol.values import Place
-from asynckv.sharing.owner import ExportedMemory, edges_in
+from asynckv.sharing.exporter import ExportedMemory, edges_in
 from asynckv.tensors.device_pages import DevicePages
 from asynckv.tensors.quiet_gpus import quiet_gpu
 from harness.fake_devices import FakeDevice

@@ -15,8 +15,8 @@ from asynckv.links.fd_socket import has_fd_sockets
 from asynckv.links.link import Link, LinkStream
 from asynckv.protocol.frames import Cancelled, Frame, OpeningFrame
 from asynckv.protocol.transfer_frames import Grant, ShowIpc
-from asynckv.sharing import imports, owner as sharing, peer_imports as importing
-from asynckv.sharing.owner import MapHolder, Sharing, warn_of_loss
+from asynckv.sharing import exporter as sharing, imports, peer_imports as importing
+from asynckv.sharing.exporter import Exporter, Importer, warn_of_loss
 from asynckv.sharing.peer_imports import PeerImports
 from asynckv.tensors.growth import Growth
 from asynckv.testing.blocked import until
@@ -46,14 +46,14 @@ def uuid_of(growth: Growth) -> str:
     return growth.device_pages.allocation.uuid
 
 
-def exports_of(imports: PeerImports) -> Sharing:
-    assert imports._exports is not None
-    return imports._exports
+def exporter_of(imports: PeerImports) -> Exporter:
+    assert imports._exporter is not None
+    return imports._exporter
 
 
 async def export(imports: PeerImports, link: Link, uuid: str) -> None:
     """Let the other end read what is put, without opening its memory first."""
-    await imports._export(link, exports_of(imports), uuid)
+    await imports._export(link, exporter_of(imports), uuid)
 
 
 async def check_goes_by_host(pair: GpuPair) -> None:
@@ -79,13 +79,13 @@ async def test_memory_that_cuda_would_show_with_more_is_not_shown(
 async def test_memory_that_was_not_proved_is_not_read(
     monkeypatch: pytest.MonkeyPatch, gpus: FakeGpus, caplog: pytest.LogCaptureFixture
 ) -> None:
-    verify, answers = MapHolder.verify, [True, False]
+    verify, answers = Importer.verify, [True, False]
 
-    def doubt(holder: MapHolder, nonce: bytes) -> bool:
-        return verify(holder, nonce if answers.pop(0) else b"another")
+    def doubt(importer: Importer, nonce: bytes) -> bool:
+        return verify(importer, nonce if answers.pop(0) else b"another")
 
     caplog.set_level(logging.INFO, importing.__name__)
-    monkeypatch.setattr(MapHolder, "verify", doubt)
+    monkeypatch.setattr(Importer, "verify", doubt)
     async with open_gpu_pair(gpus) as pair:
         assert "not what the memory holds" in caplog.text
         await check_goes_by_host(pair)
@@ -111,7 +111,7 @@ async def test_memory_that_is_closed_is_shown_to_nobody(growth: Growth) -> None:
     async with linked() as links:
         with pytest.raises(ConfigError, match="no memory of that GPU"):
             await export(sources, links.near, "0" * 32)
-        assert not links.service.asked and sources.holder(links.near) is None
+        assert not links.service.asked and sources.importer(links.near) is None
     await sources.aclose()
 
 
@@ -129,8 +129,8 @@ async def test_whoever_does_not_read_has_nothing(
     async with linked("tcp://127.0.0.1:0", say) as links:
         with pytest.raises(AsyncKVError):
             await export(sources, links.near, uuid_of(growth))
-        assert sources.holder(links.near) is None
-        await until(lambda: not exports_of(sources)._holders)
+        assert sources.importer(links.near) is None
+        await until(lambda: not exporter_of(sources)._importers)
         assert links.near.is_open is (answer == Cancelled())
     await sources.aclose()
 
@@ -148,7 +148,7 @@ async def test_a_cancelled_connect_leaves_nothing_open(gpus: FakeGpus) -> None:
         async def check(k: int, mode: CancelMode, outcome: Outcome[bool]) -> None:
             assert outcome.cancelled or outcome.value
             await until(lambda: not (pair.opened or pair.ours.process.cuda._opened))
-            await until(lambda: not pair.buffer.sharing._holders)
+            await until(lambda: not pair.buffer.exporter._importers)
             await until(lambda: len(pair.server._services) == 1)
 
         counts = await sweep_cancellation(visit, check)
@@ -159,7 +159,7 @@ async def test_what_is_not_read_any_more_is_told(
     gpus: FakeGpus, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with open_gpu_pair(gpus, reconnect_s=0) as pair:
-        pair.devices.sources.close()
+        pair.devices.peer_import.close()
         await until(lambda: "from here on" in caplog.text)
         assert "the peer has closed memory" in caplog.text
         assert not pair.puts.are_read
@@ -170,11 +170,11 @@ async def test_what_is_not_read_any_more_is_no_news_after_its_link(
     gpus: FakeGpus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with open_gpu_pair(gpus, reconnect_s=0) as pair:
-        holder, had = pair.puts.holder, list[str]()
+        importer, had = pair.puts.importer, list[str]()
         monkeypatch.setattr(sharing, "_warn_of_loss", lambda *_: had.append("told"))
         monkeypatch.setattr(sharing, "_TELL_S", 0)
         pair.peer._linked().abort()
-        await until(lambda: holder._connection is None)
+        await until(lambda: importer._connection is None)
         await asyncio.sleep(0)
         assert not (had or pair.puts.are_read)
 
@@ -200,7 +200,7 @@ async def test_a_loss_is_no_news_when_the_link_is_lost_soon(
 
 async def test_who_still_reads_goes_on(gpus: FakeGpus) -> None:
     async with open_gpu_pair(gpus) as pair:
-        pair.puts.holder.on_message(b"")  # as where it has let something go
+        pair.puts.importer.on_message(b"")  # as where it has let something go
         assert pair.puts.are_read
 
 
@@ -209,7 +209,7 @@ async def test_a_peer_that_stands_still_is_not_waited_for_long(
 ) -> None:
     monkeypatch.setattr(sharing, "_LEAVE_S", 0.01)
     async with open_gpu_pair(gpus) as pair:
-        memory = pair.devices.sources._memory
+        memory = pair.devices.peer_import._memory
         hold = monkeypatch.context()
         with hold as patch:
             patch.setattr(memory, "close", lambda: None)

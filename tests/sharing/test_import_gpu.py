@@ -17,8 +17,8 @@ import pytest
 from asynckv.errors import GPUFailed, RemoteProtocolError
 from asynckv.links.fd_socket import has_fd_sockets
 from asynckv.protocol.transfer_frames import Exported
+from asynckv.sharing.exporter import Exporter, Importer
 from asynckv.sharing.imports import import_gpu
-from asynckv.sharing.owner import MapHolder, Sharing
 from asynckv.sharing.peer_imports import check_same_host
 from asynckv.tensors.growth import Growth
 from asynckv.tensors.imports import ImportedAllocation, in_thread
@@ -37,7 +37,7 @@ class Both:
     """What is shown, and a process that opens it, with memory of its own."""
 
     link: LinkPair
-    holder: MapHolder
+    importer: Importer
     exported: Exported
     theirs: FakeDevice
     own: Growth
@@ -57,12 +57,12 @@ async def both(gpus: FakeGpus) -> AsyncIterator[Both]:
     ours, theirs = (fake_device_of(gpus.process()) for _ in range(2))
     shown, own = (Growth(MIB, device=gpu.device) for gpu in (ours, theirs))
     await asyncio.gather(shown.open(), own.open())
-    sharing = Sharing(shown.arena, lambda: None, shown.drop_soon)
+    sharing = Exporter(shown.arena, lambda: None, shown.drop_soon)
     async with linked() as link:
         found = sharing.export(link.far, "edges", ours.process.cuda.uuid(0))
-        holder, exported = found
+        importer, exported = found
         assert isinstance(exported, Exported)
-        yield Both(link, holder, exported, theirs, own)
+        yield Both(link, importer, exported, theirs, own)
     sharing.close()
     await sharing.aclose()
     await shown.aclose()
@@ -71,9 +71,9 @@ async def both(gpus: FakeGpus) -> AsyncIterator[Both]:
 
 async def test_it_is_open_until_it_is_closed_which_the_owner_hears(both: Both) -> None:
     export, nonce = await both.open()
-    assert both.holder.verify(nonce) and both.opened == 1
+    assert both.importer.verify(nonce) and both.opened == 1
     in_thread(export.close)
-    await until(lambda: not both.holder.is_connected)
+    await until(lambda: not both.importer.is_connected)
     assert not both.opened
 
 
@@ -85,9 +85,9 @@ async def test_the_owner_hears_it_though_a_forked_child_has_the_socket(
         with monkeypatch.context() as child:
             child.setattr(os, "getpid", lambda: -1)
             export.close()
-        assert both.holder.verify(nonce) and both.opened == 1
+        assert both.importer.verify(nonce) and both.opened == 1
         await asyncio.to_thread(export.close)
-        await until(lambda: both.holder._connection is None)
+        await until(lambda: both.importer._connection is None)
     assert not both.opened
 
 
@@ -100,7 +100,7 @@ async def test_what_cannot_be_opened_is_hung_up(
     monkeypatch.setattr(both.theirs.process.cuda, "open_memory", fail)
     with pytest.raises(GPUFailed, match="not here"):
         await both.open()
-    await until(lambda: both.holder._connection is None)
+    await until(lambda: both.importer._connection is None)
 
 
 @pytest.mark.parametrize(
@@ -122,9 +122,9 @@ async def test_what_nobody_exports_is_not_even_connected_to(
     )
     with pytest.raises(RemoteProtocolError):
         await lie.open()
-    assert both.holder._connection is None and not both.opened
+    assert both.importer._connection is None and not both.opened
     export, nonce = await both.open()  # the ticket is good still
-    assert both.holder.verify(nonce)
+    assert both.importer.verify(nonce)
     in_thread(export.close)
     await until(lambda: not both.opened)
 
@@ -133,7 +133,7 @@ async def test_more_than_was_exported_is_not_opened(both: Both) -> None:
     more = msgspec.structs.replace(both.exported, nbytes=both.exported.nbytes + 4096)
     with pytest.raises(GPUFailed):
         await dataclasses.replace(both, exported=more).open()
-    await until(lambda: both.holder._connection is None)
+    await until(lambda: both.importer._connection is None)
     assert not both.opened
 
 
@@ -157,10 +157,10 @@ async def test_a_cancelled_opening_hangs_up_when_its_thread_has_closed_it(
             await opening
         for _ in range(3):  # a hang-up would be heard by now
             await asyncio.sleep(0)
-        assert both.holder._connection is not None and both.opened
+        assert both.importer._connection is not None and both.opened
     finally:
         may_go_on.set()
-    await until(lambda: both.holder._connection is None)
+    await until(lambda: both.importer._connection is None)
     assert not both.opened
 
 

@@ -22,9 +22,9 @@ from asynckv.links.link import Link, LinkStream
 from asynckv.protocol.frames import OpeningFrame, Peek, Result
 from asynckv.protocol.transfer_frames import Mappable, OpenMap
 from asynckv.sharing import handshake, peer_imports
+from asynckv.sharing.exporter import Importer
 from asynckv.sharing.handshake import HOST, Handshake
 from asynckv.sharing.mappings import MappedMemory
-from asynckv.sharing.owner import MapHolder
 from asynckv.tensors.slab_arena import SlabArena
 from asynckv.testing.blocked import until
 from harness.link_pairs import Hearer, linked
@@ -349,7 +349,7 @@ async def test_without_a_mapping_there_is_one_line_of_the_log(
     buffer: LookupBuffer,
     server: Server,
 ) -> None:
-    monkeypatch.setattr(MapHolder, "verify", lambda self, nonce: False)
+    monkeypatch.setattr(Importer, "verify", lambda self, nonce: False)
     caplog.set_level(logging.INFO, peer_imports.__name__)
     async with connect(server.url) as peer:
         assert peer.transport == "inline"
@@ -397,7 +397,7 @@ async def test_a_cancelled_connect_leaves_nothing_behind(
     await asyncio.wait({entering})
     assert entering.cancelled()
     await until(lambda: not server.peers)
-    await until(lambda: buffer.sharing._door is None)
+    await until(lambda: buffer.exporter._door is None)
     peer.abort()
 
 
@@ -406,7 +406,7 @@ async def test_who_wants_a_mapping_only_gets_no_lanes_instead(
 ) -> None:
     async with connect(f"{server.url}?payload=map") as peer:
         assert peer.transport == "map"
-    monkeypatch.setattr(MapHolder, "verify", lambda self, nonce: False)
+    monkeypatch.setattr(Importer, "verify", lambda self, nonce: False)
     with pytest.raises(IncompatiblePeer, match="cannot be mapped"):
         async with connect(f"{server.url}?payload=map"):
             raise AssertionError

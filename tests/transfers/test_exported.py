@@ -17,7 +17,7 @@ from asynckv.tensors.device_copying import EDGE_NBYTES
 from asynckv.tensors.views import bytes_of
 from asynckv.testing.blocked import until
 from asynckv.testing.lookup_checks.values import MIB, noise
-from asynckv.transfers.outgoing import Importer, Outgoing
+from asynckv.transfers.outgoing import GpuImporter, Outgoing
 from asynckv.transfers.source import GpuStaging, HostSource, Source, StagedTensor
 from harness.gpu_pairs import GpuPair
 from harness.link_pairs import Hearer, LinkPair, linked
@@ -29,7 +29,7 @@ WHOLE = digest_of(BYTES)
 EDGES = digest_of(BYTES[:EDGE_NBYTES] + BYTES[-EDGE_NBYTES:])
 
 
-def importer_of(pair: GpuPair) -> Importer:
+def importer_of(pair: GpuPair) -> GpuImporter:
     importer = pair.peer.ways.importer(pair.peer._linked())
     assert importer is not None
     return importer
@@ -57,7 +57,7 @@ def refuse(error: Exception) -> None:
 class Sent:
     """One transfer, on a link of its own, and what is said of it."""
 
-    def __init__(self, links: LinkPair, importer: Importer | None) -> None:
+    def __init__(self, links: LinkPair, importer: GpuImporter | None) -> None:
         self._links = links
         self.stream = links.near.open_stream(Hearer(), Get("k"))
         self.outgoing = Outgoing(
@@ -78,7 +78,7 @@ class Sent:
 @asynccontextmanager
 async def granted(
     parts: Sequence[tuple[int, Source]],
-    importer: Importer | None,
+    importer: GpuImporter | None,
     kind: DigestMode = "edges",
 ) -> AsyncIterator[Sent]:
     async with linked("mem://", lambda *_: None) as links:
@@ -92,7 +92,7 @@ async def granted(
 
 async def said_of(
     parts: Sequence[tuple[int, Source]],
-    importer: Importer | None,
+    importer: GpuImporter | None,
     kind: DigestMode = "edges",
 ) -> list[object]:
     async with granted(parts, importer, kind) as one:
@@ -190,13 +190,13 @@ async def test_a_reader_that_is_gone_holds_nothing(pair: GpuPair) -> None:
     async with granted([(0, staged)], importer, "off") as one:
         staged.release()
         await one.said()
-        importer.holder.on_end()
+        importer.importer.on_end()
         assert not pair.puts.staged_bytes
         one.outgoing.release()
 
 
 async def test_who_is_gone_reads_nothing_more(pair: GpuPair) -> None:
     importer, link = importer_of(pair), pair.peer._linked()
-    importer.holder.close()
-    await until(lambda: not importer.holder.is_connected)
+    importer.importer.close()
+    await until(lambda: not importer.importer.is_connected)
     assert pair.peer.ways.importer(link) is None

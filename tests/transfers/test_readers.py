@@ -108,8 +108,8 @@ async def test_a_pin_that_was_used_before_breaks_the_link(
     await peer.lookup.drop_select()
     await until(lambda: not local.statistics().mapped_by)
     (services,) = mappable._services
-    assert services.lookup is not None and services.lookup.showing.holder is not None
-    services.lookup.showing.holder._last_number = 0
+    assert services.lookup is not None and services.lookup.export.importer is not None
+    services.lookup.export.importer._last_number = 0
     await insert(local)
     with pytest.raises(PeerLost, match="pin 1 after pin 1"):
         await peer.lookup.drop_select()
@@ -120,11 +120,11 @@ async def test_mapped_memory_is_no_offer_where_nothing_is_mapped(
 ) -> None:
     (services,) = mappable._services
     assert services.lookup is not None
-    holder = services.lookup.showing.holder
+    importer = services.lookup.export.importer
     async with connect(f"{mappable.url}?payload=inline", reconnect_s=0) as other:
         (far,) = mappable._services - {services}
         assert far.lookup is not None
-        far.lookup.showing.holder = holder
+        far.lookup.export.importer = importer
         await insert(local)
         with pytest.raises(PeerLost, match="not mapped"):
             await other.lookup.drop_select()

@@ -31,8 +31,8 @@ class Ground:
         link = pair.peer._linked()
         memory, pool = pair.peer._imports.of(link), pair.peer.pool
         assert isinstance(memory, ImportedMemory) and isinstance(pool, DeviceCopyPool)
-        (holder,) = pair.buffer.sharing._holders
-        pin = memory.take(holder.pin([]).number)
+        (importer,) = pair.buffer.exporter._importers
+        pin = memory.take(importer.pin([]).number)
         places, sizes = (PLACE, None, PLACE), (MIB, 8, MIB)
         self.pair = pair
         self.memory = memory

@@ -34,7 +34,7 @@ from asynckv.tensors.blocks import KVMemory
 from asynckv.tensors.copying import CopyPool
 from asynckv.tensors.runs import joined
 from asynckv.transfers.manifest import INLINE_NBYTES, check_body, content_digest, pack
-from asynckv.transfers.outgoing import Importer, Outgoing, Routes, ignore_grant
+from asynckv.transfers.outgoing import GpuImporter, Outgoing, Routes, ignore_grant
 from asynckv.transfers.source import (
     GpuStaging,
     Source,
@@ -191,7 +191,7 @@ BUSY_BYTES: Final = 4 * 2**20
 class InsertRoutes(Routes, Protocol):
     """Whoever also knows who reads this side's GPU at the other end of a link."""
 
-    def importer(self, link: Link) -> Importer | None:
+    def importer(self, link: Link) -> GpuImporter | None:
         """Return who does, while somebody does."""
 
 

@@ -27,7 +27,7 @@ from asynckv.tensors.growth import Growth
 from asynckv.transfers.budget import ReceiveBudget
 from asynckv.transfers.host_copies import D2HCopier, HostCopies
 from asynckv.transfers.manifest import INLINE_NBYTES
-from asynckv.transfers.outgoing import Importer
+from asynckv.transfers.outgoing import GpuImporter
 from asynckv.transfers.readers import IpcReader, MapReader
 from asynckv.transfers.source import GpuStaging
 from asynckv.transfers.staging import GpuRoom
@@ -286,12 +286,12 @@ class PeerWays:
             return None
         return GpuArrivals(way, self.pool)
 
-    def importer(self, link: Link) -> Importer | None:
+    def importer(self, link: Link) -> GpuImporter | None:
         """Return who reads what is put there in memory of the GPU, if somebody does."""
-        holder, pool = self._imports.holder(link), self.pool
-        if holder is None or not isinstance(pool, DeviceCopyPool):
+        importer, pool = self._imports.importer(link), self.pool
+        if importer is None or not isinstance(pool, DeviceCopyPool):
             return None
-        return Importer(holder, pool)
+        return GpuImporter(importer, pool)
 
     def staging(self, nbytes: int) -> GpuStaging | None:
         """Return where copies are made of so much for the peer's GPU, if it may go."""
@@ -300,7 +300,7 @@ class PeerWays:
         if nbytes <= INLINE_NBYTES or link is None or memory is None or room is None:
             return None
         make = partial(GpuStaging, memory, self.pool, is_awaited=room.is_awaited)
-        if self._imports.holder(link) is not None:
+        if self._imports.importer(link) is not None:
             return make(takes_host=True)
         return None if self.nccl(link) is None else make()
 

@@ -31,9 +31,9 @@ from asynckv.protocol.transfer_frames import (
     OpenMap,
     ShowIpc,
 )
+from asynckv.sharing.exporter import Exporter, Exposed, Importer, warn_of_loss
 from asynckv.sharing.handshake import GPU, GPU_OF_ASKER, HOST, Handshake, Kind
 from asynckv.sharing.imports import PeerMemory
-from asynckv.sharing.owner import Exposed, MapHolder, Sharing, warn_of_loss
 from asynckv.tensors.device_copying import DeviceCopyPool
 from asynckv.tensors.device_pages import DeviceAllocation
 from asynckv.tensors.devices import Device
@@ -42,9 +42,9 @@ from asynckv.transfers.incoming import DeviceRoute
 from asynckv.transfers.ipc_route import IpcArrivals
 
 __all__ = (
+    "BufferExport",
     "DeviceService",
-    "PeerSources",
-    "Showing",
+    "PeerImport",
 )
 
 
@@ -56,7 +56,7 @@ _Run: TypeAlias = Callable[[Coroutine[Any, Any, None], str], object]
 """Owns a task, of that name, until it ends."""
 
 
-class PeerSources:
+class PeerImport:
     """What one link's peer exports to put from, for ``buffer`` if it is on that GPU.
 
     ``digest`` is what this side wants to be compared of what is read there.
@@ -166,7 +166,7 @@ class DeviceService(Service):
         map_digest: DigestMode = "edges",
     ) -> None:
         super().__init__(link)
-        self.sources = PeerSources(buffer, link, map_digest)
+        self.peer_import = PeerImport(buffer, link, map_digest)
         self.way: GpuLink | None = None
         self.copies = HostCopies()
         self._buffer = buffer
@@ -185,7 +185,7 @@ class DeviceService(Service):
         :raises RemoteProtocolError: the peer has asked before
         """
         if isinstance(frame, ShowIpc) and self._may_use_nccl:
-            return self.sources.open(stream, frame)
+            return self.peer_import.open(stream, frame)
         if not isinstance(frame, OpenDevices):
             return None
         if self._was_asked:
@@ -210,7 +210,7 @@ class DeviceService(Service):
         way, pool = self.way, self._buffer.pool
         if not isinstance(pool, DeviceCopyPool):
             return None
-        if (shared := self.sources.arrivals(pool)) is not None:
+        if (shared := self.peer_import.arrivals(pool)) is not None:
             return shared
         if way is None or not way.is_open or not on_gpu:
             return None
@@ -229,7 +229,7 @@ class DeviceService(Service):
         await super().wait_ended()
         if self.way is not None:
             await self.way.aclose()
-        await self.sources.aclose()
+        await self.peer_import.aclose()
 
     async def _open(
         self, channel: DeviceStream, asked: OpenDevices, device: Device
@@ -247,17 +247,17 @@ class DeviceService(Service):
             await way.closed()  # until then the buffers' memory may be sent from
 
 
-class Showing:
+class BufferExport:
     """What the peer of one link may read of a buffer's memory, once it asks.
 
-    ``holder`` is the peer, when it has proved that it reads it; ``digest`` is what is
+    ``importer`` is the peer, when it has proved that it reads it; ``digest`` is what is
     compared of what it reads there. ``run`` owns the task of a peer that has asked.
     """
 
-    def __init__(self, link: Link, sharing: Sharing, digest: DigestMode) -> None:
+    def __init__(self, link: Link, exporter: Exporter, digest: DigestMode) -> None:
         self.link = link
-        self.holder: MapHolder | None = None
-        self._sharing = sharing
+        self.importer: Importer | None = None
+        self._exporter = exporter
         self.digest: DigestMode = digest
         self._asked: frozenset[type[Frame]] = frozenset()
 
@@ -273,21 +273,21 @@ class Showing:
             raise RemoteProtocolError("a link maps memory once")
         self._asked |= {type(asked)}
         uuid = None if isinstance(asked, OpenMap) else asked.uuid
-        found = self._sharing.export(self.link, self.digest, uuid)
+        found = self._exporter.export(self.link, self.digest, uuid)
         kind: Kind[Any] = HOST if uuid is None else GPU
         handshake = Handshake.answer(kind, stream)
         run(self._export(handshake, *found), f"export memory to {self.link.peer.id}")
         return handshake
 
     async def _export(
-        self, handshake: Handshake[Any], holder: MapHolder, exposed: Exposed
+        self, handshake: Handshake[Any], importer: Importer, exposed: Exposed
     ) -> None:
         link = self.link
         try:
             with handshake:
-                await handshake.export(holder, exposed)
-                self.holder = holder
-                if holder.memory_file.must_be_closed_there:
+                await handshake.export(importer, exposed)
+                self.importer = importer
+                if importer.memory_file.must_be_closed_there:
                     link.use_ipc()
                     logger.info("%s opens the GPU memory of this process", link.peer.id)
                 else:

@@ -97,7 +97,7 @@ class LookupService(LookupRequests):
                 was_acknowledged = book.was_acknowledged(entry_id, token)
                 return answer_at_once(stream, Result(int(was_acknowledged)))
             case OpenMap() | OpenIpc():
-                return self.showing.open(stream, frame, self.run)
+                return self.export.open(stream, frame, self.run)
             case Taken(entry_id=entry_id):
                 return _ServedTaken(self, stream, entry_id)
             case _:

@@ -19,7 +19,7 @@ from asynckv.links.link import Link, LinkStream
 from asynckv.protocol.frames import Complete, Offer, Retract
 from asynckv.protocol.transfer_frames import Grant, GrantDevices
 from asynckv.protocol.values import MappedOffer, Place
-from asynckv.sharing.owner import MapHolder, Pin
+from asynckv.sharing.exporter import Importer, Pin
 from asynckv.tensors.arena import Region
 from asynckv.tensors.device_regions import DeviceRegion
 from asynckv.tensors.runs import joined
@@ -46,31 +46,36 @@ __all__ = (
 _encoder: Final = msgspec.msgpack.Encoder()
 
 
-def can_be_mapped(entry: StoredEntry, holder: MapHolder | None) -> bool:
+def can_be_mapped(entry: StoredEntry, importer: Importer | None) -> bool:
     """Will the peer read the entry where it lies, once it is whole?
 
     What is on the heap rides along, if it is little.
     """
-    if holder is None or not holder.is_usable or entry.is_small or not entry.in_arena:
+    if (
+        importer is None
+        or not importer.is_usable
+        or entry.is_small
+        or not entry.in_arena
+    ):
         return False
     regions = entry.regions[: len(entry.parts)]
     others = [r.nbytes for r in regions if not isinstance(r, SlabRegion)]
     return len(others) < len(regions) and sum(others) <= INLINE_NBYTES
 
 
-def map_entry(entry: StoredEntry, holder: MapHolder) -> tuple[Pin, MappedOffer, bytes]:
+def map_entry(entry: StoredEntry, importer: Importer) -> tuple[Pin, MappedOffer, bytes]:
     """Pin a whole entry; return how an offer says so, and how its body ends."""
     regions = entry.regions[: len(entry.parts)]
-    shown = entry.shown = entry.shown or _show(regions, holder)
-    pin = holder.pin(shown.regions)
+    shown = entry.shown = entry.shown or _show(regions, importer)
+    pin = importer.pin(shown.regions)
     mapped = MappedOffer(pin.number, len(shown.places), shown.edges)
     return pin, mapped, b"".join((shown.places, *_heap_bytes(regions)))
 
 
-def _show(regions: Sequence[Region], holder: MapHolder) -> Shown:
+def _show(regions: Sequence[Region], importer: Importer) -> Shown:
     places = [place_of(region) for region in regions]
     shared = [region for region in regions if isinstance(region, SlabRegion)]
-    edges = holder.memory_file.edges(regions, places)
+    edges = importer.memory_file.edges(regions, places)
     return Shown(shared, _encoder.encode(places), edges)
 
 
@@ -90,20 +95,20 @@ def _heap_bytes(regions: Sequence[Region]) -> list[memoryview]:
     return [r.view() for r in regions if not isinstance(r, SlabRegion)]
 
 
-def reads_gpu(holder: MapHolder | None) -> bool:
+def reads_gpu(importer: Importer | None) -> bool:
     """Has the peer memory of a GPU open, rather than some of the host's?"""
-    return holder is not None and holder.memory_file.must_be_closed_there
+    return importer is not None and importer.memory_file.must_be_closed_there
 
 
 def show_parts(
-    entry: StoredEntry, holder: MapHolder | None, max_nbytes: int
+    entry: StoredEntry, importer: Importer | None, max_nbytes: int
 ) -> tuple[Pin, MappedOffer, bytes] | None:
     """Pin what does not ride; return how an offer says so, and how its body ends.
 
     ``None`` if the peer cannot read all of that where it lies, or there is nothing, or
     to say so takes more than ``max_nbytes``.
     """
-    if holder is None or not reads_gpu(holder) or not holder.is_usable:
+    if importer is None or not reads_gpu(importer) or not importer.is_usable:
         return None
     if not entry.in_arena:
         return None
@@ -121,12 +126,12 @@ def show_parts(
     encoded = _encoder.encode(places)
     if len(encoded) > max_nbytes:
         return None
-    pin = holder.pin(shown)
+    pin = importer.pin(shown)
     return pin, MappedOffer(pin.number, len(encoded)), encoded
 
 
 def may_begin(
-    entry: StoredEntry, holder: MapHolder | None = None, *, streams: bool
+    entry: StoredEntry, importer: Importer | None = None, *, streams: bool
 ) -> bool:
     """May an offer go out before the entry is whole?
 
@@ -136,32 +141,32 @@ def may_begin(
     """
     if streams:
         return entry.draft.streaming
-    return not entry.is_small and not can_be_mapped(entry, holder)
+    return not entry.is_small and not can_be_mapped(entry, importer)
 
 
 def make_offer(
     link: Link,
     stream: LinkStream,
     lease: Lease,
-    holder: MapHolder | None = None,
+    importer: Importer | None = None,
     *,
     reader: Exported | None = None,
 ) -> Offering:
     """Offer what was leased, with its bytes if they are small and all there.
 
-    A ``holder`` who has the memory open is told where they lie; the ``reader`` of a
+    An ``importer`` who has the memory open is told where they lie; the ``reader`` of a
     stream, where parts will lie as they come.
 
     :raises EntryTooLarge: its tokens, roi and names do not fit in a frame
     """
     entry = lease.entry
-    by_parts = None if reader is None else reader.holder
-    body, inline, shown = _body_of(link, entry, holder, by_parts)
+    by_parts = None if reader is None else reader.importer
+    body, inline, shown = _body_of(link, entry, importer, by_parts)
     pin, mapped = (None, None) if shown is None else shown
     try:
         check_body(link.limits.max_body_bytes, body)
     except BaseException:
-        keeper = holder if reader is None else by_parts
+        keeper = importer if reader is None else by_parts
         if keeper is not None and pin is not None:
             keeper.unpin(pin.number)
         raise
@@ -190,8 +195,8 @@ def make_offer(
 def _body_of(
     link: Link,
     entry: StoredEntry,
-    holder: MapHolder | None,
-    reader: MapHolder | None,
+    importer: Importer | None,
+    reader: Importer | None,
 ) -> tuple[bytes, bool, tuple[Pin, MappedOffer] | None]:
     """Return what an offer says, whether the bytes are in it, and what was pinned."""
     body, shown = entry.preamble(), None
@@ -200,8 +205,8 @@ def _body_of(
     if reader is not None:
         # What fits in a frame without its places is not kept back by them.
         shown = show_parts(entry, reader, link.limits.max_body_bytes - len(body))
-    elif holder is not None and entry.complete and can_be_mapped(entry, holder):
-        shown = map_entry(entry, holder)
+    elif importer is not None and entry.complete and can_be_mapped(entry, importer):
+        shown = map_entry(entry, importer)
     if shown is None:
         return body, False, None
     pin, mapped, places = shown

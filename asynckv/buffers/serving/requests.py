@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from asynckv.buffers.entries.entries import EntryState
 from asynckv.buffers.lookup import LookupBuffer
-from asynckv.buffers.serving.devices import DeviceService, Showing
+from asynckv.buffers.serving.devices import BufferExport, DeviceService
 from asynckv.buffers.serving.limits import LinkBytes
 from asynckv.buffers.serving.service import Service
 from asynckv.errors import RemoteProtocolError
@@ -30,7 +30,7 @@ class _Query(Protocol):
 class LookupRequests(Service):
     """Those that one link makes of ``buffer``.
 
-    ``kept`` is charged for what they keep while they are open. ``showing`` is what
+    ``kept`` is charged for what they keep while they are open. ``export`` is what
     the peer is shown of the buffer's memory, and compares a ``map_digest`` of;
     ``devices`` connects its GPU with the buffer's.
     """
@@ -45,7 +45,7 @@ class LookupRequests(Service):
     ) -> None:
         super().__init__(link)
         self.devices = devices
-        self.showing = Showing(link, buffer.sharing, map_digest)
+        self.export = BufferExport(link, buffer.exporter, map_digest)
         self.buffer = buffer
         self.kept = kept
         self.leases = buffer.ledger.leases

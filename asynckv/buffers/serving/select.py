@@ -42,7 +42,7 @@ from asynckv.protocol.frames import (
     Took,
 )
 from asynckv.protocol.transfer_frames import Grant, GrantDevices
-from asynckv.sharing.owner import MapHolder
+from asynckv.sharing.exporter import Importer
 from asynckv.transfers.outgoing import Exported, ignore_grant
 from asynckv.transfers.queries import TOKEN_NBYTES, Query
 
@@ -190,21 +190,21 @@ class ServedSelect(msgspec.Struct, eq=False):
         if lease is None or self._offering is not None:
             return  # what was to be offered has ended, or was offered meanwhile
         entry = lease.entry
-        holder = None if self.streams else self.payer.showing.holder
-        if not entry.complete and not may_begin(entry, holder, streams=self.streams):
+        importer = None if self.streams else self.payer.export.importer
+        if not entry.complete and not may_begin(entry, importer, streams=self.streams):
             return
         if link.outgoing_bytes > _BUSY_BYTES:
             link.call_when_drained(self._offer_if_due)
             return
-        self._offer(lease, holder)
+        self._offer(lease, importer)
 
-    def _offer(self, lease: Lease, holder: MapHolder | None) -> None:
-        link, showing, reader = self.payer.link, self.payer.showing, None
-        if self.streams and showing.holder is not None:
-            reader = Exported(showing.holder, showing.digest)
+    def _offer(self, lease: Lease, importer: Importer | None) -> None:
+        link, export, reader = self.payer.link, self.payer.export, None
+        if self.streams and export.importer is not None:
+            reader = Exported(export.importer, export.digest)
         try:
             self._offering = make_offer(
-                *(link, self._stream, lease, holder), reader=reader
+                *(link, self._stream, lease, importer), reader=reader
             )
         except EntryTooLarge as exc:
             # The lease is being made just now: told on the next tick.

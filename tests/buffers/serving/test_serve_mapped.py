@@ -16,7 +16,7 @@ from asynckv.protocol.frames import (
 )
 from asynckv.protocol.transfer_frames import Grant
 from asynckv.protocol.values import Place
-from asynckv.sharing import owner as sharing
+from asynckv.sharing import exporter as sharing
 from asynckv.tensors.arena import Region
 from asynckv.tensors.shared_file import edges_of
 from harness.link_pairs import Hearer

@@ -14,7 +14,7 @@ from asynckv.links.link import LinkStream
 from asynckv.protocol.frames import Ack, Cancel, Offer, Select
 from asynckv.protocol.transfer_frames import Grant, GrantDevices, Riders, SentDevices
 from asynckv.protocol.values import Place
-from asynckv.sharing.owner import MapHolder
+from asynckv.sharing.exporter import Importer
 from asynckv.tensors.views import bytes_of
 from asynckv.testing.blocked import until
 from asynckv.testing.lookup_checks.values import MIB, noise
@@ -28,9 +28,9 @@ from harness.link_pairs import Hearer
 pytestmark = pytest.mark.skipif(not has_fd_sockets(), reason="no sockets for handles")
 
 
-def holder_of(pair: GpuPair) -> MapHolder:
-    (holder,) = pair.buffer.sharing._holders
-    return holder
+def importer_of(pair: GpuPair) -> Importer:
+    (importer,) = pair.buffer.exporter._importers
+    return importer
 
 
 async def inserted(pair: GpuPair, key: torch.Tensor, hidden: int = 8) -> StoredEntry:
@@ -51,26 +51,26 @@ async def offered(pair: GpuPair) -> tuple[Hearer, LinkStream, Offer, bytes]:
 
 async def test_an_offer_says_where_what_does_not_ride_will_lie(pair: GpuPair) -> None:
     entry = await inserted(pair, pair.ours.tensor(noise(MIB)))
-    found = show_parts(entry, holder_of(pair), MIB)
+    found = show_parts(entry, importer_of(pair), MIB)
     assert found is not None
     pin, mapped, encoded = found
     places = msgspec.msgpack.decode(encoded, type=tuple[Place | None, ...])
     assert [place is None for place in places] == [False, True]
     assert (mapped.pin, mapped.nbytes, mapped.edges) == (pin.number, len(encoded), b"")
-    assert holder_of(pair).pinned_regions == 1
-    holder_of(pair).unpin(pin.number)
+    assert importer_of(pair).pinned_regions == 1
+    importer_of(pair).unpin(pin.number)
 
 
 async def test_who_has_nothing_open_is_shown_nothing(pair: GpuPair) -> None:
     entry = await inserted(pair, noise(MIB))
     assert show_parts(entry, None, MIB) is None and not reads_gpu(None)
     entry.in_arena = False
-    assert show_parts(entry, holder_of(pair), MIB) is None
+    assert show_parts(entry, importer_of(pair), MIB) is None
     entry.in_arena = True
 
 
 async def test_what_only_rides_is_not_shown(pair: GpuPair) -> None:
-    assert show_parts(await inserted(pair, noise(8)), holder_of(pair), MIB) is None
+    assert show_parts(await inserted(pair, noise(8)), importer_of(pair), MIB) is None
 
 
 async def test_beside_what_is_long_and_in_host_memory_nothing_is_shown(
@@ -79,7 +79,7 @@ async def test_beside_what_is_long_and_in_host_memory_nothing_is_shown(
     key = pair.buffer.empty((MIB,), torch.uint8)
     entry = await inserted(pair, key, 32 * 1024)
     assert [r.is_on_device for r in entry.regions[:2]] == [True, False]
-    assert show_parts(entry, holder_of(pair), MIB) is None
+    assert show_parts(entry, importer_of(pair), MIB) is None
     del key
 
 
@@ -88,11 +88,11 @@ async def test_what_fits_in_no_frame_with_its_places_goes_by_lanes(
 ) -> None:
     entry = await inserted(pair, noise(MIB))
     preamble = len(entry.preamble())
-    shown = show_parts(entry, holder_of(pair), MIB)
+    shown = show_parts(entry, importer_of(pair), MIB)
     assert shown is not None
-    holder_of(pair).unpin(shown[0].number)
+    importer_of(pair).unpin(shown[0].number)
     too_few = len(shown[2]) - 1
-    assert show_parts(entry, holder_of(pair), too_few) is None
+    assert show_parts(entry, importer_of(pair), too_few) is None
     assert not pair.buffer.statistics().mapped_by
     (services,) = pair.server._services
     link = services.link
@@ -160,9 +160,9 @@ async def test_who_closed_the_memory_before_it_is_told_is_told_so_once(
 ) -> None:
     await pair.buffer.insert([1], None, noise(MIB), noise(MIB), None)
     hearer, stream, offer, _ = await offered(pair)
-    holder = holder_of(pair)
-    holder.close()
-    await until(lambda: not holder.is_connected)
+    importer = importer_of(pair)
+    importer.close()
+    await until(lambda: not importer.is_connected)
     stream.send(GrantDevices(offer.transfer, "off"))
     assert "closed the memory" in str(await hearer.next())
     await until(lambda: not pair.buffer.statistics().leased)
@@ -183,9 +183,9 @@ async def test_of_a_delivery_that_was_ended_so_nothing_more_is_begun(
     monkeypatch.setattr(D2HCopier, "copy", note)
     await inserted(pair, noise(MIB))
     _, stream, offer, _ = await offered(pair)
-    holder = holder_of(pair)
-    holder.close()
-    await until(lambda: not holder.is_connected)
+    importer = importer_of(pair)
+    importer.close()
+    await until(lambda: not importer.is_connected)
     stream.send(GrantDevices(offer.transfer, "off"))
     await until(lambda: not pair.buffer.statistics().leased)
     assert await pair.peer.lookup.peek([1]) == 1  # a round trip later

@@ -12,7 +12,7 @@ import pytest
 from asynckv.buffers.lookup import LookupBuffer
 from asynckv.buffers.serve import Server, serve
 from asynckv.buffers.serving import devices as peer_sources
-from asynckv.buffers.serving.devices import PeerSources
+from asynckv.buffers.serving.devices import PeerImport
 from asynckv.errors import GPUFailed
 from asynckv.links.dial import dial
 from asynckv.links.fd_socket import has_fd_sockets
@@ -61,10 +61,10 @@ def show(gpu: FakeDevice, link: Link, *frames: Frame) -> tuple[Hearer, LinkStrea
     return hearer, stream
 
 
-def sources_of(server: Server) -> PeerSources:
+def sources_of(server: Server) -> PeerImport:
     (services,) = server._services
     assert services.devices is not None
-    return services.devices.sources
+    return services.devices.peer_import
 
 
 async def wait_for_ever(*anything: object) -> Any:
@@ -136,7 +136,7 @@ async def test_a_buffer_that_is_closed_meanwhile_is_not_read_to(
 ) -> None:
     hearer, stream = show(gpu, link)
     await until(lambda: bool(server._services) and bool(sources_of(server)._opening))
-    monkeypatch.setattr(PeerSources, "_own", lambda *_: None)
+    monkeypatch.setattr(PeerImport, "_own", lambda *_: None)
     stream.send(NOWHERE)
     assert "closed meanwhile" in str(await hearer.next())
 

@@ -38,11 +38,11 @@ __all__ = (
     "LEAST_NBYTES",
     "MAX_PINS",
     "ExportedMemory",
+    "Exporter",
     "Exposed",
-    "MapHolder",
+    "Importer",
     "Pin",
-    "Sharing",
-    "ShownMemory",
+    "SharedMemory",
     "edges_in",
     "warn_of_loss",
 )
@@ -150,7 +150,7 @@ class Pin:
             self._holds.pop().release()
 
 
-class ShownMemory(Protocol):
+class SharedMemory(Protocol):
     """What peers are shown: a memory file, or an allocation on a GPU."""
 
     nbytes: int
@@ -174,17 +174,17 @@ class ShownMemory(Protocol):
         """Let the memory go too. Blocks: in a thread."""
 
 
-class MapHolder:
+class Importer:
     """One peer's mapping, made on one link, which it outlives.
 
     It ends with its connection: by then nothing there has the memory any more.
     """
 
-    def __init__(self, sharing: Sharing, file: ShownMemory, peer_id: str) -> None:
+    def __init__(self, exporter: Exporter, file: SharedMemory, peer_id: str) -> None:
         self.peer_id = peer_id
         self.ticket = b""
         self.is_verified = False
-        self._sharing = sharing
+        self._exporter = exporter
         self._file = file
         self._connection: FdConnection | None = None
         self._is_link_over = False
@@ -210,7 +210,7 @@ class MapHolder:
         return sum(pin.regions for pin in self._pins.values())
 
     @property
-    def memory_file(self) -> ShownMemory:
+    def memory_file(self) -> SharedMemory:
         """What it has mapped."""
         return self._file
 
@@ -236,16 +236,16 @@ class MapHolder:
         """Its link is lost: nothing more is offered. What it has it keeps."""
         self._is_link_over = True
         self.lost = _nothing
-        self._sharing.expel(self)
+        self._exporter.expel(self)
         self._close_if_over()
 
     def close(self) -> None:
         """Hang up: what the peer may have is let go."""
-        self._sharing.expel(self)
+        self._exporter.expel(self)
         if self._connection is not None:
             self._connection.close()
         else:
-            self._sharing.forget(self)
+            self._exporter.forget(self)
 
     def _close_if_over(self) -> None:
         is_there = self._connection is not None
@@ -283,15 +283,15 @@ class MapHolder:
                 return
             self.unpin(number)
         self._close_if_over()
-        self._sharing.changed()
+        self._exporter.changed()
 
     def on_end(self) -> None:
         lost, self.lost = self.lost, _nothing
         self._connection = None
         while self._pins:
             self._pins.popitem()[1].end()
-        self._sharing.forget(self)
-        self._sharing.changed()
+        self._exporter.forget(self)
+        self._exporter.changed()
         lost()
 
 
@@ -299,7 +299,7 @@ def _nothing() -> None:
     pass
 
 
-class Sharing:
+class Exporter:
     """Shows the memory of ``arena`` to peers of this host.
 
     ``changed`` is called when memory may have become free, ``drop`` with what nobody
@@ -310,23 +310,23 @@ class Sharing:
         self,
         arena: object,
         changed: Callable[[], None] = _nothing,
-        drop: Callable[[ShownMemory], None] = lambda memory: None,
+        drop: Callable[[SharedMemory], None] = lambda memory: None,
     ) -> None:
         self._drop = drop
         self._left: asyncio.Future[None] | None = None
         self._arena = arena if isinstance(arena, PagedArena) else None
         self.changed = changed
         self._door: FdDoor | None = None
-        self._file: ShownMemory | None = None
-        self._holders: set[MapHolder] = set()
+        self._file: SharedMemory | None = None
+        self._importers: set[Importer] = set()
 
     @property
     def mapped_by(self) -> dict[str, int]:
         """Of how many tensors each peer may have views, if it may of any."""
         found: dict[str, int] = {}
-        for holder in self._holders:
-            if count := holder.pinned_regions:
-                found[holder.peer_id] = found.get(holder.peer_id, 0) + count
+        for importer in self._importers:
+            if count := importer.pinned_regions:
+                found[importer.peer_id] = found.get(importer.peer_id, 0) + count
         return found
 
     def export(
@@ -336,7 +336,7 @@ class Sharing:
         uuid: str | None = None,
         *,
         least_nbytes: int = 0,
-    ) -> tuple[MapHolder, Exposed]:
+    ) -> tuple[Importer, Exposed]:
         """Let one more peer open memory of the host, or of the GPU of that name.
 
         Return who that will be, and what it is told.
@@ -349,16 +349,16 @@ class Sharing:
         if file is None or self._door is None:
             what = "that could be mapped" if uuid is None else "of that GPU to show"
             raise ConfigError(f"this side has no memory {what}")
-        holder = MapHolder(self, file, link.peer.id)
-        holder.ticket = self._door.admit(holder)
-        self._holders.add(holder)
+        importer = Importer(self, file, link.peer.id)
+        importer.ticket = self._door.admit(importer)
+        self._importers.add(importer)
         if file.nbytes < least_nbytes:
-            holder.close()
+            importer.close()
             raise ConfigError("this side has too little memory of that GPU to show")
-        link.call_when_lost(lambda _: holder.link_over())
-        return holder, file.exposed(self._door.address, holder.ticket, digest)
+        link.call_when_lost(lambda _: importer.link_over())
+        return importer, file.exposed(self._door.address, importer.ticket, digest)
 
-    def _open(self, uuid: str | None) -> ShownMemory | None:
+    def _open(self, uuid: str | None) -> SharedMemory | None:
         make = _memory_of(self._arena, uuid)
         if make is None:
             return None
@@ -371,15 +371,15 @@ class Sharing:
             return None
         return self._file
 
-    def expel(self, holder: MapHolder) -> None:
+    def expel(self, importer: Importer) -> None:
         """It gets no file any more."""
         if self._door is not None:
-            self._door.expel(holder.ticket)
+            self._door.expel(importer.ticket)
 
-    def forget(self, holder: MapHolder) -> None:
+    def forget(self, importer: Importer) -> None:
         """It has nothing of ours. With the last one the door is closed."""
-        self._holders.discard(holder)
-        if not self._holders:
+        self._importers.discard(importer)
+        if not self._importers:
             self._close_door()
             self._close_file()
             if self._left is not None and not self._left.done():
@@ -388,10 +388,10 @@ class Sharing:
     def close(self) -> None:
         """The memory is not used again: nobody needs to say what he has of it."""
         self._arena = None
-        for holder in list(self._holders):
-            holder.leave()
+        for importer in list(self._importers):
+            importer.leave()
         self._close_door()
-        if not self._holders:
+        if not self._importers:
             self._close_file()
 
     async def aclose(self) -> None:
@@ -399,7 +399,7 @@ class Sharing:
 
         One that keeps views of it, or stands still, keeps the memory.
         """
-        if self._holders:
+        if self._importers:
             self._left = asyncio.get_running_loop().create_future()
             await asyncio.wait({self._left}, timeout=_LEAVE_S)
 
@@ -416,7 +416,7 @@ class Sharing:
                 self._drop(file)
 
 
-def _memory_of(arena: object, uuid: str | None) -> Callable[[], ShownMemory] | None:
+def _memory_of(arena: object, uuid: str | None) -> Callable[[], SharedMemory] | None:
     """Return what exports memory of the host, or of the GPU of that name."""
     if uuid is None:
         slabs = arena.pages.open_slabs() if isinstance(arena, SlabArena) else None

@@ -12,7 +12,7 @@ import pytest
 
 from asynckv.errors import ConfigError
 from asynckv.links.fd_socket import fetch_file, has_fd_sockets
-from asynckv.sharing.owner import LEAST_NBYTES, MAX_PINS, MapHolder, Sharing
+from asynckv.sharing.exporter import LEAST_NBYTES, MAX_PINS, Exporter, Importer
 from asynckv.tensors.device_regions import DeviceRegion
 from asynckv.tensors.growth import Growth
 from asynckv.tensors.paged_arena import PagedArena
@@ -49,7 +49,7 @@ def region_of(growth: Growth) -> DeviceRegion:
 async def test_only_the_gpu_that_was_named_is_shown(
     gpu: FakeDevice, growth: Growth, pair: LinkPair
 ) -> None:
-    shown = Sharing(growth.arena, lambda: None)
+    shown = Exporter(growth.arena, lambda: None)
     for name in ("0" * 32, "", None):
         with pytest.raises(ConfigError, match="has no memory"):
             shown.export(pair.far, "edges", name)
@@ -61,7 +61,7 @@ async def test_only_the_gpu_that_was_named_is_shown(
 async def test_of_too_little_memory_nothing_is_left_open(
     gpu: FakeDevice, growth: Growth, pair: LinkPair
 ) -> None:
-    shown = Sharing(growth.arena, drop=growth.drop_soon)
+    shown = Exporter(growth.arena, drop=growth.drop_soon)
     uuid = gpu.process.cuda.uuid(0)
     with pytest.raises(ConfigError, match="too little"):
         shown.export(pair.far, "edges", uuid, least_nbytes=LEAST_NBYTES)
@@ -73,23 +73,25 @@ async def test_of_too_little_memory_nothing_is_left_open(
 async def test_a_region_stays_until_its_pin_ends_or_the_peer_is_gone(
     gpu: FakeDevice, growth: Growth, pair: LinkPair
 ) -> None:
-    told: list[MapHolder] = []
-    shown = Sharing(growth.arena, lambda: told.append(holder), growth.drop_soon)
+    told: list[Importer] = []
+    shown = Exporter(growth.arena, lambda: told.append(importer), growth.drop_soon)
     found = shown.export(pair.far, "edges", gpu.process.cuda.uuid(0))
-    holder, exported = found
-    assert not holder.is_connected
+    importer, exported = found
+    assert not importer.is_connected
     sock, fd = await fetch_file(exported.address, exported.ticket)
     nonce = growth.device_pages and growth.device_pages.allocation.nonce
-    assert holder.verify(nonce or b"") and holder.is_connected and holder.is_usable
+    assert (
+        importer.verify(nonce or b"") and importer.is_connected and importer.is_usable
+    )
     region = region_of(growth)
-    numbers = [holder.pin([region]).number for _ in range(MAX_PINS)]
-    assert holder.is_connected and not holder.is_usable
+    numbers = [importer.pin([region]).number for _ in range(MAX_PINS)]
+    assert importer.is_connected and not importer.is_usable
     region.release()
-    holder.unpin(numbers[0])
+    importer.unpin(numbers[0])
     assert growth.arena.pinned_bytes and not told
     sock.close()
     await until(lambda: bool(told))
-    assert not (growth.arena.pinned_bytes or holder.is_connected)
+    assert not (growth.arena.pinned_bytes or importer.is_connected)
     shown.close()
     os.close(fd)
 
@@ -97,12 +99,12 @@ async def test_a_region_stays_until_its_pin_ends_or_the_peer_is_gone(
 async def test_memory_is_used_by_who_has_read_in_it_what_is_there_alone(
     gpu: FakeDevice, growth: Growth, pair: LinkPair
 ) -> None:
-    shown = Sharing(growth.arena, lambda: None, growth.drop_soon)
+    shown = Exporter(growth.arena, lambda: None, growth.drop_soon)
     found = shown.export(pair.far, "edges", gpu.process.cuda.uuid(0))
-    holder, exported = found
+    importer, exported = found
     sock, fd = await fetch_file(exported.address, exported.ticket)
-    assert not holder.is_connected
-    assert not holder.verify(bytes(16)) and not holder.is_usable
+    assert not importer.is_connected
+    assert not importer.verify(bytes(16)) and not importer.is_usable
     sock.close()
     shown.close()
     os.close(fd)

@@ -40,7 +40,7 @@ async def test_the_right_nonce_without_a_connection_is_no_mapping(
     local: LookupBuffer, mapper: RawMapper
 ) -> None:
     await mapper.ask()
-    file = local.sharing._file
+    file = local.exporter._file
     assert file is not None
     assert isinstance(await mapper.say(Mapped(file.nonce)), Failure)
 
@@ -63,7 +63,7 @@ async def test_a_cancelled_mapping_is_none(
 ) -> None:
     await mapper.ask()
     assert await mapper.say(Cancel()) == Cancelled()
-    assert local.sharing._door is None
+    assert local.exporter._door is None
 
 
 async def test_a_link_maps_memory_only_once(mapper: RawMapper) -> None:
