@@ -2,20 +2,24 @@
 
 10,000 blocks of 4 KiB from random places of one pool to random places of another, in
 one entry of key and value, beside raw blocking sockets that send and receive them one
-by one; 64 bytes by ``drop_select`` beside a raw ping; 100 requests of 16 KiB
-outstanding beside bare asyncio streams, and 1,000 beside our own 100. Paired runs,
-each divided by its own A/A.
+by one; 64 bytes by ``drop_select``, by ``insert`` and ``drop_select``, and there and
+back by a pipe, in turns of ten with a bare asyncio echo; 100 requests of 16 KiB
+outstanding beside bare asyncio streams, and 1,000 beside our own 100. Paired runs, each
+divided by its own A/A.
 
 ``mapped-blocks`` is the first one by mapped memory.
 
     python -m benchmarks.small [--runs 5] [--only NAME ...] [--only-report]
+        [--loop asyncio]
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import contextlib
 import random
+import statistics
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 
@@ -23,15 +27,22 @@ import torch
 
 import asynckv
 from asynckv.cli.bench.asking import open_outstanding, open_ping
-from asynckv.cli.bench.measuring import Case, Sample
+from asynckv.cli.bench.echo import ECHO, in_turns
+from asynckv.cli.bench.measuring import Case, Round, Sample
 from asynckv.cli.bench.report import Subject
 from asynckv.cli.bench.rig import Rig, open_rig
 from asynckv.cli.bench.settings import Settings
-from asynckv.cli.loops import run
+from asynckv.cli.loops import LoopName, run
 from asynckv.tensors.views import bytes_of
 from benchmarks.pairing.cores import on_two_cores
-from benchmarks.pairing.runs import Figure, Runs, measure_runs, report
-from benchmarks.pairing.serving import serving
+from benchmarks.pairing.runs import (
+    Figure,
+    Runs,
+    measure_case,
+    measure_runs,
+    report,
+)
+from benchmarks.pairing.serving import Places, serving
 
 __all__ = ("main",)
 
@@ -44,7 +55,7 @@ class _GiveBack(Exception):
     """Leaves ``async with drop_select()`` so that the entry stays."""
 
 
-async def _blocks(rig: Rig, pid: int, runs: int) -> list[Figure]:
+async def _blocks(rig: Rig, places: Places, runs: int) -> list[Figure]:
     found = await _batches("4 KiB blocks", rig, runs)
     batched = "4 KiB blocks batched / raw one by one"
     return [
@@ -53,7 +64,7 @@ async def _blocks(rig: Rig, pid: int, runs: int) -> list[Figure]:
     ]
 
 
-async def _mapped_blocks(rig: Rig, pid: int, runs: int) -> list[Figure]:
+async def _mapped_blocks(rig: Rig, places: Places, runs: int) -> list[Figure]:
     found = await _batches("4 KiB blocks, mapped", rig, runs)
     return [Figure("4 KiB blocks batched, mapped / raw one by one", found.figure)]
 
@@ -92,12 +103,81 @@ async def _batches(title: str, rig: Rig, runs: int) -> Runs:
     return await measure_runs(f"{title}, a second", ours, raw, rig.cpu_s, runs=runs)
 
 
-async def _ping(rig: Rig, pid: int, runs: int) -> list[Figure]:
+async def _ping(rig: Rig, places: Places, runs: int) -> list[Figure]:
     subject = Subject("ping", "ping", "latency", "us", False, _PING_NBYTES)
     async with open_ping(rig, subject, _PINGS) as case:
-        with on_two_cores(pid):
-            found = await _measured("64-byte drop_select, us", rig, case, runs)
-    return [Figure("64-byte drop_select p50 / raw ping", found, at_most=2.0)]
+        with on_two_cores(places.pid):
+            title = "64-byte drop_select, us"
+            found = await measure_case(title, case, rig.cpu_s, runs=runs)
+    return [Figure("64-byte drop_select p50 / echo", found.figure, at_most=1.25)]
+
+
+async def _pairs(rig: Rig, places: Places, runs: int) -> list[Figure]:
+    tensor = torch.zeros(_PING_NBYTES, dtype=torch.uint8)
+    tokens = rig.new_tokens()
+
+    async def pair() -> None:
+        await rig.lookup.insert(tokens, None, tensor, None, None)
+        await rig.lookup.drop_select(tokens)
+
+    async def echoes() -> None:
+        for _ in range(2):
+            await rig.echo.ping(bytes(_PING_NBYTES))
+
+    with on_two_cores(places.pid):
+        title = "64-byte insert and drop_select, us"
+        found = await _in_turns(title, rig, pair, echoes, runs)
+    at_most = _ON[_loop_name()][0]
+    return [Figure("64-byte pair p50 / two echoes", found.figure, at_most=at_most)]
+
+
+async def _pipe(rig: Rig, places: Places, runs: int) -> list[Figure]:
+    tensor = torch.zeros(_PING_NBYTES, dtype=torch.uint8)
+    async with asynckv.open_pipe(places.pipe) as pipe:
+
+        async def there_and_back() -> None:
+            await pipe.send_tensor(tensor)
+            await pipe.recv_tensor()
+
+        async def echo() -> None:
+            await rig.echo.ping(bytes(_PING_NBYTES))
+
+        with on_two_cores(places.pid):
+            title = "64 bytes there and back by a pipe, us"
+            found = await _in_turns(title, rig, there_and_back, echo, runs)
+    at_most = _ON[_loop_name()][1]
+    return [Figure("64-byte pipe p50 / echo", found.figure, at_most=at_most)]
+
+
+_ON = {"asyncio": (1.3, 1.4), "uvloop": (1.35, 1.65)}
+"""Limits of a pair and of a pipe, on that loop."""
+
+
+def _loop_name() -> str:
+    module = type(asyncio.get_running_loop()).__module__
+    return "uvloop" if module.startswith("uvloop") else "asyncio"
+
+
+async def _in_turns(
+    title: str,
+    rig: Rig,
+    ours: Callable[[], Awaitable[None]],
+    bare: Callable[[], Awaitable[None]],
+    runs: int,
+) -> Runs:
+    async def together() -> Round:
+        turns = await in_turns(_PINGS, ours, bare)
+        found, *pair = (
+            Sample(statistics.median(calls) * 1e6)
+            for calls in (turns.ours, turns.before, turns.after)
+        )
+        return Round(found, {ECHO: (pair[0], pair[1])})
+
+    async def alone() -> Sample:
+        return (await together()).ours
+
+    case = Case(alone, {}, together=together)
+    return await measure_case(title, case, rig.cpu_s, runs=runs)
 
 
 def _asking(outstanding: int) -> Subject:
@@ -112,14 +192,14 @@ def _asking(outstanding: int) -> Subject:
     )
 
 
-async def _outstanding(rig: Rig, pid: int, runs: int) -> list[Figure]:
+async def _outstanding(rig: Rig, places: Places, runs: int) -> list[Figure]:
     async with open_outstanding(rig, _asking(100), _REQUESTS) as case:
-        with on_two_cores(pid):
+        with on_two_cores(places.pid):
             found = await _measured("100 outstanding, requests/s", rig, case, runs)
     return [Figure("100 outstanding 16 KiB / bare streams", found, at_least=0.5)]
 
 
-async def _crowd(rig: Rig, pid: int, runs: int) -> list[Figure]:
+async def _crowd(rig: Rig, places: Places, runs: int) -> list[Figure]:
     async with contextlib.AsyncExitStack() as stack:
         many, some = [
             await stack.enter_async_context(
@@ -128,7 +208,7 @@ async def _crowd(rig: Rig, pid: int, runs: int) -> list[Figure]:
             for n in (1000, 100)
         ]
         case = Case(many.ours, {"100 outstanding": some.ours})
-        with on_two_cores(pid):
+        with on_two_cores(places.pid):
             found = await _measured("1,000 outstanding, requests/s", rig, case, runs)
     return [Figure("1,000 outstanding / our 100", found, at_least=0.6)]
 
@@ -139,10 +219,12 @@ async def _measured(title: str, rig: Rig, case: Case, runs: int) -> float:
     return found.figure
 
 
-_CASES: dict[str, Callable[[Rig, int, int], Awaitable[list[Figure]]]] = {
+_CASES: dict[str, Callable[[Rig, Places, int], Awaitable[list[Figure]]]] = {
     "blocks": _blocks,
     "mapped-blocks": _mapped_blocks,
     "ping": _ping,
+    "pairs": _pairs,
+    "pipe": _pipe,
     "outstanding": _outstanding,
     "crowd": _crowd,
 }
@@ -154,15 +236,15 @@ async def _open(url: str) -> AsyncIterator[Rig]:
         yield rig
 
 
-async def _measure_all(names: list[str], runs: int) -> list[Figure]:
+async def _measure_all(names: list[str], runs: int, loop: LoopName) -> list[Figure]:
     figures: list[Figure] = []
-    with serving(large=False) as places:
+    with serving(large=False, loop=loop) as places:
         for name in names:
             url = places.tcp
             if name.startswith("mapped"):
                 url = url.partition("?")[0]  # as peers of one host choose by themselves
             async with _open(url) as rig:
-                figures += await _CASES[name](rig, places.pid, runs)
+                figures += await _CASES[name](rig, places, runs)
     return figures
 
 
@@ -172,8 +254,11 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--only", nargs="+", choices=_CASES, default=list(_CASES))
     parser.add_argument("--only-report", action="store_true")
+    loops: tuple[LoopName, ...] = ("auto", "asyncio", "uvloop")
+    parser.add_argument("--loop", choices=loops, default="auto")
     given = parser.parse_args()
-    figures = run(_measure_all(given.only, given.runs))
+    measuring = _measure_all(given.only, given.runs, given.loop)
+    figures = run(measuring, given.loop)
     report(figures, only_report=given.only_report)
 
 

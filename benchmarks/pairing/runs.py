@@ -22,7 +22,7 @@ from asynckv.cli.bench.measuring import (
     measure,
 )
 
-__all__ = ("Figure", "Run", "Runs", "measure_runs", "report")
+__all__ = ("Figure", "Run", "Runs", "measure_case", "measure_runs", "report")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,8 +115,15 @@ async def measure_runs(
     rounds: int = 4,
 ) -> Runs:
     """Measure until ``runs`` runs count, or twice as many were made."""
-    found: list[Run] = []
     case = Case(ours, {"baseline": baseline})
+    return await measure_case(title, case, cpu, runs=runs, rounds=rounds)
+
+
+async def measure_case(
+    title: str, case: Case, cpu: CpuClock, *, runs: int, rounds: int = 4
+) -> Runs:
+    """As :func:`measure_runs`, of a case with one baseline."""
+    found: list[Run] = []
     while sum(not run.is_void for run in found) < runs and len(found) < 2 * runs:
         found.append(_run(await measure(case, rounds, cpu, lambda _: None)))
     result = Runs(title, found)
@@ -125,7 +132,7 @@ async def measure_runs(
 
 
 def _run(rounds: Sequence[Round]) -> Run:
-    pairs = [one.baselines["baseline"] for one in rounds]
+    pairs = [pair for one in rounds for pair in one.baselines.values()]
     middles = [(first.value + second.value) / 2 for first, second in pairs]
     ratios = [one.ours.value / m for one, m in zip(rounds, middles, strict=True)]
     turns = [math.log(second.value / first.value) for first, second in pairs]

@@ -1,4 +1,4 @@
-"""The other process of a benchmark: one buffer behind TCP, unix and TLS lanes.
+"""The other process of a benchmark: one buffer behind TCP, unix and TLS lanes; a pipe.
 
 The baselines' raw sockets are those of ``asynckv bench``. It ends when the pipe to
 its parent does.
@@ -20,6 +20,7 @@ from pathlib import Path
 import torch
 
 import asynckv
+from asynckv.cli.bench.echo import EchoServer
 from asynckv.cli.bench.meeting import (
     MEETING_KEY,
     TOKEN_NBYTES,
@@ -28,7 +29,8 @@ from asynckv.cli.bench.meeting import (
 )
 from asynckv.cli.bench.raw_server import RawServer
 from asynckv.cli.bench.streams import StreamsServer
-from asynckv.cli.loops import run
+from asynckv.cli.loops import LoopName, run
+from asynckv.pipes.opening import PipeListener
 from asynckv.tensors.views import bytes_of
 from asynckv.testing.certificates import Authority
 
@@ -47,25 +49,26 @@ class Places:
     tcp: str
     unix: str
     tls: str
+    pipe: str
     pid: int
     keys: asynckv.TLS
 
 
 @contextlib.contextmanager
-def serving(*, large: bool = True) -> Iterator[Places]:
+def serving(*, large: bool = True, loop: LoopName = "auto") -> Iterator[Places]:
     """Run the other process; it holds the large entry, if that is wanted."""
     with tempfile.TemporaryDirectory() as folder:
         keys = Authority(folder).issue()
         context = multiprocessing.get_context("spawn")
         here, there = context.Pipe()
         process = context.Process(
-            target=_run, args=(there, folder, keys, large), daemon=True
+            target=_run, args=(there, folder, keys, large, loop), daemon=True
         )
         process.start()
         there.close()
         try:
-            tcp, unix, tls = here.recv()
-            yield Places(tcp, unix, tls, process.pid or 0, keys)
+            tcp, unix, tls, pipe = here.recv()
+            yield Places(tcp, unix, tls, pipe, process.pid or 0, keys)
         finally:
             here.close()
             process.join(10)
@@ -73,8 +76,10 @@ def serving(*, large: bool = True) -> Iterator[Places]:
             process.join()
 
 
-def _run(pipe: Connection, folder: str, keys: asynckv.TLS, large: bool) -> None:
-    run(_serve(pipe, folder, keys, large))
+def _run(
+    pipe: Connection, folder: str, keys: asynckv.TLS, large: bool, loop: LoopName
+) -> None:
+    run(_serve(pipe, folder, keys, large), loop)
     # The baselines' threads may hold the last of torch's memory: one that lets go of
     # it while the interpreter ends takes the process down.
     os._exit(0)
@@ -97,7 +102,8 @@ async def _serve(pipe: Connection, folder: str, keys: asynckv.TLS, large: bool) 
         await stack.enter_async_context(lookup)
         store = await stack.enter_async_context(asynckv.StoreBuffer(2**20))
         port = await stack.enter_async_context(StreamsServer("127.0.0.1", token))
-        meeting = meeting_as_tensor(Meeting(raw.port, port, token))
+        echo = await stack.enter_async_context(EchoServer("127.0.0.1", token))
+        meeting = meeting_as_tensor(Meeting(raw.port, port, echo, token))
         await store.put(MEETING_KEY, meeting)
         if large:
             await lookup.insert(LARGE, None, layers, None, None, ttl_s=None)
@@ -114,11 +120,24 @@ async def _serve(pipe: Connection, folder: str, keys: asynckv.TLS, large: bool) 
             )
             served = await stack.enter_async_context(server)
             urls.append(f"{served.url}?payload=inline")  # else memory is mapped
-        pipe.send(urls)
+        listener = asynckv.listen_pipe("tcp://127.0.0.1:0?payload=inline")
+        await stack.enter_async_context(listener)
+        echoing = asyncio.create_task(_echo_forever(listener))
+        stack.callback(echoing.cancel)
+        pipe.send([*urls, listener.url])
         over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         asyncio.get_running_loop().add_reader(pipe, over.set_result, None)
         await over
         asyncio.get_running_loop().remove_reader(pipe)
+
+
+async def _echo_forever(listener: PipeListener) -> None:
+    """Send back what comes by a pipe, one pipe after the other."""
+    while True:
+        async with await listener.accept() as pipe:
+            with contextlib.suppress(asynckv.PeerLost):
+                async for tensor in pipe:
+                    await pipe.send_tensor(tensor)
 
 
 def _layer(number: int) -> torch.Tensor:

@@ -9,11 +9,12 @@ import asyncio
 import contextlib
 import statistics
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 
 import torch
 
-from asynckv.cli.bench.measuring import Case, Sample
+from asynckv.cli.bench.echo import ECHO, ECHOES, Turns, in_turns
+from asynckv.cli.bench.measuring import Case, Round, Sample
 from asynckv.cli.bench.report import Subject
 from asynckv.cli.bench.rig import LEFT_S, Rig
 
@@ -24,16 +25,25 @@ _INSERTS_AT_ONCE = 64
 
 @contextlib.asynccontextmanager
 async def open_ping(rig: Rig, subject: Subject, times: int) -> AsyncIterator[Case]:
-    """Yield the case of one request at a time; its value is the median in us."""
+    """Yield the case of one request at a time; its value is the median in us.
+
+    In turns with a bare echo, of which one takes as many bytes there and back.
+    """
+    tokens = rig.new_tokens()
+
+    async def select() -> None:
+        await rig.lookup.drop_select(tokens)
 
     async def ours() -> Sample:
         _, calls = await _select_all(rig, subject, times)
         return _in_microseconds(calls)
 
-    async def raw() -> Sample:
-        return _in_microseconds(await rig.in_thread(rig.raw.ping, times))
+    async def together() -> Round:
+        await _insert_all(rig, subject, tokens, times)
+        turns = await in_turns(times, select, _echo(rig, subject))
+        return _round(ECHO, turns, _in_microseconds)
 
-    yield Case(ours, {"raw TCP ping": raw} if rig.is_bench else {})
+    yield Case(ours, {}, together=together if rig.is_bench else None)
 
 
 @contextlib.asynccontextmanager
@@ -58,38 +68,53 @@ async def open_outstanding(
 
 @contextlib.asynccontextmanager
 async def open_pairs(rig: Rig, subject: Subject, pairs: int) -> AsyncIterator[Case]:
-    """Yield the case of insert and drop_select in turns; beside it two pings each."""
+    """Yield the case of insert and drop_select in turns; beside it two echoes each."""
     tensor = torch.zeros(subject.part_nbytes, dtype=torch.uint8)
+    tokens = rig.new_tokens()
+
+    async def pair() -> None:
+        await rig.lookup.insert(tokens, None, tensor, None, None, ttl_s=LEFT_S)
+        await rig.lookup.drop_select(tokens)
 
     async def ours() -> Sample:
-        tokens = rig.new_tokens()
         calls = []
         for _ in range(pairs):
             began_s = time.perf_counter()
-            await rig.lookup.insert(tokens, None, tensor, None, None, ttl_s=LEFT_S)
-            await rig.lookup.drop_select(tokens)
+            await pair()
             calls.append(time.perf_counter() - began_s)
         return _a_second(sum(calls), calls)
 
-    async def raw() -> Sample:
-        pings = await rig.in_thread(rig.raw.ping, 2 * pairs)
-        calls = [a + b for a, b in zip(pings[::2], pings[1::2], strict=True)]
-        return _a_second(sum(calls), calls)
+    async def together() -> Round:
+        echo = _echo(rig, subject)
 
-    yield Case(ours, {"two raw TCP pings": raw} if rig.is_bench else {})
+        async def two() -> None:
+            await echo()
+            await echo()
+
+        turns = await in_turns(pairs, pair, two)
+        return _round(ECHOES, turns, lambda calls: _a_second(sum(calls), calls))
+
+    yield Case(ours, {}, together=together if rig.is_bench else None)
+
+
+def _echo(rig: Rig, subject: Subject) -> Callable[[], Awaitable[bytes]]:
+    body = bytes(subject.part_nbytes)
+    return lambda: rig.echo.ping(body)
+
+
+def _round(
+    name: str, turns: Turns, sample: Callable[[Sequence[float]], Sample]
+) -> Round:
+    pair = sample(turns.before), sample(turns.after)
+    return Round(sample(turns.ours), {name: pair})
 
 
 async def _select_all(
     rig: Rig, subject: Subject, requests: int
 ) -> tuple[float, list[float]]:
     """Insert, then select with so many outstanding; return the seconds of selecting."""
-    tensor = torch.zeros(subject.part_nbytes, dtype=torch.uint8)
     tokens = rig.new_tokens()
     calls: list[float] = []
-
-    async def insert(numbers: Iterator[int]) -> None:
-        for _ in numbers:
-            await rig.lookup.insert(tokens, None, tensor, None, None, ttl_s=LEFT_S)
 
     async def select(numbers: Iterator[int]) -> None:
         for _ in numbers:
@@ -97,10 +122,7 @@ async def _select_all(
             await rig.lookup.drop_select(tokens)
             calls.append(time.perf_counter() - began_s)
 
-    numbers = iter(range(requests))
-    async with asyncio.TaskGroup() as group:
-        for _ in range(min(_INSERTS_AT_ONCE, requests)):
-            group.create_task(insert(numbers))
+    await _insert_all(rig, subject, tokens, requests)
     numbers = iter(range(requests))
     began_s = time.perf_counter()
     async with asyncio.TaskGroup() as group:
@@ -109,10 +131,25 @@ async def _select_all(
     return time.perf_counter() - began_s, calls
 
 
-def _in_microseconds(calls: list[float]) -> Sample:
+async def _insert_all(
+    rig: Rig, subject: Subject, tokens: list[int], count: int
+) -> None:
+    tensor = torch.zeros(subject.part_nbytes, dtype=torch.uint8)
+
+    async def insert(numbers: Iterator[int]) -> None:
+        for _ in numbers:
+            await rig.lookup.insert(tokens, None, tensor, None, None, ttl_s=LEFT_S)
+
+    numbers = iter(range(count))
+    async with asyncio.TaskGroup() as group:
+        for _ in range(min(_INSERTS_AT_ONCE, count)):
+            group.create_task(insert(numbers))
+
+
+def _in_microseconds(calls: Sequence[float]) -> Sample:
     taken = tuple(call * 1e6 for call in calls)
     return Sample(statistics.median(taken), calls=taken)
 
 
-def _a_second(elapsed_s: float, calls: list[float]) -> Sample:
+def _a_second(elapsed_s: float, calls: Sequence[float]) -> Sample:
     return Sample(len(calls) / elapsed_s, calls=tuple(call * 1e6 for call in calls))

@@ -30,7 +30,9 @@ __all__ = ("BenchDisplay", "closing_table")
 _STYLES = {"ok": "green", "void": "yellow", "failed": "bold red"}
 _EXPLAINED = (
     "A row is the median of its rounds [least-most], then asynckv beside what was\n"
-    "measured in the same rounds. VOID: the machine was too busy; do not quote it."
+    "measured in the same rounds. VOID: the machine was too busy; do not quote it.\n"
+    "The bare asyncio echo, for what is small, is an asyncio.Protocol with a length,\n"
+    "one msgspec frame and one future, on the same loops, in turns of ten with asynckv."
 )
 
 

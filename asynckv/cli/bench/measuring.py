@@ -10,7 +10,15 @@ import dataclasses
 import time
 from collections.abc import Awaitable, Callable, Mapping
 
-__all__ = ("Case", "CpuClock", "Measurement", "Round", "Sample", "measure")
+__all__ = (
+    "Case",
+    "CpuClock",
+    "Measurement",
+    "Round",
+    "Sample",
+    "measure",
+    "measure_round",
+)
 
 _LEAST_ROUNDS = 2
 
@@ -36,12 +44,13 @@ class Case:
 
     The first baseline decides whether the row is void; against a server that is no
     bench there may be none. ``edges`` are those of a histogram over single calls, if
-    it has one.
+    it has one. Where single calls take turns, ``together`` measures a round of both.
     """
 
     ours: Measurement
     baselines: Mapping[str, Measurement]
     edges: tuple[float, ...] = ()
+    together: Callable[[], Awaitable[Round]] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,6 +59,21 @@ class Round:
 
     ours: Sample
     baselines: Mapping[str, tuple[Sample, Sample]]
+
+
+async def measure_round(case: Case, cpu: CpuClock) -> Round:
+    """Measure a case once. A cancelled call leaves nothing under way."""
+    if case.together is not None:
+        return await case.together()
+    before = {
+        name: await _metered(baseline, cpu) for name, baseline in case.baselines.items()
+    }
+    ours = await _metered(case.ours, cpu)
+    after = {
+        name: await _metered(case.baselines[name], cpu)
+        for name in reversed(list(case.baselines))
+    }
+    return Round(ours, {name: (before[name], after[name]) for name in before})
 
 
 async def measure(
@@ -79,17 +103,7 @@ async def measure(
 
     while not is_enough():
         done(len(found) if seconds is None else int(clock() - began_s))
-        before = {
-            name: await _metered(baseline, cpu)
-            for name, baseline in case.baselines.items()
-        }
-        ours = await _metered(case.ours, cpu)
-        after = {
-            name: await _metered(case.baselines[name], cpu)
-            for name in reversed(list(case.baselines))
-        }
-        pairs = {name: (before[name], after[name]) for name in before}
-        found.append(Round(ours, pairs))
+        found.append(await measure_round(case, cpu))
     return found[1:]  # the first touches new memory
 
 

@@ -52,6 +52,7 @@ class Meeting(msgspec.Struct, frozen=True):
 
     raw_port: int
     streams_port: int
+    echo_port: int
     token: bytes
 
 
@@ -68,7 +69,7 @@ def meeting_from(tensor: torch.Tensor) -> Meeting:
     """
     encoded = tensor.numpy().view(numpy.uint8).tobytes()
     meeting = msgspec.msgpack.decode(encoded, type=Meeting)
-    ports = (meeting.raw_port, meeting.streams_port)
+    ports = (meeting.raw_port, meeting.streams_port, meeting.echo_port)
     if len(meeting.token) != TOKEN_NBYTES or not all(0 < p < 65536 for p in ports):
         raise ValueError(f"no meeting: ports {ports}")
     return meeting

@@ -15,6 +15,7 @@ import msgspec
 
 from asynckv.abc import KVLookupBuffer
 from asynckv.buffers.remote.peer import Peer, connect
+from asynckv.cli.bench.echo import EchoConnection
 from asynckv.cli.bench.meeting import MEETING_KEY, Meeting, meeting_from
 from asynckv.cli.bench.raw import RawConnection
 from asynckv.cli.bench.raw_streams import RawStreams
@@ -46,7 +47,7 @@ class Rig:
         self,
         peer: Peer,
         lanes: int,
-        sockets: tuple[RawStreams, StreamsConnection] | None,
+        sockets: tuple[RawStreams, StreamsConnection, EchoConnection] | None,
         thread: concurrent.futures.Executor,
     ) -> None:
         self.peer = peer
@@ -68,7 +69,7 @@ class Rig:
 
         :raises ConfigError: the other side is no bench
         """
-        return self._both()[0]
+        return self._all()[0]
 
     @property
     def streams(self) -> StreamsConnection:
@@ -76,7 +77,15 @@ class Rig:
 
         :raises ConfigError: the other side is no bench
         """
-        return self._both()[1]
+        return self._all()[1]
+
+    @property
+    def echo(self) -> EchoConnection:
+        """The bare asyncio echo.
+
+        :raises ConfigError: the other side is no bench
+        """
+        return self._all()[2]
 
     @property
     def raw(self) -> RawConnection:
@@ -108,7 +117,7 @@ class Rig:
         theirs_s = await self.in_thread(self.raw.cpu_s)
         return theirs_s + time.process_time()
 
-    def _both(self) -> tuple[RawStreams, StreamsConnection]:
+    def _all(self) -> tuple[RawStreams, StreamsConnection, EchoConnection]:
         if self._sockets is None:
             raise ConfigError("the other side is no bench: it has no raw sockets")
         return self._sockets
@@ -151,7 +160,9 @@ async def open_rig(url: str, settings: Settings) -> AsyncIterator[Rig]:
             host, meeting.streams_port, meeting.token
         )
         stack.callback(streams.close)
-        yield Rig(peer, lanes, (raw_streams, streams), thread)
+        echo = await EchoConnection.open(host, meeting.echo_port, meeting.token)
+        stack.callback(echo.close)
+        yield Rig(peer, lanes, (raw_streams, streams, echo), thread)
 
 
 async def _meet(peer: Peer) -> Meeting | None:

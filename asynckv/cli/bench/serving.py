@@ -10,6 +10,7 @@ from typing import Final
 from asynckv.buffers.lookup import LookupBuffer
 from asynckv.buffers.serve import serve
 from asynckv.buffers.store import StoreBuffer
+from asynckv.cli.bench.echo import EchoServer
 from asynckv.cli.bench.meeting import (
     MEETING_KEY,
     TOKEN_NBYTES,
@@ -58,6 +59,7 @@ async def serving(url: str, settings: Settings) -> AsyncIterator[str]:
         raw = RawServer(host, token)
         stack.callback(raw.close)
         streams_port = await stack.enter_async_context(StreamsServer(host, token))
-        meeting = Meeting(raw.port, streams_port, token)
+        echo_port = await stack.enter_async_context(EchoServer(host, token))
+        meeting = Meeting(raw.port, streams_port, echo_port, token)
         await store.put(MEETING_KEY, meeting_as_tensor(meeting))
         yield server.url

@@ -23,9 +23,9 @@ def shown(report: BenchReport, *, terminal: bool) -> str:
 
 def test_every_row_is_printed_with_its_baselines(sample_report: BenchReport) -> None:
     lines = shown(sample_report, terminal=False).splitlines()
-    assert lines[4] == "<entry>  3 [2.7-3.3] GB/s  ok"
-    assert lines[5].strip().startswith("1.1 times slower than raw TCP")
-    assert lines[6].strip().startswith("5.3 times slower than memcpy")
+    assert lines[6] == "<entry>  3 [2.7-3.3] GB/s  ok"
+    assert lines[7].strip().startswith("1.1 times slower than raw TCP")
+    assert lines[8].strip().startswith("5.3 times slower than memcpy")
     assert lines[-1].endswith("FAILED: PeerLost: the peer is gone")
 
 

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from asynckv.cli.bench.measuring import Case, Measurement, Sample, measure
+from asynckv.cli.bench.measuring import Case, Measurement, Round, Sample, measure
 
 
 def noting(name: str, order: list[str]) -> Measurement:
@@ -78,3 +78,13 @@ async def test_progress_is_told_between_rounds() -> None:
     case = Case(noting("ours", []), {})
     await measure(case, 3, no_cpu, told.append)
     assert told == [0, 1, 2, 3]
+
+
+async def test_what_takes_turns_is_measured_together() -> None:
+    both = Round(Sample(1.0), {"echo": (Sample(2.0), Sample(3.0))})
+
+    async def together() -> Round:
+        return both
+
+    case = Case(noting("never", []), {}, together=together)
+    assert await measure(case, 2, no_cpu, no_progress) == [both, both]

@@ -16,13 +16,18 @@ from asynckv.cli.bench.meeting import (
 
 
 def test_a_meeting_survives_its_way_through_a_store() -> None:
-    meeting = Meeting(1, 65535, bytes(32))
+    meeting = Meeting(1, 65535, 2, bytes(32))
     assert meeting_from(meeting_as_tensor(meeting)) == meeting
 
 
 @pytest.mark.parametrize(
     "meeting",
-    [Meeting(0, 1, bytes(32)), Meeting(1, 65536, bytes(32)), Meeting(1, 1, b"")],
+    [
+        Meeting(0, 1, 1, bytes(32)),
+        Meeting(1, 65536, 1, bytes(32)),
+        Meeting(1, 1, 0, bytes(32)),
+        Meeting(1, 1, 1, b""),
+    ],
 )
 def test_what_cannot_be_a_meeting_is_refused(meeting: Meeting) -> None:
     with pytest.raises(ValueError, match="no meeting"):

@@ -14,6 +14,7 @@ async def test_a_rig_reaches_buffer_and_baselines(rig: Rig) -> None:
     assert await rig.lookup.peek(rig.prefix) == 0
     assert len(await rig.in_thread(rig.raw.ping, 2)) == 2
     assert len(await rig.streams.exchange(2, 1, 10)) == 2
+    assert await rig.echo.ping(b"there and back") == b"there and back"
 
 
 @pytest.mark.parametrize("lanes", [1, 3])
