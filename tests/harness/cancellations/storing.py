@@ -193,7 +193,7 @@ async def a_pin(ground: Ground, sweeper: Sweeper, nbytes: int) -> None:
 
 STORING: Final = (
     Scenario(a_put, ("KVStoreBuffer.put",)),
-    Scenario(a_put_that_waits_for_room, ("KVStoreBuffer.put", "StoreBuffer.reserve")),
+    Scenario(a_put_that_waits_for_room, ("KVStoreBuffer.put",)),
     Scenario(a_get, ("KVStoreBuffer.get",)),
     Scenario(a_delete, ("KVStoreBuffer.delete", "KVStoreBuffer.put"), sizes=(SMALL,)),
     Scenario(a_contains, ("KVStoreBuffer.contains",), sizes=(SMALL,)),
