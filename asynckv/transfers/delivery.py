@@ -5,9 +5,7 @@ What came through host memory is brought to the GPU where it is wanted.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Mapping, Sequence
-from typing import Final
 
 import msgspec
 import torch
@@ -21,26 +19,23 @@ from asynckv.tensors.blocks import KVBlocks, KVMemory, memory_of, tensor_at
 from asynckv.tensors.copying import CopyPool
 from asynckv.tensors.device_copying import DeviceCopyPool
 from asynckv.tensors.device_tensors import gpu_of
-from asynckv.tensors.runs import Memory, fill
+from asynckv.tensors.runs import fill
 from asynckv.tensors.views import tensor_from
 from asynckv.transfers.budget import ReceiveBudget
+from asynckv.transfers.incoming import Incoming
 from asynckv.transfers.manifest import INLINE_NBYTES, Manifest, unflatten, verify
 from asynckv.transfers.queries import tensor_of
-from asynckv.transfers.reception import Reception
 from asynckv.transfers.targets import match_targets
 
 __all__ = (
     "Delivery",
     "MappedParts",
-    "lift",
-    "lift_all",
-    "lift_some",
+    "goes_to_gpu",
+    "is_on_gpu",
+    "move_to_device",
+    "moved_to_device",
     "on_host",
 )
-
-
-_AT_A_TIME: Final = 16
-"""Tensors take their time to be made, on the loop."""
 
 
 class MappedParts(msgspec.Struct, eq=False):
@@ -70,7 +65,7 @@ class Delivery(msgspec.Struct, eq=False):
     has_completed: bool = False
     landed: list[str] = []
     tensors: dict[str, torch.Tensor] = {}
-    reception: Reception | None = None
+    incoming: Incoming | None = None
     charged_bytes: int = 0
 
     def __repr__(self) -> str:
@@ -121,23 +116,6 @@ class Delivery(msgspec.Struct, eq=False):
         match_targets(specs, targets)
         return sum(spec.nbytes for name, spec in specs.items() if name not in targets)
 
-    async def allocate(
-        self, targets: Mapping[str, KVMemory], budget: ReceiveBudget
-    ) -> list[Memory]:
-        """Make the tensors, and return the memory that is to be filled.
-
-        The loop goes on in between. A cancelled call leaves nothing.
-        """
-        tensors, memory = dict[str, torch.Tensor](), list[Memory]()
-        for index, (name, spec) in enumerate(self.manifest.specs.items(), 1):
-            place = targets[name] if name in targets else budget.empty(spec)
-            tensors[name] = tensor_at(place)
-            memory.append(memory_of(place))
-            if not index % _AT_A_TIME:
-                await asyncio.sleep(0)
-        self.tensors = tensors
-        return memory
-
     def land(self, tensors: dict[str, torch.Tensor]) -> None:
         """All of it is there: the peer's memory is kept by views of it alone."""
         self.tensors = tensors
@@ -164,7 +142,9 @@ class Delivery(msgspec.Struct, eq=False):
     def entry(self) -> KVEntry:
         """Return the entry, whole."""
         offer, manifest = self.offer, self.manifest
-        key, value, hidden, extras = unflatten(self.tensors.items())
+        tensors = self.tensors  # in the order in which they came
+        named = [(one.name, tensors[one.name]) for one in manifest.records]
+        key, value, hidden, extras = unflatten(named)
         return KVEntry(
             tensor_of(manifest.input_tokens),
             tensor_of(manifest.roi),
@@ -180,66 +160,47 @@ class Delivery(msgspec.Struct, eq=False):
 
 def on_host(targets: Mapping[str, KVMemory]) -> dict[str, KVMemory]:
     """Return those in which bytes can land that come over a socket."""
-    return {name: target for name, target in targets.items() if not _is_on_gpu(target)}
+    return {name: target for name, target in targets.items() if not is_on_gpu(target)}
 
 
-async def lift_all(
+async def move_to_device(
     delivery: Delivery, targets: Mapping[str, KVMemory], pool: CopyPool
 ) -> None:
-    """Let all of a whole delivery be where it is wanted, by a copy to a GPU.
+    """Let all that came along, or was read, be where it is wanted: copied to a GPU.
 
-    That is in ``targets``, or on the GPU of ``pool``, if it has one. A cancelled call
-    ends when no target is written any more. After that, and after an error, the
-    delivery keeps no tensor.
+    That is in ``targets``, or on the GPU of ``pool``, if it has one. What it had of the
+    host's memory is let go. A cancelled call ends when no target is written any more.
+    After that, and after an error, the delivery keeps no tensor.
 
     :raises ValueError: ``targets`` do not fit the entry
     """
     try:
         match_targets(delivery.manifest.specs, targets)
+        names = [
+            name
+            for name, tensor in delivery.tensors.items()
+            if gpu_of(tensor) is None and goes_to_gpu(targets.get(name), pool)
+        ]
+        if names:
+            places = await _copied(delivery, names, targets, pool)
+            delivery.tensors |= dict(zip(names, places, strict=True))
     except BaseException:
         delivery.forget()
         raise
-    await lift_some(delivery, [*delivery.tensors], targets, pool)
 
 
-async def lift_some(
-    delivery: Delivery,
-    names: Sequence[str],
-    targets: Mapping[str, KVMemory],
-    pool: CopyPool,
-) -> None:
-    """As :func:`lift_all`, of some that have landed; their ``targets`` fit.
-
-    What these had of the host's memory is let go.
-    """
-    lifted = [
-        name
-        for name in names
-        if gpu_of(delivery.tensors[name]) is None
-        and _goes_to_gpu(targets.get(name), pool)
-    ]
-    if not lifted:
-        return
-    try:
-        places = await _lifted(delivery, lifted, targets, pool)
-    except BaseException:
-        delivery.forget()
-        raise
-    delivery.tensors |= dict(zip(lifted, places, strict=True))
-
-
-async def lift(
+async def moved_to_device(
     delivery: Delivery, name: str, targets: Mapping[str, KVMemory], pool: CopyPool
 ) -> torch.Tensor:
-    """As :func:`lift_all`, of one tensor that has landed."""
+    """As :func:`move_to_device`, of one tensor that has landed."""
     tensor = delivery.tensors[name]
-    if gpu_of(tensor) is not None or not _goes_to_gpu(targets.get(name), pool):
+    if gpu_of(tensor) is not None or not goes_to_gpu(targets.get(name), pool):
         return tensor
-    (tensor,) = await _lifted(delivery, [name], targets, pool)
+    (tensor,) = await _copied(delivery, [name], targets, pool)
     return tensor
 
 
-async def _lifted(
+async def _copied(
     delivery: Delivery,
     names: list[str],
     targets: Mapping[str, KVMemory],
@@ -254,11 +215,13 @@ async def _lifted(
     return [tensor_at(place) for place in places]
 
 
-def _goes_to_gpu(target: KVMemory | None, pool: CopyPool) -> bool:
+def goes_to_gpu(target: KVMemory | None, pool: CopyPool) -> bool:
+    """Does a tensor with this ``into=``, or none, belong on a GPU?"""
     if target is None:
         return isinstance(pool, DeviceCopyPool)
-    return _is_on_gpu(target)
+    return is_on_gpu(target)
 
 
-def _is_on_gpu(target: KVMemory) -> bool:
+def is_on_gpu(target: KVMemory) -> bool:
+    """Does it lie in memory of a GPU?"""
     return gpu_of(target.pool if isinstance(target, KVBlocks) else target) is not None

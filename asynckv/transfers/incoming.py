@@ -294,7 +294,7 @@ class Incoming:
         self._is_stopped = True
         self._forget_link()
         self._forget_route()
-        self._landed = self._failed = None
+        self._landed = self._failed = self._find_route = self._room = None
         self._targets = ()
         self._eager.clear()
         self._on_device.clear()
@@ -316,7 +316,7 @@ class Incoming:
         landed, whole = self._landed, self._whole
         self._untold -= 1
         if not self._untold:
-            self._landed = self._failed = None
+            self._landed = self._failed = self._find_route = self._room = None
             self._on_device.clear()
         if landed is not None:
             landed(part, digest)

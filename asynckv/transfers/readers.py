@@ -22,7 +22,7 @@ from asynckv.links.progress import Progress
 from asynckv.protocol.digests import digest_of
 from asynckv.protocol.frames import Offer
 from asynckv.protocol.handshake import DigestMode, strictest
-from asynckv.protocol.transfer_frames import SentDevices
+from asynckv.protocol.transfer_frames import GrantDevices, SentDevices, SentShared
 from asynckv.protocol.values import MappedOffer, Place, TensorRecord
 from asynckv.sharing.exporter import edges_in
 from asynckv.sharing.imports import ImportedMemory
@@ -64,7 +64,7 @@ class MapReader:
     """Reads what ``memory`` shows, for any number of calls.
 
     With ``views`` nothing is copied but what lands in memory of the caller. What
-    ``is_for_gpu`` is shown until :func:`~asynckv.transfers.delivery.lift_all` has
+    ``is_for_gpu`` is shown until :func:`~asynckv.transfers.delivery.move_to_device` has
     copied it to the GPU, and counts as received.
     """
 
@@ -342,12 +342,13 @@ class _Awaited(NamedTuple):
 
 
 class ShownArrivals:
-    """One transfer; fits :class:`~asynckv.transfers.reception.PartReceiver`.
+    """One transfer; fits :class:`~asynckv.transfers.incoming.DeviceRoute`.
 
     ``digest`` is what both sides want to be compared of what has landed.
     """
 
-    compares: ClassVar[bool] = True
+    reads_peer: ClassVar[bool] = True
+    is_given_up: ClassVar[bool] = False
 
     def __init__(self, link: Link, parts: ShownParts) -> None:
         self.pool = parts.pool
@@ -357,6 +358,10 @@ class ShownArrivals:
         self._awaited: dict[int, _Awaited] = {}
         self._reading: set[asyncio.Task[None]] = set()
         self._is_stopped = False
+
+    def grant(self, transfer: int) -> GrantDevices:
+        """Return what the peer is told once :meth:`receive` was called."""
+        return GrantDevices(transfer, self.digest)
 
     def receive(
         self,
@@ -369,12 +374,18 @@ class ShownArrivals:
             raise TypeError("memory of the host does not come this way")
         self._awaited[part] = _Awaited(target, done)
 
-    def sent(self, frame: SentDevices) -> None:
+    def landed_bytes(self, transfer: int) -> int:
+        """Bytes of parts that are not whole yet: nobody knows."""
+        return 0
+
+    def sent(self, frame: SentDevices | SentShared) -> None:
         """A part lies where the peer has offered it: begin to copy it. Never waits.
 
-        :raises RemoteProtocolError: there is no such part, it was told of before, or
-            less is to be compared than this side asks for
+        :raises RemoteProtocolError: there is no such part, it was told of before, less
+            is to be compared than this side asks for, or it is said to lie elsewhere
         """
+        if isinstance(frame, SentShared):
+            raise RemoteProtocolError("a SentShared for what was granted otherwise")
         if self._is_stopped:
             return
         if strictest(self.digest, frame.kind) != frame.kind:

@@ -28,6 +28,7 @@ __all__ = (
     "DeviceTarget",
     "HostTarget",
     "Target",
+    "TensorTarget",
     "check_targets",
     "copy_to_device",
     "device_memory",
@@ -85,20 +86,19 @@ class HostTarget(Target):
 
 
 class DeviceTarget(Target):
-    """Memory of a GPU, which ``place`` returns; ``None`` if nobody needs it any more.
+    """Memory of a GPU, with a bounce buffer before it that ``empty`` makes.
 
-    ``empty`` makes the bounce buffer. ``pool`` copies from there, and digests what it
-    copies once more if it ``is_digested``.
+    ``pool`` copies from there, and digests what it copies once more if it
+    ``is_digested``.
     """
 
-    __slots__ = ("_bounce", "_empty", "is_digested", "place", "pool", "spec")
+    __slots__ = ("_bounce", "_empty", "is_digested", "pool", "spec")
 
     is_on_device: ClassVar[bool] = True
 
     def __init__(
         self,
         spec: TensorSpec,
-        place: Callable[[], KVMemory | DeviceMemory | None],
         pool: CopyPool,
         *,
         empty: Callable[[TensorSpec], torch.Tensor],
@@ -106,11 +106,14 @@ class DeviceTarget(Target):
     ) -> None:
         self.nbytes = spec.nbytes
         self.spec = spec
-        self.place = place
         self.pool = pool
         self.is_digested = is_digested
         self._empty = empty
         self._bounce: torch.Tensor | None = None
+
+    @abc.abstractmethod
+    def place(self) -> KVMemory | DeviceMemory | None:
+        """Return the memory of the GPU; ``None`` if nobody needs it any more."""
 
     @property
     def is_in_host(self) -> bool:
@@ -118,14 +121,9 @@ class DeviceTarget(Target):
         return self._bounce is not None
 
     def host(self) -> Memory:
-        self._bounce = self._empty(self.spec)
+        if self._bounce is None:
+            self._bounce = self._empty(self.spec)
         return bytes_of(self._bounce)
-
-    def device(self) -> DeviceMemory:
-        place = self.place()
-        if not isinstance(place, DeviceMemory):
-            raise TypeError("what is to be on a GPU lies elsewhere")
-        return place
 
     def take_bounce(self) -> torch.Tensor | None:
         """Return the bounce buffer, and keep it no longer."""
@@ -141,18 +139,70 @@ class BufferPart(Protocol):
     spec: TensorSpec
 
 
+class RegionTarget(DeviceTarget):
+    """Memory of a buffer on a GPU, for as long as the entry is there."""
+
+    __slots__ = ("_part",)
+
+    def __init__(self, part: BufferPart, pool: CopyPool) -> None:
+        super().__init__(part.spec, pool, empty=pool.host_empty)
+        self._part = part
+
+    def place(self) -> DeviceMemory | None:
+        region = self._part.region
+        return None if region is None else device_memory(region, self.spec)
+
+    def device(self) -> DeviceMemory:
+        return device_memory(self._part.region, self.spec)
+
+
+class TensorTarget(DeviceTarget):
+    """A tensor of a GPU, or blocks there: the caller's, or one that is made for it."""
+
+    __slots__ = ("_into", "_is_callers", "_ready")
+
+    def __init__(
+        self,
+        spec: TensorSpec,
+        into: KVMemory | None,
+        pool: CopyPool,
+        *,
+        empty: Callable[[TensorSpec], torch.Tensor],
+    ) -> None:
+        super().__init__(spec, pool, empty=empty, is_digested=False)
+        self._into = into
+        self._is_callers = into is not None
+        self._ready: DeviceMemory | None = None
+
+    def place(self) -> KVMemory:
+        if self._into is None:
+            self._into = self.pool.empty(self.spec)
+        return self._into
+
+    def ready(self, memory: DeviceMemory) -> None:
+        """Nothing is queued any more for the ``memory`` of the place."""
+        self._ready = memory
+
+    def device(self) -> DeviceMemory:
+        memory, self._ready = self._ready, None
+        if memory is None:
+            raise TypeError("what is to be on a GPU is not ready there")
+        return memory
+
+    def give_up(self, error: GPUFailed) -> None:
+        if self._is_callers:
+            super().give_up(error)
+        self._into = None
+
+
 def target_in(region: Region, part: BufferPart, pool: CopyPool) -> Target:
     """Return a part's ``region`` as what its bytes are to land in.
 
     :raises EntryTooLarge: of the heap, and the process may have no more
     """
-    if not region.is_on_device:
-        return HostTarget(region.memory())
-
-    def place() -> DeviceMemory | None:
-        return None if part.region is None else device_memory(part.region, part.spec)
-
-    return DeviceTarget(part.spec, place, pool, empty=pool.host_empty)
+    if region.is_on_device:
+        return RegionTarget(part, pool)
+    return HostTarget(region.memory())
 
 
 def device_memory(region: Region | None, spec: TensorSpec) -> DeviceMemory:

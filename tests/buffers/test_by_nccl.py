@@ -10,9 +10,10 @@ import torch
 
 from asynckv.abc import KVEntry
 from asynckv.buffers.lookup import LookupBuffer
+from asynckv.errors import PeerLost
 from asynckv.testing.blocked import until
 from asynckv.testing.cancellation import CancelMode, Outcome, sweep_cancellation
-from asynckv.testing.expectations import is_same
+from asynckv.testing.expectations import is_same, only
 from asynckv.testing.lookup_checks.values import MIB, noise
 from asynckv.types import TensorSpec
 from harness.fake_gpus import FakeGpus
@@ -120,3 +121,39 @@ async def test_a_link_may_be_cut_while_a_place_is_waited_for(pair: NcclBuffers) 
     pair.peer._linked().abort()
     assert (await select).key is into["key"] and is_same(into["key"], noise(MIB))
     assert not pair.peer.budget.used_bytes
+
+
+async def test_a_query_whose_route_is_lost_keeps_its_entry_and_its_place_in_line(
+    pair: NcclBuffers,
+) -> None:
+    await pair.opened()
+    lookup = pair.peer.lookup
+    pair.ours.process.nccl.is_silent = True
+    for number in (1, 2):
+        await pair.buffer.insert([1], None, noise(MIB, number), None, None)
+    taking = asyncio.create_task(lookup.drop_select([1]))
+    await until(lambda: pair.near_way.transport.receiver.is_busy)
+    pair.near_way._stalled(PeerLost("nothing has come for long"))
+    entry = await taking
+    assert is_same(only(entry.key), noise(MIB, 1)) and entry.attempt == 1
+    assert is_same(only((await lookup.drop_select([1])).key), noise(MIB, 2))
+
+
+async def test_a_layer_that_was_handed_out_is_not_written_again_when_its_route_is_lost(
+    pair: NcclBuffers,
+) -> None:
+    await pair.opened()
+    layers = {name: TensorSpec((MIB,), "uint8") for name in ("key", "value")}
+    async with (
+        pair.buffer.open_insert([1], None, layers) as writer,
+        pair.peer.lookup.open_drop_select([1]) as stream,
+    ):
+        await writer.put("key", noise(MIB, 1))
+        key = await stream.wait_for("key")
+        key.fill_(9)
+        pair.ours.process.nccl.is_silent = True
+        await writer.put("value", noise(MIB, 2))
+        await until(lambda: pair.near_way.transport.receiver.is_busy)
+        pair.near_way._stalled(PeerLost("nothing has come for long"))
+        assert is_same(await stream.wait_for("value"), noise(MIB, 2))
+        assert bool((key == 9).all()) and stream.attempt == 1

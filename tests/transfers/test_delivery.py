@@ -7,11 +7,9 @@ from asynckv.errors import ChecksumError
 from asynckv.protocol.digests import digest_of
 from asynckv.protocol.frames import Offer
 from asynckv.protocol.values import TensorRecord
-from asynckv.tensors.runs import fill
 from asynckv.tensors.views import bytes_of, spec_of
-from asynckv.transfers.budget import ReceiveBudget
 from asynckv.transfers.delivery import Delivery
-from asynckv.transfers.manifest import INLINE_NBYTES, pack, unpack
+from asynckv.transfers.manifest import INLINE_NBYTES, Manifest, pack, unpack
 from asynckv.transfers.queries import as_tokens
 from asynckv.types import TensorSpec
 
@@ -77,14 +75,22 @@ def test_an_entry_that_is_not_committed_is_not_whole() -> None:
     assert delivery.is_whole
 
 
-async def test_only_what_is_lent_by_nobody_needs_memory_of_its_own() -> None:
+def test_only_what_is_lent_by_nobody_needs_memory_of_its_own() -> None:
     delivery = large_offer(10)
     assert delivery.own_nbytes({}) == 10
     lent = {"key": torch.zeros(10, dtype=torch.uint8)}
     assert delivery.own_nbytes(lent) == 0
-    (view,) = await delivery.allocate(lent, ReceiveBudget(0))
-    fill(view, memoryview(bytes([1] * 10)))
-    assert bool(lent["key"].all()) and delivery.tensors["key"] is lent["key"]
+
+
+def test_an_entry_has_its_tensors_in_the_order_of_its_insert() -> None:
+    names = ("0.key", "1.key")
+    records = tuple(TensorRecord(name, TensorSpec((1,), "uint8")) for name in names)
+    manifest = Manifest(records, None, None, ())
+    delivery = Delivery(Offer(transfer=2, inline=False), manifest)
+    for name in reversed(names):  # as they may have come
+        delivery.tensors[name] = torch.zeros(1, dtype=torch.uint8)
+    key = delivery.entry().key
+    assert isinstance(key, dict) and [*key] == ["0", "1"]
 
 
 def test_up_to_64_kib_is_small_however_it_comes() -> None:

@@ -6,11 +6,13 @@ import dataclasses
 from collections.abc import Iterator
 
 import pytest
+import torch
 
 from asynckv.errors import ChecksumError, GPUFailed
 from asynckv.protocol.digests import digest_of
 from asynckv.tensors.arena import Region
 from asynckv.tensors.copying import CopyPool
+from asynckv.tensors.cuda import DeviceMemory
 from asynckv.tensors.runs import fill
 from asynckv.tensors.views import bytes_of, empty_tensor
 from asynckv.testing.expectations import noise
@@ -18,6 +20,7 @@ from asynckv.transfers.targets import (
     DeviceTarget,
     HostTarget,
     Target,
+    TensorTarget,
     copy_to_device,
     device_memory,
     fill_targets,
@@ -107,6 +110,8 @@ async def test_what_has_left_is_not_copied(pool: CopyPool, part: Part) -> None:
     fill(target.host(), BYTES)
     part.region = None
     await copy_to_device([target], [DIGEST])
+    with pytest.raises(TypeError, match="lies elsewhere"):
+        target.device()
     part.region = region
     assert await digest_there(part, pool) != DIGEST
 
@@ -118,9 +123,41 @@ async def test_what_a_gpu_may_write_to_for_ever_is_not_used_again(
         target_of(part, pool).give_up(GPUFailed("it is stuck"))
 
 
-async def test_what_is_in_host_memory_is_on_no_gpu(pool: CopyPool) -> None:
+def test_what_is_in_host_memory_is_on_no_gpu() -> None:
     with pytest.raises(TypeError, match="lies elsewhere"):
         device_memory(Region(NBYTES, None), SPEC)
-    here = DeviceTarget(SPEC, lambda: noise(NBYTES, 1), pool, empty=empty_tensor)
-    with pytest.raises(TypeError, match="lies elsewhere"):
-        here.device()
+
+
+async def test_a_tensor_is_made_when_it_is_copied_to(
+    pool: CopyPool, gpu: FakeDevice
+) -> None:
+    target = TensorTarget(SPEC, None, pool, empty=empty_tensor)
+    assert target.host() is not None and target.is_in_host
+    fill(target.host(), BYTES)
+    await copy_to_device([target], [b"of other bytes"])
+    made = target.place()
+    assert isinstance(made, torch.Tensor) and made.is_cuda
+    assert await pool.digest([made]) == [DIGEST]
+    target.give_up(GPUFailed("it is stuck"))
+    assert target.place() is not made
+
+
+async def test_a_callers_tensor_that_a_gpu_may_write_to_for_ever_is_not_used_again(
+    pool: CopyPool, gpu: FakeDevice
+) -> None:
+    into = gpu.tensor(noise(NBYTES, 1))
+    target = TensorTarget(SPEC, into, pool, empty=empty_tensor)
+    assert target.place() is into
+    with pytest.raises(GPUFailed, match="stuck"):
+        target.give_up(GPUFailed("it is stuck"))
+
+
+def test_a_tensor_is_written_by_another_gpu_once_it_is_ready(pool: CopyPool) -> None:
+    target, memory = (
+        TensorTarget(SPEC, None, pool, empty=empty_tensor),
+        DeviceMemory(4096, NBYTES, 0),
+    )
+    with pytest.raises(TypeError, match="not ready"):
+        target.device()
+    target.ready(memory)
+    assert target.device() is memory

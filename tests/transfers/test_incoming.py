@@ -388,20 +388,22 @@ class OnGpu:
 
     def _target(self, tensor: torch.Tensor) -> DeviceTarget:
         spec = TensorSpec((len(tensor),), "uint8")
-        memory = DeviceMemory(4096, len(tensor), 0)
-        target = Routed(spec, lambda: tensor, self.pool, empty=empty_tensor)
-        target.memory = memory
+        target = Routed(spec, self.pool, empty=empty_tensor)
+        target.tensor = tensor
         return target
 
 
 class Routed(DeviceTarget):
-    """Knows where it is on the GPU, too."""
+    """Copied to a tensor, and somewhere on a GPU too."""
 
-    memory: DeviceMemory
+    tensor: torch.Tensor
     was_given_up = False
 
+    def place(self) -> torch.Tensor:
+        return self.tensor
+
     def device(self) -> DeviceMemory:
-        return self.memory
+        return DeviceMemory(4096, self.nbytes, 0)
 
     def give_up(self, error: GPUFailed) -> None:
         self.was_given_up = True

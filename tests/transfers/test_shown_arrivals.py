@@ -7,7 +7,7 @@ import pytest
 
 from asynckv.errors import ChecksumError, RemoteProtocolError
 from asynckv.links.fd_socket import has_fd_sockets
-from asynckv.protocol.transfer_frames import SentDevices
+from asynckv.protocol.transfer_frames import GrantDevices, SentDevices, SentShared
 from asynckv.protocol.values import Place
 from asynckv.sharing.imports import ImportedMemory
 from asynckv.shielding import wait_shielded
@@ -129,6 +129,10 @@ async def test_what_makes_no_sense_is_refused(ground: Ground) -> None:
             ground.arrivals.sent(frame)
     with pytest.raises(RemoteProtocolError, match="digests of off, not of edges"):
         ground.arrivals.sent(SentDevices(2, 0, "off"))
+    with pytest.raises(RemoteProtocolError, match="granted otherwise"):
+        ground.arrivals.sent(SentShared(2, 0, "edges", 0))
+    assert ground.arrivals.grant(2) == GrantDevices(2, "edges")
+    assert not ground.arrivals.landed_bytes(2)
     with pytest.raises(ValueError, match="does not lie there"):
         ground.parts.source(1)
 

@@ -8,10 +8,9 @@ that the caller lent (``into``) is quiet before any error reaches the caller.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from functools import partial
-from typing import TypeAlias
 
 import torch
 
@@ -24,7 +23,7 @@ from asynckv.errors import (
     PeerRestarted,
     RemoteProtocolError,
 )
-from asynckv.links.gpu_link import GpuPathLost, Ways
+from asynckv.links.gpu_link import Ways
 from asynckv.links.link import Link
 from asynckv.links.requests import fail_by
 from asynckv.observability.waits import LoggedWaits
@@ -48,15 +47,19 @@ from asynckv.protocol.transfer_frames import Done, Riders, SentDevices
 from asynckv.tensors.blocks import KVMemory
 from asynckv.tensors.copying import CopyPool
 from asynckv.transfers.budget import ReceiveBudget
-from asynckv.transfers.delivery import Delivery, lift, lift_all, lift_some, on_host
-from asynckv.transfers.landing import Landing, read_offer
+from asynckv.transfers.delivery import (
+    Delivery,
+    move_to_device,
+    moved_to_device,
+    on_host,
+)
+from asynckv.transfers.offers import OfferReceiver, read_offer
 from asynckv.transfers.queries import TOKEN_NBYTES, Query, tensor_of
 from asynckv.transfers.readers import MapReader
 from asynckv.types import TensorSpec
 from asynckv.waits.replies import Watchers
 
 __all__ = (
-    "Lift",
     "RemoteConsumer",
     "RemoteStream",
     "Selecting",
@@ -64,25 +67,18 @@ __all__ = (
 )
 
 
-Lift: TypeAlias = Callable[[Delivery, Sequence[str]], Awaitable[None]]
-"""Lets some tensors, verified, be where they are wanted. Cancelled, it ends when the
-GPU is done."""
-
-
 class Selecting:
     """One query on one link. ``delivery`` is the offer that stands, if one does."""
 
     delivery: Delivery | None = None
     may_have_counted = False
-    _landed: list[str]
-    _names: list[str]
     _error: Exception | None = None
     _is_acknowledged = False
     _is_noted = False
     _is_answered = False
     _is_accepted = False
     _ways: Ways | None = None
-    _landing: Landing | None = None
+    _receiver: OfferReceiver | None = None
 
     def __init__(
         self,
@@ -90,6 +86,7 @@ class Selecting:
         query: Query,
         targets: Mapping[str, KVMemory],
         budget: ReceiveBudget,
+        pool: CopyPool,
         *,
         streams: bool = False,
         reader: MapReader | None = None,
@@ -102,6 +99,7 @@ class Selecting:
         self.link = link
         self.targets = targets
         self._budget = budget
+        self._pool = pool
         self._streams = streams
         self._watchers = Watchers()
         key = query.key or b""
@@ -115,11 +113,10 @@ class Selecting:
         )
         self._stream = link.open_stream(self, frame, key)
 
-    async def delivered(self, lift: Lift | None = None) -> Delivery:
+    async def delivered(self) -> Delivery:
         """Wait for an entry; unless the query streams, for all of it, verified.
 
-        An offer that is retracted meanwhile is forgotten; the wait goes on. ``lift`` is
-        given the tensors that have landed while others are still to come.
+        An offer that is retracted meanwhile is forgotten; the wait goes on.
 
         :raises Exception: what ended the query; ``PeerLost`` if the link did
         """
@@ -129,16 +126,10 @@ class Selecting:
             await self._take_in(delivery)
             if self._error is not None:
                 raise self._error
-            lifted = 0
             while self.delivery is delivery:
                 if self._streams or delivery.is_whole:
                     return delivery
-                names = delivery.landed[lifted:]
-                if lift is not None and names:
-                    lifted += len(names)
-                    await lift(delivery, names)
-                else:
-                    await self.changed()
+                await self.changed()
 
     def changed(self) -> asyncio.Future[None]:
         """Return what is done when a frame has changed something.
@@ -192,8 +183,8 @@ class Selecting:
         :raises LeaseLost: the entry was taken back meanwhile
         """
         self._is_acknowledged = True
-        if delivery.reception is not None:
-            delivery.reception.stop()
+        if delivery.incoming is not None:
+            delivery.incoming.stop()
         if not self._is_answered:
             self._error = None  # of a part that nobody was given
             self.may_have_counted = True
@@ -219,14 +210,14 @@ class Selecting:
         self._error = self._error or RuntimeError("this drop_select is over")
         if self.delivery is not None:
             self.delivery.let_go()
-            if self.delivery.reception is not None:
-                self.delivery.reception.stop()
+            if self.delivery.incoming is not None:
+                self.delivery.incoming.stop()
         self.release()
 
     async def quiesce(self) -> None:
         """Wait until nothing touches memory that the caller lent (at most 1 s)."""
-        if self._landing is not None:
-            await self._landing.quiesce()
+        if self._receiver is not None:
+            await self._receiver.quiesce()
 
     def release(self) -> None:
         """The tensors are the application's now: no longer charged."""
@@ -239,12 +230,14 @@ class Selecting:
             case Offer():
                 self._on_offer(frame, body)
             case Done() | Riders() | SentDevices():
-                self._on_parts(frame, body)
+                incoming = None if delivery is None else delivery.incoming
+                if incoming is not None and incoming.transfer == frame.transfer:
+                    incoming.on_frame(frame, body)
             case Complete(transfer=transfer):
                 if delivery is not None and delivery.offer.transfer == transfer:
                     delivery.has_completed = True
-                    if delivery.reception is not None:
-                        delivery.reception.expect()
+                    if delivery.incoming is not None:
+                        delivery.incoming.expect()
             case Retract(transfer=transfer):
                 if delivery is not None and delivery.offer.transfer == transfer:
                     self._on_retract(delivery)
@@ -261,12 +254,10 @@ class Selecting:
     def on_lost(self, error: PeerLost) -> None:
         self._fail(self._error or error)
 
-    def part_verified(self, index: int, digest: bytes) -> None:
-        self._landed.append(self._names[index])
-        self._watchers.wake()
-
-    def reception_failed(self, error: Exception) -> None:
+    def _cannot_land(self, delivery: Delivery, error: Exception) -> None:
         self._error = error
+        if not self._streams:  # else some of it was handed out
+            delivery.forget()
         self._watchers.wake()
 
     def _fail(self, error: Exception) -> None:
@@ -292,16 +283,8 @@ class Selecting:
         self.delivery = None
         delivery.let_go()
         delivery.uncharge(self._budget)
-        if delivery.reception is not None:
-            delivery.reception.stop()
-
-    def _on_parts(self, frame: Done | Riders | SentDevices, body: bytes) -> None:
-        reception = None if self.delivery is None else self.delivery.reception
-        landing = self._landing
-        if reception is None or landing is None:
-            return
-        if reception.transfer == frame.transfer:
-            landing.on_parts(reception, frame, body)
+        if delivery.incoming is not None:
+            delivery.incoming.stop()
 
     async def _take_in(self, delivery: Delivery) -> None:
         """Let its bytes land, or read them where they are."""
@@ -312,11 +295,15 @@ class Selecting:
         elif delivery.mapped is not None and reader is not None and not self._streams:
             await reader.take(delivery, self.targets, self._budget, self._stands)
         else:
-            if self._landing is None:
-                mine = self.targets, self._budget, self._ways
-                self._landing = Landing(self.link, self._stream, *mine)
-            self._names, self._landed = [*delivery.manifest.specs], delivery.landed
-            await self._landing.accept(delivery, self, partial(self._stands, delivery))
+            if self._receiver is None:
+                mine = self.targets, self._budget, self._pool, self._ways
+                self._receiver = OfferReceiver(self._stream, *mine)
+            await self._receiver.accept(
+                delivery,
+                self._watchers.wake,
+                partial(self._cannot_land, delivery),
+                partial(self._stands, delivery),
+            )
 
 
 def check_key_fits(key: bytes, max_body_bytes: int) -> None:
@@ -332,7 +319,7 @@ def check_key_fits(key: bytes, max_body_bytes: int) -> None:
 
 
 class RemoteStream(SelectStream):
-    """Hands out each tensor once it is verified, where it is wanted: see lifting."""
+    """Hands out each tensor once it is verified, where it is wanted."""
 
     def __init__(
         self,
@@ -352,7 +339,7 @@ class RemoteStream(SelectStream):
         self._delivery = delivery
         self._targets = targets
         self._pool = pool
-        self._lifted: dict[str, torch.Tensor] = {}
+        self._tensors: dict[str, torch.Tensor] = {}
         self._next = 0
         self._is_closed = False
 
@@ -378,10 +365,10 @@ class RemoteStream(SelectStream):
         return await self._tensor(name)
 
     async def _tensor(self, name: str) -> torch.Tensor:
-        if name not in self._lifted:
-            lifting = lift(self._delivery, name, self._targets, self._pool)
-            self._lifted[name] = await lifting
-        return self._lifted[name]
+        if name not in self._tensors:
+            moving = moved_to_device(self._delivery, name, self._targets, self._pool)
+            self._tensors[name] = await moving
+        return self._tensors[name]
 
     def close(self) -> None:
         """No more tensors."""
@@ -463,12 +450,10 @@ class RemoteConsumer:
                 views=views,
             )
             try:
-                has_gpu = self._peer.on_gpu is not None or bool(targets)
-                lifts = has_gpu and not streams
-                lift = partial(self._lift, targets) if lifts else None
-                delivery = await selecting.delivered(lift)
-                if lifts:
-                    await lift_all(delivery, targets, self._peer.pool)
+                delivery = await selecting.delivered()
+                if delivery.incoming is None and not streams:
+                    if self._peer.on_gpu is not None or targets:
+                        await move_to_device(delivery, targets, self._peer.pool)
                 return selecting, delivery
             except BaseException as exc:
                 if not await _may_ask_again(selecting, exc):
@@ -487,22 +472,13 @@ class RemoteConsumer:
     ) -> Selecting:
         peer = self._peer
         selecting = Selecting(
-            *(link, query, targets, peer.budget),
+            *(link, query, targets, peer.budget, peer.pool),
             streams=streams,
             reader=peer.ways.reader(link, views=views),
             ways=None if peer.on_gpu is None else peer.ways,
         )
         self._waits.begin(selecting)
         return selecting
-
-    async def _lift(
-        self,
-        targets: Mapping[str, KVMemory],
-        delivery: Delivery,
-        names: Sequence[str],
-    ) -> None:
-        """One tensor is copied to the GPU while others are on the wire."""
-        await lift_some(delivery, names, targets, self._peer.pool)
 
     async def _settle(self, selecting: Selecting, delivery: Delivery) -> bool:
         """Acknowledge receipt of what is not small; ``False`` if it did not count."""
@@ -564,9 +540,6 @@ async def _may_ask_again(selecting: Selecting, error: BaseException) -> bool:
     await selecting.quiesce()
     if isinstance(error, PeerLost):
         return not selecting.link.is_open  # else the peer says so, of something else
-    if isinstance(error, GpuPathLost):
-        # What the GPU may write to is not used for other bytes.
-        return error.is_quiet or not selecting.targets
     return isinstance(error, EntryAborted) and error.reason != "taken"
 
 

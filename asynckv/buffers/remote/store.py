@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 from collections.abc import AsyncIterator, Iterator, Sequence
+from functools import partial
 from typing import Final
 
 import torch
@@ -40,9 +41,9 @@ from asynckv.tensors.runs import joined
 from asynckv.tensors.views import check_into
 from asynckv.transfers.arguments import as_key, as_keys
 from asynckv.transfers.budget import ReceiveBudget
-from asynckv.transfers.delivery import Delivery, lift_all, on_host
-from asynckv.transfers.landing import Landing, read_offer
+from asynckv.transfers.delivery import Delivery, move_to_device, on_host
 from asynckv.transfers.manifest import INLINE_NBYTES
+from asynckv.transfers.offers import OfferReceiver, read_offer
 from asynckv.transfers.source import Source, source_of, until_made
 from asynckv.waits.replies import Answer
 
@@ -76,7 +77,7 @@ class Getting:
         self._budget = budget
         self._pool = pool
         self._delivery: Delivery | None = None
-        self._landing: Landing | None = None
+        self._receiver: OfferReceiver | None = None
         self._offer: Answer[Delivery | None] = Answer()
         self._landed: Answer[None] = Answer()
         self._stream = link.open_stream(self, Get(key))
@@ -94,9 +95,11 @@ class Getting:
         if self._into is not None:
             check_into(self._into, record.spec, self._key)
             targets = {record.name: self._into}
-        await self._land(delivery, targets)
-        await lift_all(delivery, targets, self._pool)
-        if not delivery.offer.inline:
+        if delivery.offer.inline:
+            delivery.read_inline(on_host(targets))
+            await move_to_device(delivery, targets, self._pool)
+        else:
+            await self._receive(delivery, targets)
             self._stream.send(Took(b""))
         return delivery.tensors[record.name]
 
@@ -109,26 +112,22 @@ class Getting:
     def cancel(self) -> None:
         """The value is not wanted any more. Never waits."""
         self._stream.send(Cancel())
-        if self._delivery is not None and self._delivery.reception is not None:
-            self._delivery.reception.stop()
+        if self._delivery is not None and self._delivery.incoming is not None:
+            self._delivery.incoming.stop()
 
     async def quiesce(self) -> None:
         """Wait until nothing touches memory that the caller lent (at most 1 s)."""
-        if self._landing is not None:
-            await self._landing.quiesce()
-
-    def part_verified(self, index: int, digest: bytes) -> None:
-        self._landed.give(None)
-
-    def reception_failed(self, error: Exception) -> None:
-        self._landed.fail(error)
+        if self._receiver is not None:
+            await self._receiver.quiesce()
 
     def on_frame(self, frame: Frame, body: bytes) -> None:
         match frame:
             case Offer():
                 self._on_offer(frame, body)
             case Done() | Riders():
-                self._on_parts(frame, body)
+                incoming = None if self._delivery is None else self._delivery.incoming
+                if incoming is not None:  # else nothing was granted
+                    incoming.on_frame(frame, body)
             case Result():
                 self._offer.give(None)
             case _:
@@ -146,21 +145,14 @@ class Getting:
             self._delivery = delivery
             self._offer.give(delivery)
 
-    def _on_parts(self, frame: Done | Riders, body: bytes) -> None:
-        reception = None if self._delivery is None else self._delivery.reception
-        if self._landing is not None and reception is not None:
-            self._landing.on_parts(reception, frame, body)
-
-    async def _land(self, delivery: Delivery, targets: dict[str, KVMemory]) -> None:
+    async def _receive(self, delivery: Delivery, targets: dict[str, KVMemory]) -> None:
         """Let the value land, verified: in ``targets``, or in memory of its own."""
-        if delivery.offer.inline:
-            delivery.read_inline(on_host(targets))
-        else:
-            self._landing = Landing(
-                *(self._link, self._stream, targets, self._budget, None)
-            )
-            await self._landing.accept(delivery, self, self._stands)
-            await self._landed
+        self._receiver = OfferReceiver(
+            *(self._stream, targets, self._budget), self._pool
+        )
+        landed = partial(self._landed.give, None)
+        await self._receiver.accept(delivery, landed, self._landed.fail, self._stands)
+        await self._landed
 
     def _stands(self) -> bool:
         return not self._landed.is_in

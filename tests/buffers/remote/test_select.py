@@ -28,6 +28,7 @@ from asynckv.protocol.frames import (
 )
 from asynckv.protocol.transfer_frames import Done, Grant, Riders
 from asynckv.protocol.values import TensorRecord
+from asynckv.tensors.copying import CopyPool
 from asynckv.tensors.views import spec_of
 from asynckv.testing.blocked import until, until_blocked
 from asynckv.transfers.budget import ReceiveBudget
@@ -41,7 +42,7 @@ MIB = 2**20
 
 
 def selecting_on(pair: LinkPair, budget: ReceiveBudget) -> Selecting:
-    return Selecting(pair.near, make_query([1], None), {}, budget)
+    return Selecting(pair.near, make_query([1], None), {}, budget, CopyPool())
 
 
 async def begun(
@@ -53,7 +54,9 @@ async def begun(
 ) -> tuple[Selecting, asyncio.Task[Delivery], LinkStream]:
     """Ask for a delivery, and return also the stream on which the peer heard of it."""
     query = make_query([1], None)
-    selecting = Selecting(pair.near, query, into or {}, budget, streams=streams)
+    selecting = Selecting(
+        *(pair.near, query, into or {}, budget), CopyPool(), streams=streams
+    )
     delivered = asyncio.create_task(selecting.delivered())
     await until(lambda: bool(pair.service.asked))
     return selecting, delivered, pair.service.asked[0][0]

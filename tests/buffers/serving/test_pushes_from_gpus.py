@@ -22,7 +22,7 @@ from asynckv.tensors.views import bytes_of
 from asynckv.testing.blocked import until
 from asynckv.testing.expectations import is_same
 from asynckv.testing.lookup_checks.values import MIB, noise
-from asynckv.transfers.landing import ready_memory
+from asynckv.transfers.offers import ready_memory
 from harness.fake_gpus import FakeGpus
 from harness.link_pairs import name_of
 from harness.nccl_buffer_pairs import NcclBuffers, open_nccl_buffers

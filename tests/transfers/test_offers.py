@@ -1,17 +1,17 @@
-"""Where offers land: each is granted when its place is there, if it still stands."""
+"""What is offered is granted when its place is there, if it still stands."""
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 
 import pytest
 import torch
 
 from asynckv.buffers.remote.peer import connect
 from asynckv.buffers.serve import Server
-from asynckv.errors import RemoteProtocolError
+from asynckv.errors import PeerLost, RemoteProtocolError
 from asynckv.links.gpu_link import GpuArrivals
 from asynckv.links.link import Link
 from asynckv.protocol.digests import digest_of
@@ -24,6 +24,7 @@ from asynckv.protocol.transfer_frames import (
     SentDevices,
 )
 from asynckv.protocol.values import MappedOffer, TensorRecord
+from asynckv.tensors.copying import CopyPool
 from asynckv.tensors.device_copying import DeviceCopyPool
 from asynckv.tensors.growth import Growth
 from asynckv.tensors.views import bytes_of
@@ -32,8 +33,8 @@ from asynckv.testing.expectations import is_same
 from asynckv.testing.lookup_checks.values import MIB, noise
 from asynckv.transfers.budget import ReceiveBudget
 from asynckv.transfers.delivery import Delivery
-from asynckv.transfers.landing import Landing, read_offer, ready_memory
 from asynckv.transfers.manifest import pack
+from asynckv.transfers.offers import OfferReceiver, read_offer, ready_memory
 from asynckv.types import TensorSpec
 from harness.fake_gpus import FakeGpus
 from harness.fake_gpus.streams import Delay
@@ -45,18 +46,28 @@ BODY = pack([TensorRecord("key", TensorSpec((MIB,), "uint8"))], None, None, [])
 
 @dataclasses.dataclass
 class Ground:
-    """A query's end of a stream; it is the sink of what lands, too."""
+    """A query's end of a stream; it is told of what lands, too."""
 
     links: LinkPair
     budget: ReceiveBudget
-    verified: list[int] = dataclasses.field(default_factory=list)
+    verified: list[str] = dataclasses.field(default_factory=list)
     gpus: NcclBuffers | None = None
 
-    def part_verified(self, index: int, digest: bytes) -> None:
-        self.verified.append(index)
+    def landed(self, delivery: Delivery) -> None:
+        self.verified = [*delivery.landed]
 
-    def reception_failed(self, error: Exception) -> None:
+    def failed(self, error: Exception) -> None:
         raise error
+
+    async def accept(
+        self,
+        receiver: OfferReceiver,
+        delivery: Delivery,
+        stands: Callable[[], bool] = lambda: True,
+    ) -> None:
+        await receiver.accept(
+            delivery, lambda: self.landed(delivery), self.failed, stands
+        )
 
     def arrivals(self, link: Link) -> GpuArrivals | None:
         """Be what knows of ways between GPUs."""
@@ -66,10 +77,10 @@ class Ground:
         assert isinstance(pool, DeviceCopyPool)
         return GpuArrivals(self.gpus.near_way, pool)
 
-    def landing(self, **targets: torch.Tensor) -> Landing:
-        link = self.links.near
-        stream = link.open_stream(Hearer(), Select(has_key=False))
-        return Landing(link, stream, targets, self.budget, self)
+    def receiver(self, **targets: torch.Tensor) -> OfferReceiver:
+        stream = self.links.near.open_stream(Hearer(), Select(has_key=False))
+        pool = CopyPool() if self.gpus is None else self.gpus.peer.pool
+        return OfferReceiver(stream, targets, self.budget, pool, self)
 
     def offer(self, transfer: int = 2, body: bytes = BODY) -> Delivery:
         offer = Offer(transfer, inline=False, on_gpu=self.gpus is not None)
@@ -129,49 +140,47 @@ async def test_a_stream_is_shown_nothing_in_mapped_memory(mappable: Server) -> N
 
 
 async def test_what_was_granted_lands_and_is_verified(ground: Ground) -> None:
-    landing, delivery, data = ground.landing(), ground.offer(), bytes_of(noise(MIB))
-    await landing.accept(delivery, ground, lambda: True)
+    receiver, delivery, data = ground.receiver(), ground.offer(), bytes_of(noise(MIB))
+    await ground.accept(receiver, delivery)
     assert await ground.heard() == [Grant(2)]
     assert delivery.charged_bytes == ground.budget.used_bytes == MIB
-    assert delivery.reception is not None
+    assert delivery.incoming is not None
     ground.links.far.payload.send(2, 0, data, lambda *_: None)
-    landing.on_parts(delivery.reception, Done(2, 0, digest_of(data)), b"")
-    await until(lambda: ground.verified == [0])
+    delivery.incoming.on_frame(Done(2, 0, digest_of(data)), b"")
+    await until(lambda: ground.verified == ["key"])
     assert is_same(delivery.tensors["key"], noise(MIB))
 
 
 async def test_what_is_small_comes_along(ground: Ground) -> None:
     body = pack([TensorRecord("key", TensorSpec((8,), "uint8"))], None, None, [])
-    landing, delivery = ground.landing(), ground.offer(body=body)
-    await landing.accept(delivery, ground, lambda: True)
+    receiver, delivery = ground.receiver(), ground.offer(body=body)
+    await ground.accept(receiver, delivery)
     piece = bytes(bytes_of(noise(8)))
-    assert delivery.reception is not None
+    assert delivery.incoming is not None
     riders = Riders(2, (0,), (digest_of(piece),))
-    landing.on_parts(delivery.reception, riders, piece)
-    assert ground.verified == [0] and is_same(delivery.tensors["key"], noise(8))
+    delivery.incoming.on_frame(riders, piece)
+    assert ground.verified == ["key"] and is_same(delivery.tensors["key"], noise(8))
 
 
 async def test_an_offer_that_does_not_stand_any_more_is_not_granted(
     ground: Ground,
 ) -> None:
-    landing, gone = ground.landing(), ground.offer()
-    await landing.accept(gone, ground, lambda: False)
-    assert gone.reception is None and not gone.charged_bytes
+    receiver, gone = ground.receiver(), ground.offer()
+    await ground.accept(receiver, gone, lambda: False)
+    assert gone.incoming is None and not gone.charged_bytes
     assert not ground.budget.used_bytes
-    await landing.accept(ground.offer(4), ground, lambda: True)
+    await ground.accept(receiver, ground.offer(4))
     assert await ground.heard() == [Grant(4)]
 
 
 async def test_memory_that_was_lent_is_not_granted_twice_before_it_is_quiet(
     ground: Ground, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    landing, quiet = ground.landing(key=noise(MIB)), asyncio.Event()
+    receiver, quiet = ground.receiver(key=noise(MIB)), asyncio.Event()
     payload = ground.links.near.payload
-    await landing.accept(ground.offer(2), ground, lambda: True)
+    await ground.accept(receiver, ground.offer(2))
     monkeypatch.setattr(payload, "quiesce", lambda transfer: quiet.wait())
-    accepting = asyncio.create_task(
-        landing.accept(ground.offer(4), ground, lambda: True)
-    )
+    accepting = asyncio.create_task(ground.accept(receiver, ground.offer(4)))
     await until_blocked(accepting)
     assert await ground.heard() == [Grant(2)] and not ground.budget.used_bytes
     quiet.set()
@@ -182,25 +191,25 @@ async def test_memory_that_was_lent_is_not_granted_twice_before_it_is_quiet(
 async def test_a_part_that_was_not_asked_for_from_a_gpu_is_refused(
     ground: Ground,
 ) -> None:
-    landing, delivery = ground.landing(), ground.offer()
-    await landing.accept(delivery, ground, lambda: True)
-    assert delivery.reception is not None
+    receiver, delivery = ground.receiver(), ground.offer()
+    await ground.accept(receiver, delivery)
+    assert delivery.incoming is not None
     with pytest.raises(RemoteProtocolError, match="not asked for"):
-        landing.on_parts(delivery.reception, SentDevices(2, 0, "off"), b"")
+        delivery.incoming.on_frame(SentDevices(2, 0, "off"), b"")
 
 
 async def test_between_gpus_it_lands_on_the_gpu(between_gpus: Ground) -> None:
-    landing, delivery = between_gpus.landing(), between_gpus.offer()
-    await landing.accept(delivery, between_gpus, lambda: True)
+    receiver, delivery = between_gpus.receiver(), between_gpus.offer()
+    await between_gpus.accept(receiver, delivery)
     assert await between_gpus.heard() == [GrantDevices(2, "off")]
-    gpus, reception = between_gpus.gpus, delivery.reception
-    assert gpus is not None and reception is not None
+    gpus, incoming = between_gpus.gpus, delivery.incoming
+    assert gpus is not None and incoming is not None
     assert isinstance(gpus.buffer.pool, DeviceCopyPool)
     memory = gpus.buffer.pool.memory_of(gpus.ours.tensor(noise(MIB)))
     source = await ready_memory(memory)
     gpus.way.transport.send(2, 0, source, lambda *_: None)
-    landing.on_parts(reception, SentDevices(2, 0, "off"), b"")
-    await until(lambda: between_gpus.verified == [0])
+    incoming.on_frame(SentDevices(2, 0, "off"), b"")
+    await until(lambda: between_gpus.verified == ["key"])
     assert delivery.tensors["key"].is_cuda
     assert is_same(delivery.tensors["key"], noise(MIB))
 
@@ -209,8 +218,8 @@ async def test_what_is_wanted_in_host_memory_is_granted_there(
     between_gpus: Ground,
 ) -> None:
     key = noise(MIB)
-    landing, delivery = between_gpus.landing(key=key), between_gpus.offer()
-    await landing.accept(delivery, between_gpus, lambda: True)
+    receiver, delivery = between_gpus.receiver(key=key), between_gpus.offer()
+    await between_gpus.accept(receiver, delivery)
     assert await between_gpus.heard() == [Grant(2)]
     assert delivery.tensors["key"] is key
 
@@ -220,15 +229,52 @@ async def test_an_offer_that_ends_while_the_gpu_is_at_its_place_is_not_granted(
 ) -> None:
     gpus, standing = between_gpus.gpus, [True]
     assert gpus is not None
-    landing = between_gpus.landing(key=gpus.theirs.tensor(noise(MIB)))
+    receiver = between_gpus.receiver(key=gpus.theirs.tensor(noise(MIB)))
     gpus.theirs.tensors.stream(1).add(Delay(50))
     delivery = between_gpus.offer()
     accepting = asyncio.create_task(
-        landing.accept(delivery, between_gpus, lambda: bool(standing))
+        between_gpus.accept(receiver, delivery, lambda: bool(standing))
     )
     await until_blocked(accepting)
     standing.clear()
     await accepting
-    assert delivery.reception is None and not between_gpus.budget.used_bytes
-    await landing.accept(between_gpus.offer(4), between_gpus, lambda: True)
+    assert delivery.incoming is None and not between_gpus.budget.used_bytes
+    await between_gpus.accept(receiver, between_gpus.offer(4))
     assert await between_gpus.heard() == [GrantDevices(4, "off")]
+
+
+async def test_what_a_route_has_lost_is_charged_for_coming_through_the_host(
+    between_gpus: Ground,
+) -> None:
+    gpus = between_gpus.gpus
+    assert gpus is not None
+    key = gpus.theirs.tensor(noise(MIB, 1) * 0)
+    receiver, delivery = between_gpus.receiver(key=key), between_gpus.offer()
+    await between_gpus.accept(receiver, delivery)
+    assert not delivery.charged_bytes and delivery.incoming is not None
+    gpus.near_way._stalled(PeerLost("nothing has come for long"))
+    assert await between_gpus.heard(2) == [GrantDevices(2, "off"), Grant(2)]
+    assert delivery.charged_bytes == between_gpus.budget.used_bytes == MIB
+    data = bytes_of(noise(MIB, 1))
+    between_gpus.links.far.payload.send(2, 0, data, lambda *_: None)
+    delivery.incoming.on_frame(Done(2, 0, digest_of(data)), b"")
+    await until(lambda: between_gpus.verified == ["key"])
+    assert delivery.tensors["key"] is key and is_same(key, noise(MIB, 1))
+    await receiver.quiesce()
+
+
+async def test_an_offer_that_ends_while_its_route_is_lost_is_charged_no_more(
+    between_gpus: Ground,
+) -> None:
+    gpus, budget = between_gpus.gpus, between_gpus.budget
+    assert gpus is not None
+    await budget.reserve(budget.max_bytes)
+    key = gpus.theirs.tensor(noise(MIB, 1))
+    receiver, delivery = between_gpus.receiver(key=key), between_gpus.offer()
+    await between_gpus.accept(receiver, delivery)
+    gpus.near_way._stalled(PeerLost("nothing has come for long"))
+    await until_blocked()
+    assert await between_gpus.heard() == [GrantDevices(2, "off")]
+    await receiver.quiesce()
+    budget.release(budget.max_bytes)
+    assert not budget.used_bytes and not delivery.charged_bytes

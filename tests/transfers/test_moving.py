@@ -10,7 +10,12 @@ from asynckv.tensors.copying import CopyPool
 from asynckv.tensors.views import spec_of
 from asynckv.testing.expectations import is_same
 from asynckv.testing.lookup_checks.values import noise
-from asynckv.transfers.delivery import Delivery, lift, lift_all, on_host
+from asynckv.transfers.delivery import (
+    Delivery,
+    move_to_device,
+    moved_to_device,
+    on_host,
+)
 from asynckv.transfers.manifest import Manifest
 from harness.fake_devices import FakeDevice
 
@@ -23,9 +28,9 @@ def delivered(**tensors: torch.Tensor) -> Delivery:
     return delivery
 
 
-async def test_what_came_to_the_host_is_lifted_to_the_gpu(pool: CopyPool) -> None:
+async def test_what_came_to_the_host_is_moved_to_the_gpu(pool: CopyPool) -> None:
     delivery = delivered(key=noise(64), hidden=noise(8))
-    await lift_all(delivery, {}, pool)
+    await move_to_device(delivery, {}, pool)
     assert all(tensor.is_cuda for tensor in delivery.tensors.values())
     assert is_same(delivery.tensors["key"], noise(64))
 
@@ -35,14 +40,14 @@ async def test_what_has_its_place_on_the_host_stays_there(
 ) -> None:
     key, hidden = noise(64), noise(8)
     delivery, into = delivered(key=key, hidden=hidden), gpu.tensor(noise(8) * 0)
-    await lift_all(delivery, {"key": key, "hidden": into}, pool)
+    await move_to_device(delivery, {"key": key, "hidden": into}, pool)
     assert delivery.tensors["key"] is key and delivery.tensors["hidden"] is into
     assert is_same(into, hidden)
 
 
-async def test_one_tensor_is_lifted_alone(gpu: FakeDevice, pool: CopyPool) -> None:
+async def test_one_tensor_is_moved_alone(gpu: FakeDevice, pool: CopyPool) -> None:
     delivery = delivered(key=noise(64), hidden=noise(8))
-    assert is_same(await lift(delivery, "key", {}, pool), noise(64))
+    assert is_same(await moved_to_device(delivery, "key", {}, pool), noise(64))
     assert not delivery.tensors["hidden"].is_cuda
 
 
@@ -50,7 +55,9 @@ async def test_a_place_that_does_not_fit_is_refused(
     gpu: FakeDevice, pool: CopyPool
 ) -> None:
     with pytest.raises(ValueError, match="key"):
-        await lift_all(delivered(key=noise(64)), {"key": gpu.tensor(noise(8))}, pool)
+        await move_to_device(
+            delivered(key=noise(64)), {"key": gpu.tensor(noise(8))}, pool
+        )
 
 
 def test_only_places_of_the_host_take_bytes_from_a_socket(gpu: FakeDevice) -> None:
