@@ -25,7 +25,7 @@ from asynckv.protocol.frames import (
 )
 from asynckv.protocol.transfer_frames import Exported, Imported, Mappable, Mapped
 from asynckv.sharing.exporter import Exposed, Importer
-from asynckv.waits.replies import Answer
+from asynckv.waits.replies import Reply
 
 __all__ = (
     "GPU",
@@ -64,11 +64,11 @@ class Handshake(Generic[E]):
     """
 
     def __init__(self, kind: Kind[E], *, answers: bool) -> None:
-        self.exposed: Answer[E] = Answer()
+        self.exposed: Reply[E] = Reply()
         """What the peer exports, if this side is to import it."""
-        self.proof: Answer[bytes] = Answer()
+        self.proof: Reply[bytes] = Reply()
         """What the peer has read in memory of this side."""
-        self.accepted: Answer[None] = Answer()
+        self.accepted: Reply[None] = Reply()
         self._kind = kind
         self._answers = answers
         self._exports = kind.exporter in ("both", "answers" if answers else "asks")
@@ -105,7 +105,7 @@ class Handshake(Generic[E]):
         if error is not None:
             self.leave(error)
             # These keep the error, which keeps frames, and what is in them.
-            self.exposed, self.proof, self.accepted = Answer(), Answer(), Answer()
+            self.exposed, self.proof, self.accepted = Reply(), Reply(), Reply()
 
     async def export(self, importer: Importer, exposed: Exposed) -> None:
         """Expose memory, and wait until the peer has proved that it reads it.
@@ -205,5 +205,5 @@ class Handshake(Generic[E]):
             self._stream.send(frame)
 
 
-def _is_due(answer: Answer[E] | Answer[bytes]) -> bool:
+def _is_due(answer: Reply[E] | Reply[bytes]) -> bool:
     return not answer.is_in or answer.is_given_up

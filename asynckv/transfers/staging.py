@@ -24,7 +24,7 @@ from asynckv.tensors.paged_arena import PagedArena
 from asynckv.transfers.source import StagedTensor, release_staged
 from asynckv.types import TensorSpec
 from asynckv.waits.line import FairLine
-from asynckv.waits.replies import Answer
+from asynckv.waits.replies import Reply
 
 __all__ = ("GpuRoom", "StagingWriter")
 
@@ -72,7 +72,7 @@ class GpuRoom:
         return bool(self._line)
 
     async def take(
-        self, specs: Sequence[TensorSpec], lost: set[Answer[list[StagedTensor]]]
+        self, specs: Sequence[TensorSpec], lost: set[Reply[list[StagedTensor]]]
     ) -> list[StagedTensor] | None:
         """Return memory for each, waiting for its turn; ``None``: it would never fit.
 
@@ -143,5 +143,5 @@ class _Waiting:
 
     def __init__(self, specs: Sequence[TensorSpec]) -> None:
         self.specs = specs
-        self.turn: Answer[list[StagedTensor]] = Answer()
+        self.turn: Reply[list[StagedTensor]] = Reply()
         self.taken: Sequence[StagedTensor] = ()

@@ -9,7 +9,7 @@ from typing import Any, Generic, TypeVar
 from asynckv.shielding import wait_shielded
 
 __all__ = (
-    "Answer",
+    "Reply",
     "Waits",
     "Watchers",
 )
@@ -18,7 +18,7 @@ __all__ = (
 T = TypeVar("T")
 
 
-class Answer(Generic[T]):
+class Reply(Generic[T]):
     """One answer, awaited by one task, or by none any more. The first one counts."""
 
     __slots__ = ("_future",)

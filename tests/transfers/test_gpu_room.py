@@ -15,7 +15,7 @@ from asynckv.testing.lookup_checks.values import noise
 from asynckv.transfers.source import GpuStaging, StagedTensor, release_staged
 from asynckv.transfers.staging import GpuRoom
 from asynckv.types import TensorSpec
-from asynckv.waits.replies import Answer
+from asynckv.waits.replies import Reply
 from harness.fake_devices import fake_device
 
 LARGEST = 2**20
@@ -27,7 +27,7 @@ class Ground:
     def __init__(self, growth: Growth) -> None:
         self.growth = growth
         self.room = GpuRoom(growth)
-        self.lost = set[Answer[list[StagedTensor]]]()
+        self.lost = set[Reply[list[StagedTensor]]]()
 
     @property
     def used_bytes(self) -> int:

@@ -21,7 +21,7 @@ from asynckv.tensors.devices import Device
 from asynckv.tensors.growth import Growth
 from asynckv.transfers.budget import ReceiveBudget
 from asynckv.types import KVFingerprint
-from asynckv.waits.replies import Answer
+from asynckv.waits.replies import Reply
 
 __all__ = ("ANSWER_S", "PeerConnection", "ask")
 
@@ -165,7 +165,7 @@ class _Question:
     """One question on one link."""
 
     def __init__(self, link: Link, frame: OpeningFrame, body: bytes) -> None:
-        self.answer: Answer[Result] = Answer()
+        self.answer: Reply[Result] = Reply()
         self._stream = link.open_stream(self, frame, body)
 
     def on_frame(self, frame: Frame, body: bytes) -> None:

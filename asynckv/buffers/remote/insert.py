@@ -46,7 +46,7 @@ from asynckv.transfers.source import (
 )
 from asynckv.transfers.staging import GpuRoom, StagingWriter
 from asynckv.types import TensorSpec
-from asynckv.waits.replies import Answer
+from asynckv.waits.replies import Reply
 
 __all__ = (
     "BUSY_BYTES",
@@ -79,7 +79,7 @@ class Sending:
         self.may_be_in = frame.inline
         self._link = link
         self._request = type(frame).__name__.lower()
-        self._answer: Answer[None] = Answer()
+        self._answer: Reply[None] = Reply()
         self._stream = link.open_stream(self, frame, body)
         self._outgoing = Outgoing(
             self._stream,
@@ -217,8 +217,8 @@ class _Push:
     def __init__(
         self, writer: RemoteWriter, transfer: int, source: Source, *, is_on_gpu: bool
     ) -> None:
-        self.granted: Answer[None] = Answer()
-        self.over: Answer[Done | None] = Answer()
+        self.granted: Reply[None] = Reply()
+        self.over: Reply[Done | None] = Reply()
         self.outgoing = Outgoing(
             writer.stream,
             transfer,
@@ -265,12 +265,12 @@ class RemoteWriter(StagingWriter):
         self._declared = Declared(draft.specs)
         self._is_closed = False
         self._transfer = link.new_transfer()
-        self._answer: Answer[None] = Answer()
-        self._room: Answer[None] = Answer()
+        self._answer: Reply[None] = Reply()
+        self._room: Reply[None] = Reply()
         self._pushes: dict[int, _Push] = {}
         self._unread: dict[int, Outgoing] = {}
         """Of puts that were cancelled: the peer has not said yet that it is through."""
-        self._waiting = set[Answer[list[StagedTensor]]]()
+        self._waiting = set[Reply[list[StagedTensor]]]()
         frame = Insert(
             entry_id=draft.entry_id,
             transfer=self._transfer,
@@ -407,7 +407,7 @@ class RemoteWriter(StagingWriter):
     async def _drained(self) -> None:
         """Wait while a peer that reads slowly has much left to read."""
         while self._link.outgoing_bytes > BUSY_BYTES:
-            drained: Answer[None] = Answer()
+            drained: Reply[None] = Reply()
             self._link.call_when_drained(partial(drained.give, None))
             await drained
         self._answer.check()

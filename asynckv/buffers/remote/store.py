@@ -45,7 +45,7 @@ from asynckv.transfers.delivery import Delivery, move_to_device, on_host
 from asynckv.transfers.manifest import INLINE_NBYTES
 from asynckv.transfers.offers import OfferReceiver, read_offer
 from asynckv.transfers.source import Source, source_of, until_made
-from asynckv.waits.replies import Answer
+from asynckv.waits.replies import Reply
 
 __all__ = (
     "Getting",
@@ -78,8 +78,8 @@ class Getting:
         self._pool = pool
         self._delivery: Delivery | None = None
         self._receiver: OfferReceiver | None = None
-        self._offer: Answer[Delivery | None] = Answer()
-        self._landed: Answer[None] = Answer()
+        self._offer: Reply[Delivery | None] = Reply()
+        self._landed: Reply[None] = Reply()
         self._stream = link.open_stream(self, Get(key))
 
     async def value(self) -> torch.Tensor | None:
@@ -166,7 +166,7 @@ class Pinning:
     """Values that are kept at the other end of one link."""
 
     def __init__(self, link: Link, keys: tuple[str, ...]) -> None:
-        self.found: Answer[tuple[bool, ...]] = Answer()
+        self.found: Reply[tuple[bool, ...]] = Reply()
         self._is_over = False
         self._lost: PeerLost | None = None
         self._stream = link.open_stream(self, Pin(keys))

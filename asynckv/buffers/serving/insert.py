@@ -30,7 +30,7 @@ from asynckv.transfers.incoming import Incoming, hear_incoming
 from asynckv.transfers.manifest import Manifest, check_names, unpack, verify_inline
 from asynckv.transfers.queries import check_mask, check_tokens
 from asynckv.transfers.targets import Target, fill_targets, target_in
-from asynckv.waits.replies import Answer
+from asynckv.waits.replies import Reply
 
 __all__ = (
     "ServedInsert",
@@ -166,7 +166,7 @@ class ServedWriter:
         self._draft = draft_of(frame, manifest, service)
         self._pushes: ServedPushes | None = None
         self._is_committed = False
-        self._ended: Answer[None] = Answer()
+        self._ended: Reply[None] = Reply()
         self._task = service.run_insert(
             self._run, frame.entry_id, kept_nbytes(manifest, body)
         )

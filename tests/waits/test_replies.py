@@ -13,11 +13,11 @@ from asynckv.protocol.frames import (
 )
 from asynckv.protocol.transfer_frames import Grant
 from asynckv.testing.blocked import until_blocked
-from asynckv.waits.replies import Answer
+from asynckv.waits.replies import Reply
 
 
 async def test_the_first_answer_counts() -> None:
-    answer: Answer[int] = Answer()
+    answer: Reply[int] = Reply()
     answer.give(1)
     answer.give(2)
     answer.fail(PeerLost("cut"))
@@ -26,7 +26,7 @@ async def test_the_first_answer_counts() -> None:
 
 
 async def test_a_failure_is_raised_by_who_waits_and_who_looks() -> None:
-    answer: Answer[int] = Answer()
+    answer: Reply[int] = Reply()
     answer.check()
     answer.fail(PeerLost("cut"))
     answer.give(1)
@@ -37,7 +37,7 @@ async def test_a_failure_is_raised_by_who_waits_and_who_looks() -> None:
 
 
 async def test_what_is_not_awaited_any_more_is_in() -> None:
-    answer: Answer[int] = Answer()
+    answer: Reply[int] = Reply()
 
     async def wait() -> int:
         return await answer
