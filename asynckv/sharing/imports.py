@@ -170,6 +170,9 @@ class ImportedMemory(MappedMemory):
         """Has anybody here any? Those that the GPU is not done with do not count."""
         return len(self._live) > len(self._going)
 
+    def closing(self) -> asyncio.Future[None] | None:
+        return None if self.has_views else self.closed
+
     def take(self, number: int) -> MappedPin:
         pin = super().take(number)
         device = self.imported.allocation.memory.device

@@ -69,17 +69,10 @@ class MappedMemory(ProcessBound):
         )
         self._is_releasing = False
         self._is_link_over = False
-        self.closed: asyncio.Future[None] | None = None
-        """Done when the memory is closed here, if the peer waits for that."""
         watch_forks(self)
 
     def __del__(self) -> None:
         self._sock.close()
-
-    @property
-    def has_views(self) -> bool:
-        """Has anybody here any?"""
-        return bool(self._live)
 
     @property
     def pins(self) -> int:
@@ -136,6 +129,10 @@ class MappedMemory(ProcessBound):
             self._tell(number)
         self._live.discard(number)
         self._close_if_over()
+
+    def closing(self) -> asyncio.Future[None] | None:
+        """Return what is done when it is closed, if the peer is to wait for that."""
+        return None  # the kernel does it
 
     def link_over(self) -> None:
         """Nothing more is offered. The kernel tells the peer when all is let go."""

@@ -124,10 +124,9 @@ class PeerImports:
         self.close()
         for way in list(self._ways.values()):
             await way.aclose()
-        every = list(self._of_links.values())
-        over = [m.closed for m in every if m.closed is not None and not m.has_views]
-        if over:
-            await asyncio.wait(over, timeout=OPEN_S)
+        every = [memory.closing() for memory in self._of_links.values()]
+        if closing := [one for one in every if one is not None]:
+            await asyncio.wait(closing, timeout=OPEN_S)
         if self._exporter is not None:
             await self._exporter.aclose()
 

@@ -87,6 +87,15 @@ async def test_what_comes_is_kept_until_it_is_waited_for() -> None:
     assert said.frames == [EXPORTED, Imported(b"m"), Accepted()]
 
 
+async def test_whoever_is_about_to_accept_hears_that_the_peer_has_left() -> None:
+    handshake, said = make(GPU_OF_ASKER, answers=True)
+    handshake.check()
+    handshake.on_frame(Cancel(), b"")
+    with pytest.raises(AsyncKVError, match="given it up"), handshake:
+        handshake.check()
+    assert said.frames == [Cancelled()]
+
+
 async def test_who_has_accepted_says_nothing_more() -> None:
     handshake, said = make(answers=True)
     with pytest.raises(ValueError, match="too late"), handshake:
