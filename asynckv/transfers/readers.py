@@ -27,7 +27,7 @@ from asynckv.protocol.values import MappedOffer, Place, TensorRecord
 from asynckv.sharing.exporter import edges_in
 from asynckv.sharing.imports import ImportedMemory
 from asynckv.sharing.mappings import MappedMemory, MappedPin
-from asynckv.shielding import clear_all_frames, wait_shielded
+from asynckv.shielding import clear_all_frames
 from asynckv.tensors.blocks import KVMemory, memory_of, tensor_at
 from asynckv.tensors.copying import CopyPool
 from asynckv.tensors.cuda import DeviceMemory
@@ -43,6 +43,7 @@ from asynckv.transfers.delivery import Delivery, MappedParts, on_host
 from asynckv.transfers.eager import is_eager
 from asynckv.transfers.manifest import Manifest, unpack_mapped, verify
 from asynckv.types import TensorSpec
+from asynckv.waits.own_tasks import OwnTasks
 
 __all__ = (
     "IpcReader",
@@ -356,7 +357,7 @@ class ShownArrivals:
         self.progress: Progress = link.progress
         self._parts = parts
         self._awaited: dict[int, _Awaited] = {}
-        self._reading: set[asyncio.Task[None]] = set()
+        self._reading = OwnTasks()
         self._is_stopped = False
 
     def grant(self, transfer: int) -> GrantDevices:
@@ -397,11 +398,7 @@ class ShownArrivals:
             )
         self.progress.note(awaited.target.nbytes)
         reading = self._read(self._parts.source(frame.part), awaited, frame)
-        task = asyncio.get_running_loop().create_task(
-            reading, name=f"asynckv: read part {frame.part} of a stream"
-        )
-        self._reading.add(task)
-        task.add_done_callback(self._reading.discard)
+        self._reading.own(reading, f"asynckv: read part {frame.part} of a stream")
         if not self._awaited:
             self._parts.let_go()  # only what is copied just now keeps the memory
 
@@ -409,13 +406,12 @@ class ShownArrivals:
         self._is_stopped = True
         self._awaited.clear()
         self._parts.let_go()
-        for task in self._reading:
-            task.cancel()
+        self._reading.cancel()
 
     async def quiesce(self, transfer: int) -> None:
         self.stop(transfer)
         # All of them, however often the wait is cancelled: the memory is lent.
-        await wait_shielded(asyncio.gather(*self._reading, return_exceptions=True))
+        await self._reading.quiesce()
 
     async def _read(
         self, source: DeviceMemory | None, awaited: _Awaited, frame: SentDevices

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from contextlib import AbstractAsyncContextManager
 from typing import Any, Final
 
 import numpy
@@ -140,7 +139,7 @@ _NEEDED: Final[dict[str, dict[str, object]]] = {
 
 
 async def _call(verb: Callable[..., Any], arguments: dict[str, object]) -> object:
-    made: Awaitable[object] | AbstractAsyncContextManager[object] = verb(**arguments)
+    made = verb(**arguments)
     if isinstance(made, Awaitable) and not isinstance(made, AsyncWithOnly):
         return await made
     async with made as entered:
