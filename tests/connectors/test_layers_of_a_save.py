@@ -19,7 +19,8 @@ from asynckv.tensors.blocks import KVMemory
 from asynckv.tensors.copying import CopyPool
 from asynckv.tensors.device_arena import DeviceArena
 from asynckv.testing.blocked import until, until_blocked
-from asynckv.transfers.source import StagedTensor, StagingWriter
+from asynckv.transfers.source import StagedTensor
+from asynckv.transfers.staging import StagingWriter
 from asynckv.types import TensorSpec
 from harness.device_memory import open_device_arena, region_in
 from harness.fake_devices import FakeDevice, fake_device, stagings_of
