@@ -197,3 +197,22 @@ async def test_a_verb_goes_on_when_its_route_is_lost(
         await moving
         assert pair.peer.transport == "inline"
         await until(lambda: not pair.buffer.statistics().used_bytes)
+
+
+async def test_who_loses_its_route_keeps_its_place_in_line(two_gpus: FakeGpus) -> None:
+    async with open_nccl_buffers(two_gpus) as pair:
+        await pair.opened()
+        pair.ours.process.nccl.is_silent = True
+        first = asyncio.create_task(pair.peer.lookup.drop_select([1]))
+        await until(lambda: pair.buffer.statistics().waiting_selects == 1)
+        second = asyncio.create_task(pair.buffer.drop_select([1]))
+        await until(lambda: pair.buffer.statistics().waiting_selects == 2)
+        await fill(pair.buffer)
+        await until(lambda: pair.near_way.transport.receiver.is_busy)
+        pair.near_way._stalled(PeerLost("nothing came"))
+        entry = await first
+        assert entry.attempt == 1
+        check(entry)
+        assert not second.done()
+        await fill(pair.buffer)
+        check(await second)
