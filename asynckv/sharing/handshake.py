@@ -121,6 +121,7 @@ class Handshake(Generic[E]):
             self._send(exposed)
             if not importer.verify(await self.proof):
                 raise ConfigError("that is not what the memory holds")
+            self.check()
             if self._kind.exporter == "asks":
                 await self.accepted
         except BaseException:

@@ -129,6 +129,15 @@ async def test_a_peer_that_gives_it_up_is_heard(answers: bool, frame: Frame) -> 
     assert said.frames == [EXPORTED, *([Cancelled()] if answers else [])]
 
 
+async def test_who_leaves_behind_his_proof_may_open_nothing() -> None:
+    handshake, said = make(GPU, answers=True)
+    handshake.on_frame(Imported(b"n"), b"")
+    handshake.on_frame(Cancel(), b"")
+    with pytest.raises(AsyncKVError, match="given it up"), handshake:
+        await export(handshake, b"n")
+    assert said.frames == [Cancelled()]
+
+
 async def test_who_asked_to_be_read_waits_until_that_is_accepted() -> None:
     handshake, said = make(GPU_OF_ASKER, answers=False)
     handshake.on_frame(Imported(b"n"), b"")

@@ -152,7 +152,7 @@ class DeviceService(Service):
     inserted; ``copies`` are in host memory, for what goes another way. ``digest`` is
     what this side wants to be compared of what goes there.
 
-    ``sources`` are what a peer on the same GPU inserts from, and a ``map_digest`` is
+    ``peer_import`` is what a peer on the same GPU inserts from, and a ``map_digest`` is
     compared of.
     """
 
