@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import Callable
-from typing import Protocol
+from typing import Final, Protocol
 
 import anyio
 import msgspec
@@ -29,7 +29,7 @@ from asynckv.protocol.failures import to_failure
 from asynckv.protocol.frames import Frame, OpeningFrame
 from asynckv.protocol.handshake import Agreement
 from asynckv.protocol.limits import Unfinished
-from asynckv.protocol.session import Opened, Session
+from asynckv.protocol.session import ROLES, Opened, Role, Session
 
 __all__ = ("Link", "LinkStream", "Service")
 
@@ -256,6 +256,11 @@ class Link:
         self._outgoing.flush()
 
 
+_ANSWERS: Final = frozenset(
+    kind for kind, role in ROLES.items() if role is Role.ANSWERS_LAST
+)
+
+
 class LinkStream(msgspec.Struct, eq=False):
     """A stream of a link, as the side that asks and the side that answers see it."""
 
@@ -278,7 +283,10 @@ class LinkStream(msgspec.Struct, eq=False):
         :raises LocalProtocolError: it is longer than ``link.limits``
         """
         if self._session.send(self.id, frame, body):
-            self._outgoing.flush_soon()
+            if type(frame) in _ANSWERS and not self._outgoing.will_flush:
+                self._outgoing.flush_first()  # by what has ended: nothing follows soon
+            else:
+                self._outgoing.flush_soon()
 
     def send_at_once(self, frame: Frame, body: Buffer = b"") -> None:
         """As :meth:`send`, of a frame that is not a stream's last or first.

@@ -338,3 +338,19 @@ async def test_who_waits_for_room_is_told_of_the_end_too() -> None:
         pair.near.call_when_drained(lambda: told.append(1))
         pair.near.abort()
         await until(lambda: bool(told))
+
+
+async def test_an_answer_of_what_has_ended_leaves_at_once_and_others_together() -> None:
+    async with linked(answer=lambda *_: None) as pair:
+        for _ in range(3):
+            pair.near.open_stream(Hearer(), Peek(has_key=True))
+        await until(lambda: len(pair.service.asked) == 3)
+        await asyncio.sleep(0)
+        first, *others = (stream for stream, *_ in pair.service.asked)
+        first.send(Result(1))
+        assert not pair.far.outgoing_bytes
+        for stream in others:
+            stream.send(Result(1))
+        assert pair.far.outgoing_bytes
+        await asyncio.sleep(0)
+        assert not pair.far.outgoing_bytes
