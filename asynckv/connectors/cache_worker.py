@@ -24,7 +24,7 @@ from asynckv.connectors.transfers import Transfers
 from asynckv.loops import LoopBound
 from asynckv.tensors.copying import CopyPool
 from asynckv.tensors.cuda import Event
-from asynckv.tensors.stagings import Stagings
+from asynckv.tensors.staging import Stagings
 
 __all__ = ("CacheWorker",)
 

@@ -28,7 +28,7 @@ from asynckv.connectors.p2p_saving import P2PSaving
 from asynckv.connectors.staging import Staging
 from asynckv.errors import ConfigError
 from asynckv.tensors.devices import Device, device_named
-from asynckv.tensors.stagings import Stagings
+from asynckv.tensors.staging import Stagings
 
 __all__ = ("P2PWorker", "P2PWorkerStatistics")
 

@@ -22,7 +22,7 @@ from asynckv.connectors.store_orders import StoreMetadata
 from asynckv.connectors.store_rank import StoreRank
 from asynckv.connectors.store_saving import StoreSaving
 from asynckv.tensors.cuda import Event
-from asynckv.tensors.stagings import Stagings
+from asynckv.tensors.staging import Stagings
 
 __all__ = ("StoreWorker", "StoreWorkerStatistics")
 

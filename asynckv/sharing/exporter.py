@@ -29,9 +29,8 @@ from asynckv.tensors.arena import Hold, Region
 from asynckv.tensors.device_arena import DeviceArena
 from asynckv.tensors.device_pages import DeviceAllocation
 from asynckv.tensors.device_regions import DeviceRegion
-from asynckv.tensors.paged_arena import PagedArena
+from asynckv.tensors.paged_arena import PagedArena, SlabArena
 from asynckv.tensors.shared_file import SharedFile
-from asynckv.tensors.slab_arena import SlabArena
 from asynckv.tensors.slab_regions import SlabRegion
 
 __all__ = (

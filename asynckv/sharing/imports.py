@@ -24,11 +24,11 @@ from asynckv.protocol.transfer_frames import Exported
 from asynckv.protocol.values import Place
 from asynckv.sharing.mappings import MappedMemory, MappedPin
 from asynckv.shielding import clear_all_frames
+from asynckv.tensors.arena import ALIGNMENT_NBYTES
 from asynckv.tensors.cuda import IPC_HANDLE_NBYTES, DeviceMemory, Event
 from asynckv.tensors.device_pages import MARK_NBYTES, DeviceAllocation
 from asynckv.tensors.device_tensors import Gpus
 from asynckv.tensors.imports import ImportedAllocation, in_thread, open_allocation
-from asynckv.tensors.packing import ALIGNMENT_NBYTES
 from asynckv.tensors.private_pages import Claim
 from asynckv.tensors.slabs import PAGE_NBYTES
 from asynckv.waits.own_tasks import OwnTasks

@@ -2,7 +2,7 @@
 
 A buffer asks its arena for regions, one a tensor, and never counts bytes
 itself. :class:`HeapArena` takes them from the heap,
-:class:`~asynckv.tensors.slab_arena.SlabArena` from memory that can be shared; that
+:class:`~asynckv.tensors.paged_arena.SlabArena` from memory that can be shared; that
 of a device stands behind the same class.
 """
 
@@ -19,12 +19,60 @@ import torch
 
 from asynckv.tensors.allocator import Run
 from asynckv.tensors.cuda import DeviceMemory
-from asynckv.tensors.packing import ALIGNMENT_NBYTES
 from asynckv.tensors.runs import Memory, Runs
+from asynckv.tensors.slabs import PAGE_NBYTES
 from asynckv.tensors.views import no_memory, tensor_over
 from asynckv.types import TensorSpec
 
-__all__ = ("Arena", "HeapArena", "Hold", "Pages", "Region", "heap_memory")
+__all__ = (
+    "ALIGNMENT_NBYTES",
+    "SHARED_PAGES_BELOW",
+    "Arena",
+    "HeapArena",
+    "Hold",
+    "Pages",
+    "Region",
+    "heap_memory",
+    "pack",
+    "pages_of",
+)
+
+
+ALIGNMENT_NBYTES: Final = 64
+"""Every tensor begins at a multiple of it."""
+
+SHARED_PAGES_BELOW: Final = 64 * 1024
+"""Smaller tensors of an entry share pages, which are free when the last has left."""
+
+_PACKED_NBYTES: Final = 256 * 1024
+
+
+def pack(sizes: Sequence[int]) -> tuple[list[int], list[tuple[int, int]]]:
+    """Return blocks in pages, and for each size its block and the offset in that.
+
+    Small tensors share blocks, aligned to 64 bytes; the others have one each.
+    """
+    blocks: list[int] = []
+    places: list[tuple[int, int]] = []
+    packed, filled = -1, 0
+    for nbytes in sizes:
+        if nbytes >= SHARED_PAGES_BELOW:
+            places.append((len(blocks), 0))
+            blocks.append(pages_of(nbytes))
+            continue
+        if packed < 0 or filled + nbytes > _PACKED_NBYTES:
+            packed, filled = len(blocks), 0
+            blocks.append(0)
+        places.append((packed, filled))
+        blocks[packed] = pages_of(filled + nbytes)
+        filled += -(-nbytes // ALIGNMENT_NBYTES) * ALIGNMENT_NBYTES
+    return blocks, places
+
+
+def pages_of(nbytes: int) -> int:
+    """Return how many pages so many bytes need."""
+    return -(-nbytes // PAGE_NBYTES)
+
 
 _SMALL_NBYTES: Final = 4096
 

@@ -14,7 +14,7 @@ import torch
 
 from asynckv.tensors.gpu_block_jobs import LayerBlocks, gpu_block_job
 from asynckv.tensors.jobs import CopyJob, Pace, run_jobs
-from asynckv.tensors.stagings import Stagings
+from asynckv.tensors.staging import Stagings
 
 __all__ = (
     "BlockIds",

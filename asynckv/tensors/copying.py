@@ -27,7 +27,7 @@ from asynckv.tensors.cuda import DeviceMemory
 from asynckv.tensors.jobs import CopyJob
 from asynckv.tensors.on_gpu import KVOnGpu
 from asynckv.tensors.runs import AnyMemory, Runs, copied, landed, pieces_of
-from asynckv.tensors.stagings import Stagings
+from asynckv.tensors.staging import Stagings
 from asynckv.tensors.views import bytes_of, check_sendable, empty_tensor
 from asynckv.types import TensorSpec
 

@@ -14,11 +14,10 @@ from typing import Final
 
 from asynckv.errors import GPUFailed, GPUUnavailable
 from asynckv.tensors.allocator import PageAllocator
-from asynckv.tensors.arena import Pages
+from asynckv.tensors.arena import Pages, pack, pages_of
 from asynckv.tensors.cuda import CudaApi, DeviceMemory, Event, Stream
 from asynckv.tensors.device_tensors import Gpus
 from asynckv.tensors.devices import Device
-from asynckv.tensors.packing import pack, pages_of
 from asynckv.tensors.quiet_gpus import QuietGpu, quiet_gpu
 from asynckv.tensors.slab_pages import Place
 from asynckv.tensors.slabs import PAGE_NBYTES

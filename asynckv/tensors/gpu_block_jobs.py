@@ -15,7 +15,7 @@ from asynckv.tensors.device_blocks import Addresses, DeviceBlocks
 from asynckv.tensors.device_tensors import gpu_of
 from asynckv.tensors.jobs import CopyJob
 from asynckv.tensors.runs import copied, runs_in
-from asynckv.tensors.stagings import Stagings
+from asynckv.tensors.staging import Stagings
 from asynckv.tensors.views import bytes_of
 
 __all__ = ("LayerBlocks", "gpu_block_job")

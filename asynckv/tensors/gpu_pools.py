@@ -22,7 +22,7 @@ from asynckv.tensors.device_tensors import DeviceTensors, gpu_of
 from asynckv.tensors.jobs import CopyJob
 from asynckv.tensors.on_gpu import at_once
 from asynckv.tensors.runs import copied
-from asynckv.tensors.stagings import Stagings
+from asynckv.tensors.staging import Stagings
 from asynckv.tensors.views import bytes_of
 
 __all__ = ("GpuPools", "gpu_mark")

@@ -14,7 +14,7 @@ from asynckv.tensors.device_calls import DeviceCalls
 from asynckv.tensors.device_tensors import Gpus
 from asynckv.tensors.devices import Device
 from asynckv.tensors.on_gpu import KVOnGpu, caught
-from asynckv.tensors.stagings import Stagings
+from asynckv.tensors.staging import Stagings
 from asynckv.types import TensorSpec
 
 __all__ = ("OpenDevice", "open_device")

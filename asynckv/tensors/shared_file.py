@@ -20,8 +20,7 @@ import torch
 from asynckv.protocol.digests import Digester
 from asynckv.protocol.transfer_frames import Mappable
 from asynckv.protocol.values import Place
-from asynckv.tensors.arena import Region
-from asynckv.tensors.packing import ALIGNMENT_NBYTES
+from asynckv.tensors.arena import ALIGNMENT_NBYTES, Region
 from asynckv.tensors.private_pages import Claim, PrivatePages
 from asynckv.tensors.slabs import PAGE_NBYTES, Slabs
 from asynckv.tensors.stitching import stitch

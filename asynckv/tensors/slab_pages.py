@@ -15,8 +15,7 @@ import numpy
 import numpy.typing
 
 from asynckv.tensors.allocator import PageAllocator
-from asynckv.tensors.arena import Pages
-from asynckv.tensors.packing import pack, pages_of
+from asynckv.tensors.arena import Pages, pack, pages_of
 from asynckv.tensors.slabs import PAGE_NBYTES, IdleSlabs, Slabs, next_slab_nbytes
 
 __all__ = ("Place", "SlabPages")

@@ -28,13 +28,13 @@ from asynckv.sharing.exporter import edges_in
 from asynckv.sharing.imports import ImportedMemory
 from asynckv.sharing.mappings import MappedMemory, MappedPin
 from asynckv.shielding import clear_all_frames
+from asynckv.tensors.arena import SHARED_PAGES_BELOW
 from asynckv.tensors.blocks import KVMemory, memory_of, tensor_at
 from asynckv.tensors.copying import CopyPool
 from asynckv.tensors.cuda import DeviceMemory
 from asynckv.tensors.device_copying import DeviceCopyPool
 from asynckv.tensors.jobs import CopyJob
 from asynckv.tensors.long_copies import RunsCopy, long_copies
-from asynckv.tensors.packing import SHARED_PAGES_BELOW
 from asynckv.tensors.runs import Memory, Runs, fill
 from asynckv.tensors.shared_file import MappedFile, check_place, edges_of
 from asynckv.tensors.views import tensor_from, tensor_over

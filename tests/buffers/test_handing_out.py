@@ -12,7 +12,7 @@ from asynckv.buffers.lookup import LookupBuffer
 from asynckv.buffers.remote.peer import Peer, connect
 from asynckv.buffers.serve import serve
 from asynckv.buffers.store import StoreBuffer
-from asynckv.tensors.slab_arena import SlabArena
+from asynckv.tensors.paged_arena import SlabArena
 from asynckv.tensors.slabs import has_slabs
 from asynckv.testing.blocked import until
 

@@ -13,7 +13,7 @@ import torch
 
 from asynckv.tensors.device_tensors import Gpus
 from asynckv.tensors.devices import Device
-from asynckv.tensors.stagings import Stagings
+from asynckv.tensors.staging import Stagings
 from asynckv.testing.expectations import expect
 from asynckv.types import TensorSpec
 from harness.fake_gpus import FakeGpus, FakeProcess

@@ -7,7 +7,7 @@ import torch
 
 from asynckv.errors import PeerLost, RemoteProtocolError
 from asynckv.protocol.transfer_frames import Done, Grant
-from asynckv.tensors import growth, lending
+from asynckv.tensors import growth, growth as lending
 from asynckv.tensors.slabs import has_slabs
 from asynckv.testing import until, until_blocked
 from asynckv.types import TensorSpec

@@ -25,7 +25,7 @@ from asynckv.sharing import handshake, peer_imports
 from asynckv.sharing.exporter import Importer
 from asynckv.sharing.handshake import HOST, Handshake
 from asynckv.sharing.mappings import MappedMemory
-from asynckv.tensors.slab_arena import SlabArena
+from asynckv.tensors.paged_arena import SlabArena
 from asynckv.testing.blocked import until
 from harness.link_pairs import Hearer, linked
 

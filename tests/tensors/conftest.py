@@ -11,7 +11,7 @@ import pytest
 
 from asynckv.tensors.copying import CopyPool
 from asynckv.tensors.device_arena import DeviceArena
-from asynckv.tensors.stagings import Stagings
+from asynckv.tensors.staging import Stagings
 from harness.device_memory import open_device_arena
 from harness.fake_devices import FakeDevice
 from harness.fake_gpus import FakeGpus, FakeProcess

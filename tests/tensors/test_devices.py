@@ -13,7 +13,7 @@ from asynckv.tensors.cuda import CudaApi
 from asynckv.tensors.device_tensors import Gpus
 from asynckv.tensors.devices import Device, device_named
 from asynckv.tensors.quiet_gpus import quiet_gpu
-from asynckv.tensors.stagings import Stagings
+from asynckv.tensors.staging import Stagings
 from harness.fake_gpus import FakeGpus
 from harness.fake_gpus.tensors import FakeTensors
 

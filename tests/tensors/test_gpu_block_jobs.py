@@ -10,7 +10,7 @@ import torch
 from asynckv.tensors.block_copier import BlockCopier
 from asynckv.tensors.block_copies import CopyDirection
 from asynckv.tensors.copying import CopyPool
-from asynckv.tensors.stagings import Stagings
+from asynckv.tensors.staging import Stagings
 from asynckv.testing.blocked import until
 from harness.fake_gpus import FakeProcess
 from harness.fake_gpus.gates import Gate

@@ -11,7 +11,7 @@ from asynckv.tensors.blocks import KVBlocks
 from asynckv.tensors.copying import CopyPool
 from asynckv.tensors.gpu_pools import GpuPools
 from asynckv.tensors.on_gpu import at_once
-from asynckv.tensors.stagings import Stagings
+from asynckv.tensors.staging import Stagings
 from asynckv.testing.blocked import until
 from harness.fake_gpus import FakeProcess
 from harness.fake_gpus.tensors import FakeTensors

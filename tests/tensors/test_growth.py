@@ -14,8 +14,7 @@ import torch
 
 from asynckv.tensors.arena import HeapArena
 from asynckv.tensors.growth import Growth
-from asynckv.tensors.paged_arena import PagedArena
-from asynckv.tensors.slab_arena import SlabArena
+from asynckv.tensors.paged_arena import PagedArena, SlabArena
 from asynckv.tensors.slabs import MIN_SLAB_NBYTES, has_slabs
 from asynckv.testing.blocked import until
 from asynckv.types import TensorSpec

@@ -9,8 +9,8 @@ import torch
 
 from asynckv.tensors import slabs as slabs_module
 from asynckv.tensors.arena import HeapArena
-from asynckv.tensors.lending import Lending, allocate_but
-from asynckv.tensors.slab_arena import SlabArena
+from asynckv.tensors.growth import Lending, allocate_but
+from asynckv.tensors.paged_arena import SlabArena
 from asynckv.tensors.slab_regions import SlabRegion
 from asynckv.tensors.slabs import has_slabs
 from asynckv.types import TensorSpec

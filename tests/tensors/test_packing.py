@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from hypothesis import given, settings, strategies as st
 
-from asynckv.tensors.packing import pack, pages_of
+from asynckv.tensors.arena import pack, pages_of
 from asynckv.tensors.slabs import PAGE_NBYTES
 
 

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from asynckv.tensors.paged_arena import IdlePages, PagedArena
-from asynckv.tensors.slab_arena import SlabArena
+from asynckv.tensors.paged_arena import IdlePages, PagedArena, SlabArena
 from asynckv.tensors.slabs import has_slabs
 
 MIB = 2**20

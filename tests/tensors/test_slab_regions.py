@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from asynckv.tensors.slab_arena import SlabArena
+from asynckv.tensors.paged_arena import SlabArena
 from asynckv.tensors.slab_regions import SlabRegion
 from asynckv.tensors.slabs import has_slabs
 from asynckv.types import TensorSpec

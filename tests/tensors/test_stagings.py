@@ -12,7 +12,7 @@ from asynckv.buffers.lookup import LookupBuffer
 from asynckv.errors import GPUFailed
 from asynckv.protocol.digests import digest_of
 from asynckv.tensors.copying import CopyPool
-from asynckv.tensors.stagings import Stagings
+from asynckv.tensors.staging import Stagings
 from asynckv.testing.blocked import until
 from asynckv.testing.pairs import open_pipe_pair
 from asynckv.types import TensorSpec

@@ -22,7 +22,7 @@ from asynckv.buffers.entries.entries import Draft, EntryState, StoredEntry
 from asynckv.buffers.statistics import Counters
 from asynckv.errors import EntryAborted, EntryConflict, EntryTooLarge
 from asynckv.tensors.arena import Arena, Region
-from asynckv.tensors.lending import allocate_but
+from asynckv.tensors.growth import allocate_but
 
 __all__ = (
     "LEAST_ACCOUNT_BYTES",
