@@ -123,6 +123,7 @@ class Outgoing:
         "_sources",
         "_stream",
         "_tasks",
+        "_within",
         "transfer",
     )
 
@@ -148,7 +149,8 @@ class Outgoing:
         self._exported = exported
         self._importer = importer
         self._sent: Callable[[Done], None] = sent or stream.send
-        self._tasks = OwnTasks(failed, within=within)
+        self._within = within
+        self._tasks: OwnTasks | None = None
         self._sources = dict[int, Source]()
         self._send: Callable[[_Parts], None] | None = None
         self._eager: EagerParts | None = None
@@ -163,7 +165,7 @@ class Outgoing:
     @property
     def is_busy(self) -> bool:
         """Whether anything may still read the sources."""
-        return bool(self._in_lanes or len(self._tasks))
+        return bool(self._in_lanes or self._tasks)
 
     @property
     def is_read(self) -> bool:
@@ -219,29 +221,37 @@ class Outgoing:
         """
         self.stop()
         try:  # each waits, however often the one before it was cancelled
-            await self._tasks.quiesce()
+            if self._tasks is not None:
+                await self._tasks.quiesce()
         finally:
             if self._in_lanes:
                 await self._link.payload.quiesce(self.transfer)
 
     def _begin(self, send: Callable[[_Parts], None]) -> None:
-        """Send all that is there by a route; what still leaves by another is stopped.
+        """Send all that is there by a route."""
+        parts = list(self._sources.items())
+        if self._send is not None:
+            parts = self._restart(parts)
+        self._send = send
+        send(parts)
 
-        What was queued would mix with what is sent anew.
+    def _restart(self, parts: _Parts) -> list[tuple[int, Source]]:
+        """Stop what still leaves; return what is to leave anew.
+
+        What was queued would mix with that.
         """
-        parts = [
-            (part, source)
-            for part, source in self._sources.items()
-            if not (self._is_by_gpu and is_eager(source.nbytes))
-            or part in self._copying
-        ]
-        if self._eager is not None and not self._is_by_gpu:
+        if self._is_by_gpu:
+            parts = [
+                (part, source)
+                for part, source in parts
+                if not is_eager(source.nbytes) or part in self._copying
+            ]
+        elif self._eager is not None:
             self._eager.stop()
         self._halt()
         self.release()
         self._is_by_gpu = False
-        self._send = send
-        send(parts)
+        return list(parts)
 
     def _halt(self) -> None:
         nccl, self._nccl = self._nccl, None
@@ -249,7 +259,8 @@ class Outgoing:
             nccl.transport.stop(self.transfer)
         if self._in_lanes:
             self._link.payload.stop(self.transfer)
-        self._tasks.cancel()
+        if self._tasks is not None:
+            self._tasks.cancel()
         self._copying.clear()
 
     def _gpu_route(self, frame: GrantDevices | GrantShared) -> Callable[[_Parts], None]:
@@ -410,6 +421,8 @@ class Outgoing:
         return copier
 
     def _start(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        if self._tasks is None:
+            self._tasks = OwnTasks(self._failed, within=self._within)
         self._tasks.start(work, f"asynckv: transfer {self.transfer}")
 
 

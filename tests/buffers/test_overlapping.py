@@ -13,6 +13,7 @@ from contextlib import asynccontextmanager
 import pytest
 import torch
 
+from asynckv.buffers.remote.insert import Sending
 from asynckv.buffers.remote.peer import Peer
 from asynckv.buffers.remote.store import begin_put
 from asynckv.errors import GPUFailed
@@ -73,6 +74,11 @@ async def test_what_is_granted_again_while_it_is_fed_starts_anew(
         pool.close()
 
 
+def tasks_of(sending: Sending) -> int:
+    outgoing = sending._outgoing
+    return 1 if outgoing is None or outgoing._tasks is None else len(outgoing._tasks)
+
+
 async def test_what_was_fed_whole_is_not_sent_once_the_peer_needs_it_no_more(
     gpu: FakeDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -90,7 +96,7 @@ async def test_what_was_fed_whole_is_not_sent_once_the_peer_needs_it_no_more(
             assert isinstance(frame, Put)
             stream.send(Grant(frame.transfer))
             await until(lambda: routes.copies.used_bytes == MIB)
-            await until(lambda: not len(sending._outgoing._tasks))
+            await until(lambda: not tasks_of(sending))
         leaving = payload._leaving  # type: ignore[attr-defined]
         assert leaving
         sending.on_frame(Accepted(), b"")

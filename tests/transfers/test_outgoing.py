@@ -166,8 +166,8 @@ async def test_what_is_queued_when_it_is_granted_again_leaves_once(
 
 async def test_what_is_to_ride_when_it_is_granted_again_rides_once() -> None:
     async with asked(None, nbytes=8 * 1024) as one:
-        one.sending.on_frame(Grant(one.sending._outgoing.transfer), b"")
-        one.sending.on_frame(Grant(one.sending._outgoing.transfer), b"")
+        one.sending.on_frame(Grant(one.sending._transfer), b"")
+        one.sending.on_frame(Grant(one.sending._transfer), b"")
         await until(lambda: bool(one.pair.service.hearers))
         one.sending.cancel()
         await until(lambda: Cancel() in one.said())

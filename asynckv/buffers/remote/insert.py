@@ -34,7 +34,13 @@ from asynckv.tensors.blocks import KVMemory
 from asynckv.tensors.copying import CopyPool
 from asynckv.tensors.runs import joined
 from asynckv.transfers.manifest import INLINE_NBYTES, check_body, content_digest, pack
-from asynckv.transfers.outgoing import GpuImporter, Outgoing, Routes, ignore_grant
+from asynckv.transfers.outgoing import (
+    AnyGrant,
+    GpuImporter,
+    Outgoing,
+    Routes,
+    ignore_grant,
+)
 from asynckv.transfers.source import (
     GpuStaging,
     Source,
@@ -81,16 +87,11 @@ class Sending:
         self._request = type(frame).__name__.lower()
         self._answer: Reply[None] = Reply()
         self._stream = link.open_stream(self, frame, body)
-        self._outgoing = Outgoing(
-            self._stream,
-            frame.transfer,
-            routes,
-            failed=self._answer.fail,
-            is_on_gpu=is_on_gpu,
-            importer=None if routes is None else routes.importer,
-        )
-        for part, source in enumerate(sources):
-            self._outgoing.add(part, source)
+        self._transfer = frame.transfer
+        self._sources: Sequence[Source] | None = sources
+        self._routes = routes
+        self._is_on_gpu = is_on_gpu
+        self._outgoing: Outgoing | None = None
 
     async def accepted(self) -> bool:
         """Wait until the peer has it, or ``False`` if the link was lost before.
@@ -112,37 +113,65 @@ class Sending:
             self.cancel()
             await self.quiesce()
             raise
-        if self._outgoing.is_busy:
+        if self._outgoing is not None and self._outgoing.is_busy:
             await self.quiesce()
         return True
 
     def cancel(self) -> None:
         """Withdraw it, if it is not in yet. Never waits."""
         self._stream.send(Cancel())
-        self._outgoing.stop()
+        self._stop()
 
     async def quiesce(self) -> None:
         """Wait until no thread reads the tensors (shielded).
 
         As long as :meth:`Outgoing.quiesce` does.
         """
-        await self._outgoing.quiesce()
+        self._stop()
+        if self._outgoing is not None:
+            await self._outgoing.quiesce()
 
     def on_frame(self, frame: Frame, body: bytes) -> None:
         match frame:
             case Grant() | GrantDevices() | GrantShared():
                 self.may_be_in = True
-                self._outgoing.on_grant(frame)
+                self._on_grant(frame)
             case Accepted():
-                self._outgoing.stop()
-                self._outgoing.release()
+                self._stop()
+                self._release()
                 self._answer.give(None)
             case _:
-                self._outgoing.release()  # the last word, or the link ends
+                self._release()  # the last word, or the link ends
                 fail_by(frame, self._request, self._answer.fail)
 
     def on_lost(self, error: PeerLost) -> None:
         self._answer.fail(error)
+
+    def _on_grant(self, frame: AnyGrant) -> None:
+        if self._sources is None:
+            ignore_grant(frame, self._link)
+            return
+        if self._outgoing is None:
+            self._outgoing = Outgoing(
+                *(self._stream, self._transfer, self._routes),
+                failed=self._answer.fail,
+                is_on_gpu=self._is_on_gpu,
+                importer=None if self._routes is None else self._routes.importer,
+            )
+            for part, source in enumerate(self._sources):
+                self._outgoing.add(part, source)
+        self._outgoing.on_grant(frame)
+
+    def _stop(self) -> None:
+        """Nothing more is sent."""
+        self._sources = None
+        if self._outgoing is not None:
+            self._outgoing.stop()
+
+    def _release(self) -> None:
+        """The peer reads nothing of it any more."""
+        if self._outgoing is not None:
+            self._outgoing.release()
 
 
 def begin_insert(
@@ -156,20 +185,18 @@ def begin_insert(
 
     :raises EntryTooLarge: tokens, roi and names do not fit in one frame
     """
-    inline = sum(source.nbytes for source in sources) <= INLINE_NBYTES
-    views = [joined(source.host()) for source in sources] if inline else []
+    inline = sum([source.nbytes for source in sources]) <= INLINE_NBYTES
     is_digested = link.digest != "off"  # else equal names and shapes are equal
-    for source, view in zip(sources, views, strict=False):
-        if is_digested and not source.digest:
-            source.digest = digest_of(view)
-    digests = [source.digest if is_digested else b"" for source in sources]
-    are_known = not is_digested or all(digests)
-    records = [
-        TensorRecord(name, spec, digest)
-        for (name, spec), digest in zip(draft.specs.items(), digests, strict=True)
-    ]
+    views, records, are_known = list[memoryview](), list[TensorRecord](), True
+    for (name, spec), source in zip(draft.specs.items(), sources, strict=True):
+        if inline:
+            views.append(view := joined(source.host()))
+            if is_digested and not source.digest:
+                source.digest = digest_of(view)
+        are_known = are_known and bool(source.digest or not is_digested)
+        records.append(TensorRecord(name, spec, source.digest if is_digested else b""))
     tokens = draft.input_tokens, draft.roi
-    on_gpu = are_on_gpu((source.nbytes, source.region) for source in sources)
+    on_gpu = not inline and are_on_gpu([(one.nbytes, one.region) for one in sources])
     frame = Insert(
         entry_id=draft.entry_id,
         transfer=link.new_transfer(),
