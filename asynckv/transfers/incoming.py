@@ -32,7 +32,7 @@ from asynckv.protocol.transfer_frames import (
 from asynckv.shielding import wait_shielded
 from asynckv.tensors.cuda import DeviceMemory
 from asynckv.tensors.runs import Memory, fill
-from asynckv.transfers.eager import is_eager
+from asynckv.transfers.manifest import is_eager
 from asynckv.transfers.targets import DeviceTarget, Target, copy_to_device
 from asynckv.waits.own_tasks import OwnTasks
 

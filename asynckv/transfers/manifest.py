@@ -24,12 +24,14 @@ from asynckv.transfers.queries import Tokens
 from asynckv.types import TensorSpec
 
 __all__ = (
+    "EAGER_NBYTES",
     "INLINE_NBYTES",
     "Manifest",
     "check_body",
     "check_names",
     "content_digest",
     "flatten",
+    "is_eager",
     "pack",
     "unflatten",
     "unpack",
@@ -42,6 +44,13 @@ __all__ = (
 INLINE_NBYTES: Final = 64 * 1024
 """Tensors of so many bytes in all ride with their frame."""
 
+EAGER_NBYTES: Final = 16 * 1024
+"""A part of so many bytes leaves with the frame that says so.
+
+On a lane it would cost both sides a wake-up of a thread and a frame of its own. The
+rule is one of size alone, so that both sides know by which route a part goes.
+"""
+
 _LENGTH_NBYTES: Final = 4
 _FEW_NBYTES: Final = 1024
 _name_of: Final = attrgetter("name")
@@ -49,6 +58,11 @@ _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(Contents)
 _decode: Final = _decoder.decode
 _decode_places: Final = msgspec.msgpack.Decoder(tuple[Place | None, ...]).decode
+
+
+def is_eager(nbytes: int) -> bool:
+    """Does a part of this size leave with a frame, and not by a lane?"""
+    return nbytes <= EAGER_NBYTES
 
 
 class Manifest(msgspec.Struct, frozen=True, gc=False):

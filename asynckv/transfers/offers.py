@@ -22,9 +22,8 @@ from asynckv.tensors.device_copying import DeviceCopyPool
 from asynckv.tensors.device_tensors import gpu_of
 from asynckv.transfers.budget import ReceiveBudget
 from asynckv.transfers.delivery import Delivery, goes_to_gpu, is_on_gpu
-from asynckv.transfers.eager import is_eager
 from asynckv.transfers.incoming import DeviceRoute, Incoming
-from asynckv.transfers.manifest import unpack
+from asynckv.transfers.manifest import is_eager, unpack
 from asynckv.transfers.readers import IpcReader, MapReader, ShownArrivals, ShownParts
 from asynckv.transfers.targets import (
     HostTarget,

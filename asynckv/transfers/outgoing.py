@@ -14,6 +14,8 @@ small parts of what was granted memory of a GPU: no route has lost those.
 
 from __future__ import annotations
 
+import asyncio
+import collections
 import dataclasses
 from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
@@ -22,12 +24,16 @@ from typing import Any, Final, Protocol, TypeAlias
 from asynckv.errors import GPUFailed, RemoteProtocolError
 from asynckv.links.gpu_link import GpuLink
 from asynckv.links.link import Link, LinkStream
+from asynckv.protocol.codec import BODY_PART_BYTES
+from asynckv.protocol.digests import digest_of
 from asynckv.protocol.handshake import DigestMode, strictest
 from asynckv.protocol.transfer_frames import (
+    MAX_RIDERS,
     Done,
     Grant,
     GrantDevices,
     GrantShared,
+    Riders,
     SentDevices,
     SentShared,
 )
@@ -36,13 +42,21 @@ from asynckv.tensors.device_copying import DeviceCopyPool
 from asynckv.tensors.device_regions import DeviceRegion
 from asynckv.tensors.feeds import Feed
 from asynckv.tensors.runs import Memory, joined
-from asynckv.transfers.eager import EagerParts, is_eager
 from asynckv.transfers.host_copies import D2HCopier, HostCopy
+from asynckv.transfers.manifest import is_eager
 from asynckv.transfers.source import Source
 from asynckv.transfers.targets import device_memory
 from asynckv.waits.own_tasks import OwnTasks
 
-__all__ = ("AnyGrant", "Exported", "GpuImporter", "Outgoing", "Routes", "ignore_grant")
+__all__ = (
+    "AnyGrant",
+    "EagerParts",
+    "Exported",
+    "GpuImporter",
+    "Outgoing",
+    "Routes",
+    "ignore_grant",
+)
 
 AnyGrant: TypeAlias = Grant | GrantDevices | GrantShared
 
@@ -79,6 +93,83 @@ class Routes(Protocol):
 
         :raises RemoteProtocolError: nothing ever did
         """
+
+
+_TICK_BYTES: Final = 256 * 1024
+"""So much is digested and copied on the loop before others have their turn."""
+
+_BUSY_BYTES: Final = 2**20
+
+_Part: TypeAlias = tuple[int, int, Callable[[], memoryview], bytes | None]
+
+
+class EagerParts:
+    """The small parts of one transfer that have not left yet.
+
+    Their memory is read on the loop, until :meth:`stop`.
+    """
+
+    def __init__(self, link: Link, stream: LinkStream, transfer: int) -> None:
+        self._link = link
+        self._stream = stream
+        self._transfer = transfer
+        self._loop = asyncio.get_running_loop()
+        self._parts: collections.deque[_Part] = collections.deque()
+        self._is_due = False
+
+    def add(
+        self,
+        index: int,
+        nbytes: int,
+        read: Callable[[], memoryview],
+        digest: bytes | None = None,
+    ) -> None:
+        """Let a part of so many bytes leave soon. They are read when it does.
+
+        ``digest`` is its own where that is known already.
+        """
+        self._parts.append((index, nbytes, read, digest))
+        if not self._is_due:
+            self._is_due = True
+            self._loop.call_soon(self._go)
+
+    def stop(self) -> None:
+        """Send no more of them: their memory is not read any more."""
+        self._parts.clear()
+
+    def _go(self) -> None:
+        self._is_due = False
+        left_bytes = _TICK_BYTES
+        while self._parts and left_bytes > 0:
+            left_bytes -= self._send_some()
+        if not self._parts:
+            return
+        self._is_due = True
+        if self._link.outgoing_bytes > _BUSY_BYTES:
+            self._link.call_when_drained(self._go)
+        else:
+            self._loop.call_soon(self._go)
+
+    def _send_some(self) -> int:
+        """Send what fits in a frame; return how many bytes that were."""
+        parts = self._parts
+        numbers, digests, sources = list[int](), list[bytes](), list[memoryview]()
+        is_digested = self._link.digest != "off"
+        total = 0
+        while parts and len(numbers) < MAX_RIDERS:
+            index, nbytes, read, digest = parts[0]
+            if total + nbytes > BODY_PART_BYTES:
+                break
+            parts.popleft()
+            total += nbytes
+            source = read()
+            numbers.append(index)
+            sources.append(source)
+            if is_digested:
+                digests.append(digest or digest_of(source))
+        frame = Riders(self._transfer, tuple(numbers), tuple(digests))
+        self._stream.send(frame, b"".join(sources))
+        return total + 1
 
 
 _NEVER_OFFERED: Final = "a grant of what was never offered"

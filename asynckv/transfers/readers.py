@@ -40,8 +40,7 @@ from asynckv.tensors.shared_file import MappedFile, check_place, edges_of
 from asynckv.tensors.views import tensor_from, tensor_over
 from asynckv.transfers.budget import ReceiveBudget
 from asynckv.transfers.delivery import Delivery, MappedParts, on_host
-from asynckv.transfers.eager import is_eager
-from asynckv.transfers.manifest import Manifest, unpack_mapped, verify
+from asynckv.transfers.manifest import Manifest, is_eager, unpack_mapped, verify
 from asynckv.types import TensorSpec
 from asynckv.waits.own_tasks import OwnTasks
 

@@ -16,7 +16,7 @@ from asynckv.protocol.digests import digest_of
 from asynckv.protocol.transfer_frames import Done, Riders
 from asynckv.tensors.cuda import DeviceMemory
 from asynckv.tensors.runs import Memory, fill
-from asynckv.transfers.eager import is_eager
+from asynckv.transfers.manifest import is_eager
 
 __all__ = ("PartReceiver", "PartSink", "Reception")
 

@@ -23,8 +23,7 @@ from asynckv.tensors.on_gpu import KVOnGpu
 from asynckv.tensors.paged_arena import PagedArena
 from asynckv.tensors.runs import Memory, Runs
 from asynckv.tensors.views import empty_tensor
-from asynckv.transfers.eager import is_eager
-from asynckv.transfers.manifest import INLINE_NBYTES
+from asynckv.transfers.manifest import INLINE_NBYTES, is_eager
 from asynckv.transfers.targets import device_memory
 from asynckv.types import TensorSpec
 

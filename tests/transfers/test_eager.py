@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from functools import partial
 from typing import NamedTuple
 
@@ -14,7 +14,8 @@ from asynckv.protocol.frames import (
 )
 from asynckv.protocol.transfer_frames import Riders
 from asynckv.testing.blocked import until
-from asynckv.transfers.eager import EAGER_NBYTES, EagerParts, is_eager
+from asynckv.transfers.manifest import EAGER_NBYTES, is_eager
+from asynckv.transfers.outgoing import EagerParts
 from harness.link_pairs import Hearer, ScriptedService, linked
 
 KIB = 1024
@@ -115,3 +116,20 @@ async def test_a_slow_reader_makes_nobody_hold_more_than_a_little(ends: Ends) ->
         most = max(most, ends.near.outgoing_bytes)
         await asyncio.sleep(0)
     assert 0 < most < 2 * 2**20
+
+
+async def test_while_much_is_unwritten_they_wait(
+    ends: Ends, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waiting = list[Callable[[], None]]()
+    with monkeypatch.context() as patch:
+        patch.setattr(type(ends.near), "outgoing_bytes", 5 * 2**20)
+        patch.setattr(ends.near, "call_when_drained", waiting.append)
+        for index in range(100):
+            add(ends, index, EAGER_NBYTES)
+        await until(lambda: bool(waiting))
+    (go_on,) = waiting
+    heard = sum(len(frame.parts) for frame, _ in ends.riders())
+    assert heard < 100
+    go_on()
+    assert sum(len(frame.parts) for frame, _ in await ends.heard(100)) == 100

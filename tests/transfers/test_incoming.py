@@ -28,8 +28,8 @@ from asynckv.tensors.cuda import DeviceMemory
 from asynckv.tensors.views import empty_tensor
 from asynckv.testing.blocked import until, until_blocked
 from asynckv.transfers import incoming as incoming_module
-from asynckv.transfers.eager import EAGER_NBYTES
 from asynckv.transfers.incoming import DeviceRoute, Incoming, hear_incoming
+from asynckv.transfers.manifest import EAGER_NBYTES
 from asynckv.transfers.targets import DeviceTarget, HostTarget, Target
 from asynckv.types import TensorSpec
 

@@ -9,7 +9,7 @@ import pytest
 from asynckv.errors import ChecksumError, RemoteProtocolError
 from asynckv.protocol.digests import digest_of
 from asynckv.protocol.transfer_frames import Done, Riders
-from asynckv.transfers.eager import EAGER_NBYTES
+from asynckv.transfers.manifest import EAGER_NBYTES
 from asynckv.transfers.reception import Reception
 
 

@@ -25,8 +25,7 @@ from asynckv.tensors.device_regions import DeviceRegion
 from asynckv.tensors.runs import joined
 from asynckv.tensors.slab_regions import SlabRegion
 from asynckv.tensors.slabs import PAGE_NBYTES
-from asynckv.transfers.eager import is_eager
-from asynckv.transfers.manifest import INLINE_NBYTES, check_body
+from asynckv.transfers.manifest import INLINE_NBYTES, check_body, is_eager
 from asynckv.transfers.outgoing import Exported, Outgoing, Routes
 from asynckv.transfers.source import RegionSource, are_on_gpu
 from asynckv.waits.own_tasks import OwnTasks

@@ -98,11 +98,10 @@ class ServedGet:
         if inline:
             self._end(Result(1))
         else:
-            self._outgoing = Outgoing(stream, transfer, failed=self._fail)
+            self._outgoing = Outgoing(
+                stream, transfer, failed=lambda exc: self._end(to_failure(exc))
+            )
             self._outgoing.add(0, source)
-
-    def _fail(self, error: Exception) -> None:
-        self._end(to_failure(error))
 
     def _end(self, last: Frame | None) -> None:
         if self._outgoing is not None:

@@ -118,6 +118,27 @@ async def test_an_insert_that_the_peer_gives_up_is_aborted() -> None:
             await writer_on(pair.near).granted()
 
 
+@pytest.mark.parametrize("later", [0, 2], ids=["over", "never offered"])
+async def test_what_is_granted_when_it_is_over_is_ignored(later: int) -> None:
+    async with linked("mem://", lambda *_: None) as pair:
+        writer = writer_on(pair.near)
+        put = asyncio.create_task(writer.put("key", ONES))
+        await until(lambda: bool(pair.service.hearers))
+        push, _ = await pair.service.hearers[0].next()
+        assert isinstance(push, Push)
+        put.cancel()
+        await asyncio.wait({put})
+        stream = pair.service.asked[0][0]
+        stream.send(Grant(push.transfer + later))
+        stream.send(Accepted())
+        if later:
+            await until(lambda: not pair.near.is_open)
+            assert "never offered" in str(pair.near.error)
+        else:
+            await writer.granted()
+            assert pair.near.is_open
+
+
 async def test_a_put_that_nobody_needs_any_more_sends_nothing() -> None:
     async with linked("mem://", lambda *_: None) as pair:
         put = asyncio.create_task(writer_on(pair.near).put("key", ONES))

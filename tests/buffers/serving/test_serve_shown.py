@@ -192,16 +192,19 @@ async def test_of_a_delivery_that_was_ended_so_nothing_more_is_begun(
     assert not begun
 
 
-async def test_a_grant_of_what_was_not_shown_ends_the_link(gpus: FakeGpus) -> None:
-    async with open_gpu_pair(gpus, reconnect_s=0) as pair:
-        await inserted(pair, noise(8))
-        key = noise(MIB)
-        await pair.buffer.insert([2], None, key, None, None)
+@pytest.mark.parametrize("nbytes", [8, MIB])
+async def test_a_grant_of_what_was_not_shown_ends_the_link(
+    gpus: FakeGpus, nbytes: int
+) -> None:
+    url = "?payload=inline"
+    async with open_gpu_pair(gpus, device=None, url=url, reconnect_s=0) as pair:
+        await inserted(pair, noise(nbytes))
         hearer = Hearer()
         link = pair.peer._linked()
         stream = link.open_stream(hearer, Select(has_key=False))
         offer, _ = await hearer.next()
         assert isinstance(offer, Offer) and offer.mapped is None
+        assert offer.on_gpu is (nbytes == MIB)
         stream.send(GrantDevices(offer.transfer, "off"))
         with pytest.raises(PeerLost):
             await hearer.next()
