@@ -54,8 +54,12 @@ class FairLine(Generic[T]):
 
     def join(self, ticket: T) -> bool:
         """Get in line, as the last; ``True`` if it is through at once."""
+        is_alone = not self._tickets
+        if is_alone and self._give(ticket):
+            return True
         self._tickets[ticket] = asyncio.get_running_loop().time()
-        self.advance()
+        if not is_alone:
+            self.advance()
         return ticket not in self._tickets
 
     def quit(self, ticket: T) -> bool:

@@ -103,3 +103,14 @@ async def test_a_task_that_two_own_is_cancelled_by_each() -> None:
     assert task.cancelled()
     await asyncio.sleep(0)
     assert not len(tasks) and not len(others)
+
+
+async def test_what_nobody_is_told_of_is_raised_by_the_task() -> None:
+    tasks = OwnTasks()
+
+    async def fail() -> None:
+        raise ValueError("no")
+
+    task = tasks.start(fail, "one that fails")
+    await tasks.wait()
+    assert isinstance(task.exception(), ValueError)
