@@ -102,7 +102,7 @@ class Churn:
             statistics = self._buffer.statistics()
             asked = (statistics.used_bytes + sum(sizes)) / max_bytes
             # Until the buffer has all its memory, that is what is waited for.
-            is_growing = self._buffer._growth.arena.is_growing and asked <= 1
+            is_growing = self._buffer.growth.arena.is_growing and asked <= 1
             if statistics.waiting_inserts and not is_growing:
                 self.shares.append(min(1.0, asked))
                 await self._let_one_leave()
@@ -141,7 +141,7 @@ async def measure(
     async with buffer:
         churn = Churn(buffer, random.Random(seed))
         await churn.run(draw, time.monotonic() + seconds / 10)
-        while buffer._growth.arena.is_growing:  # its pages are mapped once
+        while buffer.growth.arena.is_growing:  # its pages are mapped once
             await churn.run(draw, time.monotonic() + 1)
         warm = len(churn.shares), churn.entries, churn.moved_bytes, _faults()
         await churn.run(draw, time.monotonic() + seconds)
