@@ -29,6 +29,7 @@ def test_what_is_shown_is_not_freed_before_it_is_dropped(gpu: FakeDevice) -> Non
     assert gpu.process.owned
     shown.drop()
     assert not gpu.process.owned
+    shown.drop()  # again is nothing
 
 
 def test_what_is_shown_is_not_freed_while_an_operation_waits_for_a_peer(
