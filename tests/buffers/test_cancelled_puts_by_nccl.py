@@ -32,8 +32,13 @@ async def test_a_cancelled_insert_leaves_no_trace_on_either_gpu(
         await nccl_pair.emptied()
 
     lookup = nccl_pair.peer.lookup
+    # Cancelled again while what has left is digested, or is waited for.
+    modes: tuple[CancelMode, ...] = ("task", "scope", "again")
     await sweep_cancellation(
-        lambda: lookup.insert([1], None, key, None, hidden), check, before=before
+        lambda: lookup.insert([1], None, key, None, hidden),
+        check,
+        before=before,
+        modes=modes,
     )
     assert nccl_pair.has_put and nccl_pair.peer.transport == "nccl"
 
@@ -93,5 +98,5 @@ async def test_memory_of_the_host_is_quiet_when_a_cancelled_insert_ends(
     await sweep_cancellation(
         *(lambda: lookup.insert([1], None, key, value, None), check),
         before=before,
-        modes=("task",),
+        modes=("task", "again"),
     )

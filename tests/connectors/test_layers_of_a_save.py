@@ -139,7 +139,7 @@ class Save:
     async def end(self) -> None:
         """Wait until all is put, and look at every target."""
         self._offer(slice(self.first_layers, None))
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(20):
             await asyncio.gather(*self.puts)
         for target in self.targets:
             target.check()
@@ -228,7 +228,7 @@ async def test_in_a_hurry_it_does_not_wait_for_host_memory(
         await until(lambda: target.waiting > 0)
         layers.hurry()
         with pytest.raises(TimeoutError, match="no room"):
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(20):
                 await asyncio.shield(save.running)
 
 
