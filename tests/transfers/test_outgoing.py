@@ -7,7 +7,7 @@ import contextlib
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import pytest
 import torch
@@ -27,7 +27,7 @@ from asynckv.protocol.transfer_frames import (
     Riders,
     SentShared,
 )
-from asynckv.testing.blocked import until
+from asynckv.testing.blocked import until, until_blocked
 from asynckv.testing.cancellation import CancelMode, Outcome, sweep_cancellation
 from asynckv.testing.expectations import is_same
 from asynckv.testing.lookup_checks.values import MIB, noise
@@ -37,6 +37,7 @@ from asynckv.transfers.source import HostSource
 from asynckv.transports.lane_sockets import LaneSocket
 from harness.fake_devices import fake_device_of
 from harness.fake_gpus import FakeGpus
+from harness.fake_gpus.cuda import FakeCuda
 from harness.link_pairs import LinkPair, linked
 from harness.nccl_buffer_pairs import open_nccl_buffers
 from harness.no_routes import NoRoutes
@@ -219,6 +220,31 @@ async def test_a_cancelled_insert_is_hoisted_no_further(two_gpus: FakeGpus) -> N
 
         insert = peer.lookup.insert
         await sweep_cancellation(lambda: insert([1], None, key, None, None), check)
+
+
+async def test_an_insert_that_is_cancelled_twice_waits_for_what_reads_its_gpu(
+    two_gpus: FakeGpus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_reading, returns, copy = threading.Event(), threading.Event(), FakeCuda.copy
+
+    def held(cuda: FakeCuda, *args: Any) -> None:
+        is_reading.set()
+        returns.wait(60)
+        copy(cuda, *args)
+
+    async with to_host_memory(two_gpus) as (lookup, peer):
+        key = on_gpu_of(peer, noise(MIB))
+        monkeypatch.setattr(FakeCuda, "copy", held)
+        task = asyncio.create_task(peer.lookup.insert([1], None, key, None, None))
+        await until(is_reading.is_set)
+        for _ in range(2):
+            task.cancel()
+            await until_blocked(task)
+        is_early = task.done()
+        returns.set()
+        await asyncio.wait({task})
+        assert task.cancelled() and not is_early
+        await until(lambda: not lookup.statistics().used_bytes)
 
 
 @pytest.mark.parametrize("part", ["copy", "_digest_sent"])
