@@ -90,3 +90,23 @@ async def test_blocks_of_the_host_are_not_gathered_on_a_gpu() -> None:
     moves = BlockMoves(PagedCaches({"a": torch.zeros(8, 3)}, None), pool)
     with pytest.raises(ValueError, match="on no GPU"):
         await moves.gather_there([], [])
+
+
+async def test_a_gpu_is_made_ready_once_and_what_fails_is_for_a_transfer_to_say(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def fail(*args: object) -> None:
+        raise GPUFailed("no kernels")
+
+    with fake_device() as gpu:
+        none = moves_on(gpu, gpu.tensor(torch.zeros(0, 4)))
+        await none.open()  # no block could be gathered
+        moves = moves_on(gpu, gpu.tensor(torch.zeros(8, 4)))
+        with monkeypatch.context() as patch:
+            patch.setattr(BlockMoves, "gather", fail)
+            await moves.open_if_possible()
+        for _ in range(2):
+            await moves.open_if_possible()
+        assert gpu.process.cuda.launches == 1
+        for one in (none, moves):
+            one.pool.close()

@@ -12,7 +12,7 @@ from asynckv.config import KVTransferConfig
 from asynckv.connectors import peers as module
 from asynckv.connectors.engine import KVEngine
 from asynckv.connectors.peers import PeerLine, Peers, identity_of
-from asynckv.errors import PeerLost, PeerRestarted
+from asynckv.errors import GPUFailed, PeerLost, PeerRestarted
 from asynckv.testing.blocked import until, until_blocked
 from harness.fake_devices import fake_device
 
@@ -184,3 +184,41 @@ async def test_a_way_may_lead_to_a_gpu_from_its_own_until_the_peer_says_no() -> 
             await line.peer()
             assert not line.may_lead_to_gpu("cuda:0")
             await line.aclose()
+
+
+async def test_memory_that_its_gpu_has_not_got_is_done_without_where_that_may_be(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(nbytes: int) -> None:
+        raise GPUFailed("out of memory", code=2)
+
+    with fake_device() as gpu:
+        monkeypatch.setattr(gpu.process.cuda, "malloc", refuse)
+        config = peers_of({"P": "mem://peers"})._config
+        line = PeerLine("mem://peers", config, "D/0", gpu.device)
+        line.max_bytes = 2 * config.max_bytes
+        async with LookupBuffer() as buffer, server_of(buffer):
+            with pytest.raises(GPUFailed, match="out of memory"):
+                await line.peer()
+            assert line.device is gpu.device
+            line.does_without_gpu = True
+            first, second = await asyncio.gather(line.peer(), line.peer())
+            assert first is second
+            assert [line.device, line.max_bytes] == [None, config.max_bytes]
+            assert caplog.text.count("by way of host memory") == 1
+            first.abort()
+            line._leave_lost()  # the next one may find memory there
+            assert (line.device, line.max_bytes) == (gpu.device, 2 * config.max_bytes)
+            await line.aclose()
+
+
+async def test_what_is_pushed_to_who_has_no_name_may_lead_to_any_peers_gpu() -> None:
+    with fake_device() as gpu:
+        peers = peers_of({"P": "mem://peers", "Q": "mem://others"})
+        peers.push_from(gpu.device, 2**20)
+        assert not peers.may_lead_to_gpu("", 0, "cuda:7")
+        async with LookupBuffer() as buffer, server_of(buffer):
+            await peers.line("P", 0).peer()
+            assert not peers.may_lead_to_gpu("P", 0, "cuda:0")
+            assert peers.may_lead_to_gpu("", 0, "cuda:0")  # as the other one may
+            await peers.aclose()
