@@ -152,6 +152,31 @@ def test_only_what_is_pushed_may_lead_to_a_gpu_of_a_peer() -> None:
             assert not routes.may_lead_to_gpu(SAVE, "cuda:7")
 
 
+def test_one_reader_with_a_gpu_is_enough_and_who_cannot_read_has_none() -> None:
+    with fake_device() as gpu:
+        routes, name = routes_of("push", 0), gpu.device.name
+        routes.peers.device = gpu.device
+        routes.peers.line(SAVE.peer, 0).device = None
+        assert routes.may_lead_to_gpu(SAVE, name)
+        routes.peers.line(SAVE.peer, 1).device = None
+        assert not routes.may_lead_to_gpu(SAVE, name)
+        assert not staged("push", 3, (1, 1)).may_lead_to_gpu(SAVE, name)
+
+
+@pytest.mark.parametrize(
+    ("direction", "side", "has_memory"),
+    [("push", 0, True), ("push", 1, False), ("pull", 1, True)],
+)
+async def test_who_pushes_or_fetches_has_memory_of_the_gpu_for_its_peers(
+    direction: str, side: int, has_memory: bool
+) -> None:
+    with fake_device() as gpu:
+        routes = routes_of(direction, side)
+        await routes.open(gpu.device)
+        assert (routes.peers.device is gpu.device) == has_memory
+        await routes.aclose()
+
+
 def test_the_engine_that_decodes_has_as_many_ranks_as_urls() -> None:
     assert len(staged("push", 2, (2,)).targets(SAVE)) == 2
 
