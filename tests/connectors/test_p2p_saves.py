@@ -262,3 +262,28 @@ async def test_blocks_of_a_gpu_come_to_the_host_once_and_are_put_from_there() ->
         await until(
             lambda: not any("asynckv-" in t.name for t in threading.enumerate())
         )
+
+
+@pytest.mark.parametrize("room", [0, 2**20])
+async def test_a_cancelled_save_of_a_gpu_keeps_no_host_memory(room: int) -> None:
+    with fake_device() as gpu:
+        pool = CopyPool(stagings=stagings_of(gpu))
+        layers = {one: gpu.tensor(torch.arange(8.0).view(4, 2)) for one in "ab"}
+        moves, staging = BlockMoves(PagedCaches(layers, None), pool), Staging(room)
+        save = P2PSave(moves, ORDER, HEADER, 60, staging=staging, is_local=True)
+        async with LookupBuffer("16MiB", drain_s=0) as buffer:
+            saving = asyncio.create_task(save.run([to(buffer)]))
+            save.offer("a", moves.mark())
+            await until(lambda: staging.copies == bool(room))
+            await until(lambda: buffer.statistics().entries == 1)
+            await until_blocked(saving)
+            # It waits for room, or for its other layer.
+            assert (save.lacks_room(), save.is_copying) == (not room, bool(room))
+            saving.cancel()
+            await asyncio.wait({saving})
+            save.end()
+            assert staging.used_bytes == 0
+        pool.close()
+        await until(
+            lambda: not any("asynckv-" in t.name for t in threading.enumerate())
+        )
