@@ -291,3 +291,23 @@ async def test_a_cancelled_save_of_a_gpu_keeps_no_host_memory(room: int) -> None
         await until(
             lambda: not any("asynckv-" in t.name for t in threading.enumerate())
         )
+
+
+async def test_in_a_hurry_a_save_of_a_gpu_does_not_wait_for_host_memory() -> None:
+    with fake_device() as gpu:
+        pool = CopyPool(stagings=stagings_of(gpu))
+        layers = {"a": gpu.tensor(torch.arange(8.0).view(4, 2))}
+        moves = BlockMoves(PagedCaches(layers, None), pool)
+        save = P2PSave(moves, ORDER, HEADER, 60, staging=Staging(0))
+        async with LookupBuffer("16MiB", drain_s=0) as buffer:
+            saving = asyncio.create_task(save.run([to(buffer)]))
+            await until(lambda: buffer.statistics().entries == 1)
+            save.offer("a", moves.mark())
+            save.hurry()
+            with pytest.raises(TimeoutError, match="no room"):
+                await asyncio.wait_for(saving, 20)
+            save.end()
+        pool.close()
+        await until(
+            lambda: not any("asynckv-" in t.name for t in threading.enumerate())
+        )
