@@ -149,6 +149,26 @@ async def test_a_put_that_nobody_needs_any_more_sends_nothing() -> None:
         assert len(pair.service.hearers[0].frames) == 1
 
 
+async def test_a_put_that_nobody_needs_while_it_is_sent_returns_quiet() -> None:
+    async with linked("mem://", lambda *_: None) as pair:
+        value = ONES.clone()
+        put = asyncio.create_task(writer_on(pair.near).put("key", value))
+        await until(lambda: bool(pair.service.hearers))
+        push, _ = await pair.service.hearers[0].next()
+        assert isinstance(push, Push)
+        stream = pair.service.asked[0][0]
+        stream.send(Grant(push.transfer))
+        stream.send(Accepted())  # the far side has not received it yet
+        await put
+        target, landed = memoryview(bytearray(MIB)), list[object]()
+        pair.far.payload.receive(
+            push.transfer, 0, target, lambda *end: landed.append(end)
+        )
+        await asyncio.gather(*[asyncio.sleep(0) for _ in range(20)])
+        assert not landed and not any(target[:100])
+        assert len(pair.service.hearers[0].frames) == 1
+
+
 async def test_a_put_that_nobody_needs_when_it_may_be_sent_sends_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
