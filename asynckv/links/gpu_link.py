@@ -26,15 +26,13 @@ from asynckv.tensors.device_copying import DeviceCopyPool
 from asynckv.tensors.devices import Device
 from asynckv.tensors.runs import Memory
 from asynckv.transports.nccl.transport import NcclSettings, NcclTransport
-from asynckv.transports.nccl.worker import DeviceWorker
 from asynckv.transports.nccl.workers import WorkerUse, worker_of
 from asynckv.waits.own_tasks import OwnTasks
 
 __all__ = (
-    "Arrivals",
-    "GpuArrivals",
     "GpuLink",
-    "GpuPathLost",
+    "NcclRoute",
+    "RouteLost",
     "Ways",
     "other_bytes",
 )
@@ -48,20 +46,11 @@ _LOOK_AGAIN_S: Final = 0.5
 _SETTINGS: Final = NcclSettings(open_s=_OPEN_S)
 
 
-class GpuPathLost(GPUFailed):
-    """Payload does not go from GPU to GPU any more, for that link.
+class RouteLost(GPUFailed):
+    """Payload does not go from GPU to GPU any more, for that link."""
 
-    Whoever has lent memory waits until it is quiet, and looks at :attr:`is_quiet` then.
-    """
-
-    def __init__(self, error: BaseException, worker: DeviceWorker | None) -> None:
+    def __init__(self, error: BaseException) -> None:
         super().__init__(f"the way from GPU to GPU was lost: {error}")
-        self._worker = worker
-
-    @property
-    def is_quiet(self) -> bool:
-        """Whether what was under way will leave memory alone: else it never may."""
-        return self._worker is None or self._worker.error is None
 
 
 def other_bytes(part: int) -> ChecksumError:
@@ -70,17 +59,6 @@ def other_bytes(part: int) -> ChecksumError:
         f"part {part} arrived with other bytes than were sent",
         hint="the delivery was refused; nothing of it was used",
     )
-
-
-class Arrivals(Protocol):
-    """What comes by a link's way."""
-
-    @property
-    def are_awaited(self) -> bool:
-        """Whether the peer has yet to send a part, or to say that it has."""
-
-    def fail(self, error: GpuPathLost) -> None:
-        """Nothing more comes. Never waits."""
 
 
 class GpuLink:
@@ -104,7 +82,7 @@ class GpuLink:
         self._closing: asyncio.Task[None] | None = None
         self._is_unwanted = False
         self._over: asyncio.Future[None] = loop.create_future()
-        self._arrivals: weakref.WeakSet[Arrivals] = weakref.WeakSet()
+        self._routes: weakref.WeakSet[NcclRoute] = weakref.WeakSet()
 
     @classmethod
     async def make(cls, link: Link, device: Device, digest: DigestMode) -> GpuLink:
@@ -156,9 +134,9 @@ class GpuLink:
         """Call back once :meth:`closed` would return: now, or later."""
         self._over.add_done_callback(lambda _: callback())
 
-    def expect(self, arrivals: Arrivals) -> None:
-        """Tell ``arrivals``, if it is still there, once nothing more can come."""
-        self._arrivals.add(arrivals)
+    def expect(self, route: NcclRoute) -> None:
+        """Tell ``route``, if it is still there, once nothing more can come."""
+        self._routes.add(route)
 
     async def _open(self, opening: Coroutine[Any, Any, object]) -> None:
         try:
@@ -174,10 +152,6 @@ class GpuLink:
         self.link.use_nccl()
         self.link.call_when_lost(self._link_lost)
         logger.info("payload of the link to %s goes by NCCL", self.link.peer.id)
-
-    def lost(self, error: BaseException) -> GpuPathLost:
-        """Return what is raised of a transfer that ``error`` has ended."""
-        return GpuPathLost(error, self._use.worker)
 
     def close(self) -> asyncio.Task[None]:
         """Move nothing more. Never waits; what is returned waits for the GPU."""
@@ -229,7 +203,7 @@ class GpuLink:
 
     def _peer_finished(self) -> None:
         """All that was offered has landed; of some the peer may never say so."""
-        if any(arrivals.are_awaited for arrivals in self._arrivals):
+        if any(route.is_awaited for route in self._routes):
             self._on_lost(PeerLost("the peer closed its side"))
         elif self.is_open:
             self.is_open = False
@@ -247,8 +221,8 @@ class GpuLink:
                 error,
             )
         # A worker that is blocked lets nobody know for long: nobody waits for it.
-        for arrivals in list(self._arrivals):
-            arrivals.fail(self.lost(error))
+        for route in list(self._routes):
+            route.fail(RouteLost(error))
 
 
 def _see(opening: asyncio.Task[None]) -> None:
@@ -269,15 +243,12 @@ class _Part:
     has_landed: bool = False
 
 
-class GpuArrivals:
+class NcclRoute:
     """One transfer; fits :class:`~asynckv.transfers.incoming.DeviceRoute`.
 
     ``digest`` is what this side wants to be compared, by default as of all that comes
     by that way.
     """
-
-    compares: ClassVar[bool] = True
-    """Is what has landed compared with what was sent, before it is told?"""
 
     reads_peer: ClassVar[bool] = False
 
@@ -290,7 +261,6 @@ class GpuArrivals:
         self._parts: dict[int, _Part] = {}
         self._comparing = OwnTasks()
         self._is_stopped = False
-        self._lost: weakref.WeakMethod[Callable[[GpuPathLost], None]] | None = None
         gpus.expect(self)
 
     def grant(self, transfer: int) -> GrantDevices:
@@ -308,7 +278,8 @@ class GpuArrivals:
         return self.gpus.is_given_up
 
     @property
-    def are_awaited(self) -> bool:
+    def is_awaited(self) -> bool:
+        """Whether the peer has yet to send a part, or to say that it has."""
         return bool(self._parts)
 
     def receive(
@@ -320,7 +291,7 @@ class GpuArrivals:
 
         def landed(_: bytes, error: BaseException | None) -> None:
             if error is not None:
-                done(b"", self.gpus.lost(error))
+                done(b"", RouteLost(error))
             else:
                 self._parts[part].has_landed = True
                 self._compare_if_due(part)
@@ -352,19 +323,10 @@ class GpuArrivals:
         """Bytes that have landed of parts that are not whole yet."""
         return self.gpus.transport.landed_bytes(transfer)
 
-    def call_when_lost(self, lost: Callable[[GpuPathLost], None]) -> None:
-        """Call a method, if its object is still there, once nothing more can come.
-
-        Also where what is left rides: nobody watches any more whether that comes.
-        """
-        self._lost = weakref.WeakMethod(lost)
-
-    def fail(self, error: GpuPathLost) -> None:
+    def fail(self, error: RouteLost) -> None:
         """Nothing more comes: whoever waits for a part is told."""
         for part in list(self._parts.values()):
             part.done(b"", error)
-        if self._lost is not None and (lost := self._lost()) is not None:
-            lost(error)
 
     def stop(self, transfer: int) -> None:
         self._is_stopped = True
@@ -404,5 +366,5 @@ class GpuArrivals:
 class Ways(Protocol):
     """Whoever knows what connects its GPU with those of its peers."""
 
-    def arrivals(self, link: Link) -> GpuArrivals | None:
+    def device_route(self, link: Link) -> NcclRoute | None:
         """Return by what the next delivery may come, ``None`` if by the lanes."""

@@ -9,7 +9,7 @@ import msgspec
 import torch
 
 from asynckv.errors import ChecksumError, RemoteProtocolError
-from asynckv.links.gpu_link import GpuArrivals
+from asynckv.links.gpu_link import NcclRoute
 from asynckv.links.link import Link
 from asynckv.pipes.gpu_side import GpuSide
 from asynckv.protocol.frames import Push
@@ -77,7 +77,7 @@ class Arrival:
         self.region: DeviceRegion | None = None
         self.reception: Reception | None = None
         self.is_verified = False
-        self._by_gpu: GpuArrivals | None = None
+        self._by_gpu: NcclRoute | None = None
         self._was_on_gpu = False
         self._may_come_by_gpu = isinstance(frame, Push) and frame.on_gpu
         self._shown = frame if isinstance(frame, PushShared) else None
@@ -112,20 +112,15 @@ class Arrival:
 
         Returns what the peer is told then. Never waits.
         """
-        by_gpu = gpus.arrivals() if self._may_come_by_gpu else None
+        by_gpu = gpus.device_route() if self._may_come_by_gpu else None
         region = None if by_gpu is None else gpus.spare(self.nbytes)
         if self.spec is None or by_gpu is None or region is None:
             return None
         place = _place(region, self.spec)
         self.region, self._by_gpu, self._was_on_gpu = region, by_gpu, True
         self._may_come_by_gpu = False
-        self.reception = Reception(
-            *(link, self.transfer, [place], self),
-            payload=by_gpu,
-            progress=by_gpu.progress,
-            is_compared=by_gpu.compares,
-        )
-        self.reception.begin()
+        self.reception = Reception(link, self.transfer, self)
+        self.reception.begin_by(by_gpu, place)
         return GrantDevices(self.transfer, by_gpu.digest)
 
     def on_sent_devices(self, frame: SentDevices) -> None:
@@ -148,7 +143,7 @@ class Arrival:
             self.region.release()
             self.region = None
 
-    def part_verified(self, index: int, digest: bytes) -> None:
+    def part_verified(self) -> None:
         self._by_gpu = None
         self.inbound.verified(self)
 

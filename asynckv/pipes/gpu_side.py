@@ -11,7 +11,7 @@ from collections.abc import Callable
 import anyio
 import torch
 
-from asynckv.links.gpu_link import GpuArrivals
+from asynckv.links.gpu_link import NcclRoute
 from asynckv.links.link import Link
 from asynckv.links.options import Digest, device_digest, map_digest
 from asynckv.pipes.gpu_sharing import GpuOpening, GpuSharing
@@ -99,10 +99,10 @@ class GpuSide:
         await self.pool.copy([source], [place], digest=False)
         return b""
 
-    def arrivals(self) -> GpuArrivals | None:
+    def device_route(self) -> NcclRoute | None:
         """Return by what one tensor may come from the peer's GPU."""
         way = self.opening.way
-        return None if way is None else GpuArrivals(way, self.pool)
+        return None if way is None else NcclRoute(way, self.pool)
 
     def made(self, spec: TensorSpec) -> KVOnGpu | None:
         """Make a tensor for the application, where there is room. Never waits.

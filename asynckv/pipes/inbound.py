@@ -97,10 +97,9 @@ class Granting:
             arrival.tensor = self._memory.lending.spare(arrival.spec)
         except RuntimeError as exc:
             raise MemoryError(f"none for a tensor of {arrival.nbytes} bytes") from exc
-        target = bytes_of(arrival.tensor)
-        arrival.reception = Reception(self._link, arrival.transfer, [target], arrival)
+        arrival.reception = Reception(self._link, arrival.transfer, arrival)
         self._landing[arrival.transfer] = arrival
-        arrival.reception.begin()
+        arrival.reception.begin(bytes_of(arrival.tensor))
         self._send(Grant(arrival.transfer), _NOTHING)
 
     def check_shown(self, frame: PushShared) -> None:

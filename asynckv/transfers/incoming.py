@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any, Protocol
 
 from asynckv.errors import RemoteProtocolError
-from asynckv.links.gpu_link import GpuPathLost, other_bytes
+from asynckv.links.gpu_link import RouteLost, other_bytes
 from asynckv.links.link import LinkStream
 from asynckv.links.progress import OWN_WORK_S, Progress
 from asynckv.protocol.digests import digest_of
@@ -42,7 +42,7 @@ __all__ = ("DeviceRoute", "Incoming", "hear_incoming")
 class DeviceRoute(Protocol):
     """How the parts of one transfer come to a GPU of this side, from another.
 
-    What it tells was compared. Its errors are :exc:`GpuPathLost` where the route itself
+    What it tells was compared. Its errors are :exc:`RouteLost` where the route itself
     was lost: then all that it was to bring is told so.
     """
 
@@ -458,7 +458,7 @@ class Incoming:
     def _on_routed(self, part: int, digest: bytes, error: BaseException | None) -> None:
         if self._is_stopped or self._is_lost:
             return
-        if isinstance(error, GpuPathLost):
+        if isinstance(error, RouteLost):
             self._is_lost = True
             self._forget_route()
             self._start(partial(self._fall_back, error), "fall back to the link")
@@ -475,7 +475,7 @@ class Incoming:
         else:
             self._verified(part, digest)
 
-    async def _fall_back(self, lost: GpuPathLost) -> None:
+    async def _fall_back(self, lost: RouteLost) -> None:
         """Let all come by the link that the route was to bring.
 
         Also what is here already, which the peer does not know; it is not told again.

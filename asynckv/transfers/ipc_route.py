@@ -11,7 +11,7 @@ from functools import partial
 from typing import ClassVar
 
 from asynckv.errors import ChecksumError, GPUFailed, RemoteProtocolError
-from asynckv.links.gpu_link import GpuPathLost, other_bytes
+from asynckv.links.gpu_link import RouteLost, other_bytes
 from asynckv.links.progress import Progress
 from asynckv.protocol.handshake import DigestMode, strictest
 from asynckv.protocol.transfer_frames import GrantShared, SentDevices, SentShared
@@ -21,12 +21,12 @@ from asynckv.tensors.device_copying import DeviceCopyPool
 from asynckv.tensors.runs import Memory
 from asynckv.waits.own_tasks import OwnTasks
 
-__all__ = ("IpcArrivals",)
+__all__ = ("IpcRoute",)
 
 _Done = Callable[[bytes, BaseException | None], None]
 
 
-class IpcArrivals:
+class IpcRoute:
     """One transfer; fits :class:`~asynckv.transfers.incoming.DeviceRoute`.
 
     ``digest`` is what this side wants to be compared. With ``is_kept`` the digest of a
@@ -34,7 +34,6 @@ class IpcArrivals:
     the peer does not have a part there, or that cannot be read.
     """
 
-    compares: ClassVar[bool] = True
     reads_peer: ClassVar[bool] = True
     is_given_up: ClassVar[bool] = False
 
@@ -83,7 +82,7 @@ class IpcArrivals:
             raise RemoteProtocolError(f"part {part} lies there, which makes no sense")
         if frame.offset is None:
             _, done = self._awaited.pop(part)
-            done(b"", _lost(GPUFailed("the peer has it elsewhere")))
+            done(b"", RouteLost(GPUFailed("the peer has it elsewhere")))
             return
         if strictest(own, frame.kind) != frame.kind:
             raise RemoteProtocolError(f"digests of {frame.kind}, not of {own}")
@@ -118,7 +117,7 @@ class IpcArrivals:
             elif isinstance(error, ChecksumError):
                 done(b"", error)
             else:
-                done(b"", _lost(error))
+                done(b"", RouteLost(error))
 
         copy = partial(self._copy, frame, found)
         self._reading.adopt(self._memory.read(offset, target, copy, read))
@@ -139,7 +138,3 @@ class IpcArrivals:
         if landed != frame.digest:
             raise other_bytes(frame.part)
         found.append(whole if self._is_kept else b"")
-
-
-def _lost(error: BaseException) -> GpuPathLost:
-    return GpuPathLost(error, None)

@@ -24,7 +24,7 @@ from asynckv.transfers.budget import ReceiveBudget
 from asynckv.transfers.delivery import Delivery, goes_to_gpu, is_on_gpu
 from asynckv.transfers.incoming import DeviceRoute, Incoming
 from asynckv.transfers.manifest import is_eager, unpack
-from asynckv.transfers.readers import IpcReader, MapReader, ShownArrivals, ShownParts
+from asynckv.transfers.readers import IpcReader, IpcStreamRoute, MapReader, ShownParts
 from asynckv.transfers.targets import (
     HostTarget,
     Target,
@@ -174,10 +174,10 @@ class OfferReceiver:
             delivery.let_go()
             return None
         if isinstance(delivery.mapped, ShownParts):
-            return ShownArrivals(self._stream.link, delivery.mapped)
+            return IpcStreamRoute(self._stream.link, delivery.mapped)
         if self._ways is None or not delivery.offer.on_gpu:
             return None
-        return self._ways.arrivals(self._stream.link)
+        return self._ways.device_route(self._stream.link)
 
     def _nbytes(self, specs: Mapping[str, TensorSpec], *, in_host: bool) -> int:
         """Return how many bytes need memory that the caller has not lent."""

@@ -46,8 +46,8 @@ from asynckv.waits.own_tasks import OwnTasks
 
 __all__ = (
     "IpcReader",
+    "IpcStreamRoute",
     "MapReader",
-    "ShownArrivals",
     "ShownParts",
 )
 
@@ -341,7 +341,7 @@ class _Awaited(NamedTuple):
     done: Callable[[bytes, BaseException | None], None]
 
 
-class ShownArrivals:
+class IpcStreamRoute:
     """One transfer; fits :class:`~asynckv.transfers.incoming.DeviceRoute`.
 
     ``digest`` is what both sides want to be compared of what has landed.

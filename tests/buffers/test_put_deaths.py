@@ -19,15 +19,15 @@ pytestmark = [
 ]
 
 SERVER = """
-from asynckv.transfers.ipc_route import IpcArrivals
+from asynckv.transfers.ipc_route import IpcRoute
 
 def hold_reads():
-    copy = IpcArrivals._copy
+    copy = IpcRoute._copy
     async def hold(arrivals, *places):
-        IpcArrivals._copy = copy
+        IpcRoute._copy = copy
         tell("reads")
         await asyncio.Event().wait()
-    IpcArrivals._copy = hold
+    IpcRoute._copy = hold
 
 async def main():
     device = open_device()

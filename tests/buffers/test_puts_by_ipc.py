@@ -19,7 +19,7 @@ from asynckv.shielding import wait_shielded
 from asynckv.testing.blocked import until, until_blocked
 from asynckv.testing.expectations import is_same, only
 from asynckv.testing.lookup_checks.values import MIB, noise
-from asynckv.transfers.ipc_route import IpcArrivals
+from asynckv.transfers.ipc_route import IpcRoute
 from asynckv.transfers.source import release_staged
 from asynckv.types import TensorSpec
 from harness.fake_gpus import FakeGpus
@@ -100,19 +100,19 @@ class Held:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.has_begun, self._may_go_on = asyncio.Event(), asyncio.Event()
         self.error: Exception | None = None
-        self._copy = IpcArrivals._copy
+        self._copy = IpcRoute._copy
         hold = self._hold
 
-        async def copy(arrivals: IpcArrivals, *places: Any) -> None:
+        async def copy(arrivals: IpcRoute, *places: Any) -> None:
             await hold(arrivals, *places)
 
-        monkeypatch.setattr(IpcArrivals, "_copy", copy)
+        monkeypatch.setattr(IpcRoute, "_copy", copy)
 
     def let_go(self, error: Exception | None = None) -> None:
         self.error = error
         self._may_go_on.set()
 
-    async def _hold(self, arrivals: IpcArrivals, *places: Any) -> None:
+    async def _hold(self, arrivals: IpcRoute, *places: Any) -> None:
         self.has_begun.set()
         await self._may_go_on.wait()
         if self.error is not None:
@@ -184,11 +184,11 @@ async def test_copies_are_kept_while_they_are_read_however_often_it_is_cancelled
 ) -> None:
     reading, ended = list[asyncio.Future[None]](), list[int]()
 
-    async def copy(arrivals: IpcArrivals, *places: Any) -> None:
+    async def copy(arrivals: IpcRoute, *places: Any) -> None:
         reading.append(asyncio.get_running_loop().create_future())
         await wait_shielded(reading[-1])
 
-    monkeypatch.setattr(IpcArrivals, "_copy", copy)
+    monkeypatch.setattr(IpcRoute, "_copy", copy)
     two = {"a": noise(MIB, 1), "b": noise(MIB, 2)}
     inserting = asyncio.create_task(pair.peer.lookup.insert([1], None, two, {}, None))
     await until(lambda: len(reading) == 2)

@@ -17,7 +17,7 @@ from asynckv.buffers.remote.peer import Peer, connect
 from asynckv.buffers.serve import serve
 from asynckv.errors import GPUFailed, PeerLost
 from asynckv.links import gpu_link, progress
-from asynckv.links.gpu_link import GpuLink, GpuPathLost
+from asynckv.links.gpu_link import GpuLink, RouteLost
 from asynckv.testing.blocked import until, until_blocked
 from asynckv.testing.cancellation import (
     CancelMode,
@@ -129,7 +129,7 @@ async def test_memory_that_a_lost_gpu_may_write_to_gets_no_other_bytes(
     select = asyncio.create_task(lookup.drop_select([1], into=into))
     await until(lambda: pair.near_way.transport.receiver.is_busy)
     pair.near_way.transport._worker.give_up(GPUFailed("it is stuck"))
-    with pytest.raises(GpuPathLost, match="it is stuck"):
+    with pytest.raises(RouteLost, match="it is stuck"):
         await select
     assert is_same((await lookup.drop_select([1])).key, noise(MIB))  # type: ignore[arg-type]
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from asynckv.errors import ChecksumError, GPUFailed, RemoteProtocolError
-from asynckv.links.gpu_link import GpuPathLost
+from asynckv.links.gpu_link import RouteLost
 from asynckv.protocol.digests import digest_of
 from asynckv.protocol.frames import Commit, Frame
 from asynckv.protocol.transfer_frames import (
@@ -409,8 +409,8 @@ class Routed(DeviceTarget):
         self.was_given_up = True
 
 
-def lost() -> GpuPathLost:
-    return GpuPathLost(OSError("gone"), None)
+def lost() -> RouteLost:
+    return RouteLost(OSError("gone"))
 
 
 async def by_link(transfer: Transfer, part: int, piece: bytes) -> None:

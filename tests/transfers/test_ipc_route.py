@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 
 from asynckv.errors import ChecksumError, RemoteProtocolError
-from asynckv.links.gpu_link import GpuPathLost
+from asynckv.links.gpu_link import RouteLost
 from asynckv.links.progress import Progress
 from asynckv.protocol.handshake import DigestMode
 from asynckv.protocol.transfer_frames import GrantShared, SentShared
 from asynckv.shielding import wait_shielded
 from asynckv.tensors.cuda import DeviceMemory
 from asynckv.testing.blocked import cancel_before_each, until
-from asynckv.transfers.ipc_route import IpcArrivals
+from asynckv.transfers.ipc_route import IpcRoute
 
 TARGET = DeviceMemory(4096, 100, 0)
 WHOLE, EDGES = b"of all bytes", b"of the edges"
@@ -90,7 +90,7 @@ class Transfer:
     def __init__(self, digest: DigestMode = "edges", *, is_kept: bool = True) -> None:
         self.memory, self.pool = Memory(), Pool()
         self.progress = Progress(Payload(), refuse)  # type: ignore[arg-type]
-        self.arrivals = IpcArrivals(
+        self.arrivals = IpcRoute(
             self.memory,  # type: ignore[arg-type]
             self.pool,  # type: ignore[arg-type]
             self.progress,
@@ -143,7 +143,7 @@ async def test_a_part_that_the_peer_has_elsewhere_is_lost() -> None:
     transfer = Transfer("full")
     transfer.arrivals.sent(SentShared(1, 0, "off"))
     error = await transfer.end()
-    assert isinstance(error, GpuPathLost) and error.is_quiet
+    assert isinstance(error, RouteLost)
 
 
 async def test_what_cannot_be_read_is_lost() -> None:
@@ -151,7 +151,7 @@ async def test_what_cannot_be_read_is_lost() -> None:
     transfer.memory.error = OSError("gone")
     transfer.arrivals.sent(SentShared(1, 0, "edges", 64, EDGES))
     error = await transfer.end()
-    assert isinstance(error, GpuPathLost) and "gone" in str(error)
+    assert isinstance(error, RouteLost) and "gone" in str(error)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import torch
 from asynckv.buffers.remote.peer import connect
 from asynckv.buffers.serve import Server
 from asynckv.errors import PeerLost, RemoteProtocolError
-from asynckv.links.gpu_link import GpuArrivals
+from asynckv.links.gpu_link import NcclRoute
 from asynckv.links.link import Link
 from asynckv.protocol.digests import digest_of
 from asynckv.protocol.frames import Frame, Offer, Select
@@ -69,13 +69,13 @@ class Ground:
             delivery, lambda: self.landed(delivery), self.failed, stands
         )
 
-    def arrivals(self, link: Link) -> GpuArrivals | None:
+    def device_route(self, link: Link) -> NcclRoute | None:
         """Be what knows of ways between GPUs."""
         if self.gpus is None:
             return None
         pool = self.gpus.peer.pool
         assert isinstance(pool, DeviceCopyPool)
-        return GpuArrivals(self.gpus.near_way, pool)
+        return NcclRoute(self.gpus.near_way, pool)
 
     def receiver(self, **targets: torch.Tensor) -> OfferReceiver:
         stream = self.links.near.open_stream(Hearer(), Select(has_key=False))

@@ -16,7 +16,7 @@ from typing import Final
 import anyio
 
 from asynckv.errors import AsyncKVError, PeerLost, PeerRestarted
-from asynckv.links.gpu_link import GpuArrivals, GpuLink
+from asynckv.links.gpu_link import GpuLink, NcclRoute
 from asynckv.links.link import Link
 from asynckv.sharing.imports import ImportedMemory
 from asynckv.sharing.mappings import MappedMemory
@@ -279,12 +279,12 @@ class PeerWays:
         """Return what moves payload between the peer's GPU and this one, if it does."""
         return self._imports.way(link)
 
-    def arrivals(self, link: Link) -> GpuArrivals | None:
+    def device_route(self, link: Link) -> NcclRoute | None:
         """Return by what a delivery may come from the peer's GPU, if it may."""
         way = self.nccl(link)
         if way is None or not isinstance(self.pool, DeviceCopyPool):
             return None
-        return GpuArrivals(way, self.pool)
+        return NcclRoute(way, self.pool)
 
     def importer(self, link: Link) -> GpuImporter | None:
         """Return who reads what is put there in memory of the GPU, if somebody does."""

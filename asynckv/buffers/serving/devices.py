@@ -18,7 +18,7 @@ from asynckv.buffers.lookup import LookupBuffer
 from asynckv.buffers.serving.service import Service
 from asynckv.errors import AsyncKVError, ConfigError, RemoteProtocolError
 from asynckv.links.device_streams import DeviceStream
-from asynckv.links.gpu_link import GpuArrivals, GpuLink
+from asynckv.links.gpu_link import GpuLink, NcclRoute
 from asynckv.links.link import Link, LinkStream
 from asynckv.links.requests import StreamHandler
 from asynckv.protocol.frames import Frame, OpeningFrame
@@ -39,7 +39,7 @@ from asynckv.tensors.device_pages import DeviceAllocation
 from asynckv.tensors.devices import Device
 from asynckv.transfers.host_copies import HostCopies
 from asynckv.transfers.incoming import DeviceRoute
-from asynckv.transfers.ipc_route import IpcArrivals
+from asynckv.transfers.ipc_route import IpcRoute
 
 __all__ = (
     "BufferExport",
@@ -89,7 +89,7 @@ class PeerImport:
         self._opening = loop.create_task(opening, name="asynckv: open a peer's GPU")
         return handshake
 
-    def arrivals(self, pool: DeviceCopyPool) -> IpcArrivals | None:
+    def device_route(self, pool: DeviceCopyPool) -> IpcRoute | None:
         """Return by what one transfer may come into memory of the buffer's GPU.
 
         What is kept has the digest of all its bytes, unless the link has none: an
@@ -98,7 +98,7 @@ class PeerImport:
         memory, link = self._memory, self._link
         if not memory.is_open or self._own(self._uuid) is None:
             return None
-        return IpcArrivals(
+        return IpcRoute(
             *(memory, pool, link.progress, memory.digest), is_kept=link.digest != "off"
         )
 
@@ -199,7 +199,7 @@ class DeviceService(Service):
         self.run(self._open(channel, frame, device), "connect GPUs")
         return channel
 
-    def arrivals(self, *, on_gpu: bool) -> DeviceRoute | None:
+    def device_route(self, *, on_gpu: bool) -> DeviceRoute | None:
         """Return by what one transfer may come into memory of the buffer's GPU.
 
         By NCCL, if it lies ``on_gpu`` there.
@@ -210,11 +210,11 @@ class DeviceService(Service):
         way, pool = self.way, self._buffer.pool
         if not isinstance(pool, DeviceCopyPool):
             return None
-        if (shared := self.peer_import.arrivals(pool)) is not None:
+        if (shared := self.peer_import.device_route(pool)) is not None:
             return shared
         if way is None or not way.is_open or not on_gpu:
             return None
-        return GpuArrivals(way, pool, "off" if self.link.digest == "off" else "full")
+        return NcclRoute(way, pool, "off" if self.link.digest == "off" else "full")
 
     async def wait_idle(self) -> None:
         """Wait while the peer's GPU waits for this one. Cancelling leaves no trace."""

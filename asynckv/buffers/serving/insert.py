@@ -109,7 +109,7 @@ class ServedInsert:
         elif targets:
             self._incoming = Incoming(
                 *(self._stream, self._frame.transfer, targets, landed),
-                route=partial(devices.arrivals, on_gpu=self._frame.on_gpu),
+                route=partial(devices.device_route, on_gpu=self._frame.on_gpu),
             )
             del targets  # the transport's alone: the memory may be wanted back
             await self._incoming.receive()

@@ -154,7 +154,7 @@ class ServedPushes:
             [target_in(region, self.entry.parts[part], service.buffer.pool)],
             partial(self._is_in, frame.transfer, part),
             self.failed,
-            route=partial(service.devices.arrivals, on_gpu=frame.on_gpu),
+            route=partial(service.devices.device_route, on_gpu=frame.on_gpu),
             confirms=True,
             is_eager=False,
         )

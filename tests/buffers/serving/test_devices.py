@@ -48,7 +48,7 @@ async def test_nothing_comes_to_host_memory_from_a_gpu(
     async with connect(mappable.url):
         (services,) = mappable._services
         assert services.devices is not None
-        assert services.devices.arrivals(on_gpu=True) is None
+        assert services.devices.device_route(on_gpu=True) is None
 
 
 async def test_a_server_whose_url_asks_for_lanes_leads_nowhere(gpus: FakeGpus) -> None:

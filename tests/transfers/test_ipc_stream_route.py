@@ -15,7 +15,7 @@ from asynckv.tensors.cuda import DeviceMemory
 from asynckv.tensors.device_copying import DeviceCopyPool
 from asynckv.testing.blocked import cancel_before_each, until
 from asynckv.testing.lookup_checks.values import MIB, noise
-from asynckv.transfers.readers import ShownArrivals, ShownParts
+from asynckv.transfers.readers import IpcStreamRoute, ShownParts
 from harness.fake_gpus import FakeGpus
 from harness.gpu_pairs import GpuPair, open_gpu_pair
 
@@ -37,7 +37,7 @@ class Ground:
         self.pair = pair
         self.memory = memory
         self.parts = ShownParts(places, sizes, b"", pin, memory, pool)
-        self.arrivals = ShownArrivals(link, self.parts)
+        self.arrivals = IpcStreamRoute(link, self.parts)
         self.progress = link.progress
         self.told: list[tuple[bytes, BaseException | None]] = []
 

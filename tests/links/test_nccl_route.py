@@ -9,7 +9,7 @@ import torch
 
 from asynckv.buffers.serving.offer import Offering
 from asynckv.errors import ChecksumError, GPUFailed, PeerLost, RemoteProtocolError
-from asynckv.links.gpu_link import GpuArrivals, GpuPathLost
+from asynckv.links.gpu_link import NcclRoute, RouteLost
 from asynckv.links.options import Digest
 from asynckv.protocol.transfer_frames import GrantDevices, SentDevices
 from asynckv.shielding import wait_shielded
@@ -122,7 +122,7 @@ async def test_all_digests_are_waited_for_however_often_the_wait_is_cancelled(
     async with open_nccl_buffers(two_gpus, digest="full") as pair:
         assert isinstance(pair.peer.pool, DeviceCopyPool)
         monkeypatch.setattr(pair.peer.pool, "digest", digest)
-        arrivals = GpuArrivals(pair.near_way, pair.peer.pool)
+        arrivals = NcclRoute(pair.near_way, pair.peer.pool)
         transport = pair.near_way.transport
         monkeypatch.setattr(transport, "receive", lambda *_: _[-1](b"", None))
         place = pair.peer.pool.memory_of(pair.theirs.tensor(noise(8)))
@@ -138,7 +138,7 @@ async def test_all_digests_are_waited_for_however_often_the_wait_is_cancelled(
 async def test_what_makes_no_sense_is_refused(two_gpus: FakeGpus) -> None:
     async with open_nccl_buffers(two_gpus, digest="full") as pair:
         assert isinstance(pair.peer.pool, DeviceCopyPool)
-        arrivals = GpuArrivals(pair.near_way, pair.peer.pool)
+        arrivals = NcclRoute(pair.near_way, pair.peer.pool)
         with pytest.raises(TypeError, match="memory of the host"):
             arrivals.receive(1, 0, memoryview(b""), lambda digest, error: None)
         with pytest.raises(RemoteProtocolError, match="makes no sense"):
@@ -219,10 +219,10 @@ async def test_what_cannot_come_any_more_is_told(two_gpus: FakeGpus) -> None:
     async with open_nccl_buffers(two_gpus) as pair:
         assert isinstance(pair.peer.pool, DeviceCopyPool)
         told: list[BaseException | None] = []
-        arrivals = GpuArrivals(pair.near_way, pair.peer.pool)
+        arrivals = NcclRoute(pair.near_way, pair.peer.pool)
         place = pair.peer.pool.memory_of(pair.theirs.tensor(noise(8)))
         arrivals.gpus.transport.abort()
         arrivals.receive(1, 0, place, lambda digest, error: told.append(error))
         await until(lambda: bool(told))
-        assert isinstance(told[0], GpuPathLost)
+        assert isinstance(told[0], RouteLost)
         arrivals.stop(1)
