@@ -23,7 +23,7 @@ PROCESSES = ("-n", str(1 + min(os.cpu_count() or 1, 8)))
 # Buffers on GPUs are tested beside the links by which they reach each other.
 COVERING = (
     *("tests/protocol", "tests/sharing", "tests/transfers", "tests/buffers"),
-    *("tests/links/test_gpu_link.py", "tests/links/test_gpu_arrivals.py"),
+    *("tests/links/test_gpu_link.py", "tests/links/test_nccl_route.py"),
 )
 FUZZED = ("wire", "greeting", "chunks", "manifest", "urls", "peer")
 # Where processes that are started by hand find harness.

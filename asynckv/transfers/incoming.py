@@ -179,8 +179,8 @@ class Incoming:
                 self._receive(part, target)
             else:
                 self._routed.add(part)
-        for part in self._routed:
-            self._receive_routed(part)
+        if route is not None:
+            self._receive_routed(route)
         transfer = self.transfer
         self._stream.send(Grant(transfer) if route is None else route.grant(transfer))
         if whole:
@@ -442,11 +442,13 @@ class Incoming:
             return None
         return self._find_route()
 
-    def _receive_routed(self, part: int) -> None:
-        if (route := self._route) is not None:
-            self._unrouted += 1
-            place, done = self._on_device[part].device(), partial(self._on_routed, part)
+    def _receive_routed(self, route: DeviceRoute) -> None:
+        self._unrouted = len(self._routed)
+        for part in self._routed:
+            done = partial(self._on_routed, route, part)
+            place = self._on_device[part].device()
             route.receive(self.transfer, part, place, done)
+            del place  # an error's traceback would keep the memory in use
 
     def _on_sent(self, frame: SentDevices | SentShared) -> None:
         if self._is_lost:
@@ -455,13 +457,19 @@ class Incoming:
             raise RemoteProtocolError("a part of a GPU that was not asked for")
         self._route.sent(frame)
 
-    def _on_routed(self, part: int, digest: bytes, error: BaseException | None) -> None:
+    def _on_routed(
+        self,
+        route: DeviceRoute,
+        part: int,
+        digest: bytes,
+        error: BaseException | None,
+    ) -> None:
         if self._is_stopped or self._is_lost:
             return
         if isinstance(error, RouteLost):
             self._is_lost = True
             self._forget_route()
-            self._start(partial(self._fall_back, error), "fall back to the link")
+            self._start(partial(self._fall_back, route, error), "fall back to the link")
             return
         if isinstance(error, Exception):
             self._fail(error)
@@ -475,14 +483,11 @@ class Incoming:
         else:
             self._verified(part, digest)
 
-    async def _fall_back(self, lost: RouteLost) -> None:
+    async def _fall_back(self, route: DeviceRoute, lost: RouteLost) -> None:
         """Let all come by the link that the route was to bring.
 
         Also what is here already, which the peer does not know; it is not told again.
         """
-        route = self._route
-        if route is None:
-            return
         await route.quiesce(self.transfer)
         targets = {part: self._on_device[part] for part in self._routed}
         if route.is_given_up:

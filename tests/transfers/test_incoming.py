@@ -504,6 +504,38 @@ async def test_a_copy_that_is_stopped_tells_nothing(
     assert ended and not transfer.told
 
 
+async def test_a_copy_that_fails_when_it_is_stopped_is_no_matter(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def copy(*anything: object) -> None:
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            raise GPUFailed("off the bus") from None
+
+    monkeypatch.setattr(incoming_module, "copy_to_device", copy)
+    transfer = Transfer(8, targets=OnGpu(8).targets)
+    transfer.incoming.grant()
+    transfer.ride(0)
+    await asyncio.sleep(0)
+    await transfer.incoming.quiesce()
+    assert not transfer.errors and not transfer.told
+
+
+async def test_what_is_here_already_may_come_again_when_all_else_is_there() -> None:
+    route, gpu = Moving(), OnGpu(LARGE, LARGE)
+    transfer = Transfer(LARGE, LARGE, targets=gpu.targets, route=route)
+    transfer.incoming.grant()
+    route.done[0](b"digest", None)
+    route.done[1](b"", lost())
+    await until(lambda: len(transfer.frames) == 2)
+    await by_link(transfer, 1, b"x" * LARGE)
+    await until(lambda: len(transfer.told) == 2)
+    transfer.payload.done[0](b"again", None)
+    transfer.say(Done(7, 0, b"again"))
+    assert len(transfer.told) == 2 and not transfer.errors
+
+
 async def test_what_comes_by_a_route_is_told_at_once_and_small_parts_beside_it() -> (
     None
 ):

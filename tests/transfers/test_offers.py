@@ -25,6 +25,7 @@ from asynckv.protocol.transfer_frames import (
 )
 from asynckv.protocol.values import MappedOffer, TensorRecord
 from asynckv.tensors.copying import CopyPool
+from asynckv.tensors.cuda import DeviceMemory
 from asynckv.tensors.device_copying import DeviceCopyPool
 from asynckv.tensors.growth import Growth
 from asynckv.tensors.views import bytes_of
@@ -278,3 +279,8 @@ async def test_an_offer_that_ends_while_its_route_is_lost_is_charged_no_more(
     await receiver.quiesce()
     budget.release(budget.max_bytes)
     assert not budget.used_bytes and not delivery.charged_bytes
+
+
+async def test_memory_that_nobody_uses_is_ready() -> None:
+    memory = DeviceMemory(1, 1, 0)
+    assert await ready_memory(memory) == memory

@@ -28,7 +28,7 @@ from asynckv.protocol.transfer_frames import Done, Grant
 from asynckv.protocol.values import TensorRecord
 from asynckv.tensors.copying import CopyPool
 from asynckv.tensors.views import bytes_of, spec_of
-from asynckv.testing.blocked import until
+from asynckv.testing.blocked import until, until_blocked
 from asynckv.transfers.budget import ReceiveBudget
 from asynckv.transfers.manifest import pack
 from asynckv.types import TensorSpec
@@ -167,3 +167,17 @@ async def test_a_value_for_which_there_is_no_memory_is_refused_alone() -> None:
         getting.cancel()
         getting.release()
         assert pair.near.is_open and not budget.used_bytes
+
+
+async def test_an_offer_of_what_was_given_up_is_let_go() -> None:
+    async with linked("mem://", lambda *_: None) as pair:
+        getting = getting_on(pair.near)
+        value = asyncio.create_task(getting.value())
+        await until(lambda: bool(pair.service.hearers))
+        value.cancel()
+        await asyncio.wait({value})
+        offer(pair.service.asked[0][0], "value")
+        getting.cancel()
+        assert await pair.service.hearers[0].next() == (Cancel(), b"")
+        await until_blocked()
+        assert pair.near.is_open and getting._delivery is None
