@@ -32,6 +32,7 @@ from asynckv.tensors.device_regions import DeviceRegion
 from asynckv.tensors.paged_arena import PagedArena, SlabArena
 from asynckv.tensors.shared_file import SharedFile
 from asynckv.tensors.slab_regions import SlabRegion
+from asynckv.tensors.slabs import PAGE_NBYTES
 
 __all__ = (
     "LEAST_NBYTES",
@@ -43,6 +44,7 @@ __all__ = (
     "Pin",
     "SharedMemory",
     "edges_in",
+    "place_of",
     "warn_of_loss",
 )
 
@@ -121,6 +123,18 @@ def edges_in(places: Sequence[Place | None], edges: Sequence[bytes]) -> bytes:
     for _, edge in found:
         digester.update(edge)
     return digester.digest()
+
+
+def place_of(region: Region) -> Place | None:
+    """Return where a region's bytes are in the file; ``None`` if they are not."""
+    if not isinstance(region, SlabRegion) or region.pages is None:
+        return None
+    runs = region.pages.runs
+    return Place(
+        tuple([(first * PAGE_NBYTES, pages * PAGE_NBYTES) for first, pages in runs]),
+        region.offset,
+        region.generation,
+    )
 
 
 logger = logging.getLogger(__name__)

@@ -19,12 +19,11 @@ from asynckv.links.link import Link, LinkStream
 from asynckv.protocol.frames import Complete, Offer, Retract
 from asynckv.protocol.transfer_frames import Grant, GrantDevices
 from asynckv.protocol.values import MappedOffer, Place
-from asynckv.sharing.exporter import Importer, Pin
+from asynckv.sharing.exporter import Importer, Pin, place_of
 from asynckv.tensors.arena import Region
 from asynckv.tensors.device_regions import DeviceRegion
 from asynckv.tensors.runs import joined
 from asynckv.tensors.slab_regions import SlabRegion
-from asynckv.tensors.slabs import PAGE_NBYTES
 from asynckv.transfers.manifest import INLINE_NBYTES, check_body, is_eager
 from asynckv.transfers.outgoing import Exported, Outgoing, Routes
 from asynckv.transfers.source import RegionSource, are_on_gpu
@@ -36,7 +35,6 @@ __all__ = (
     "make_offer",
     "map_entry",
     "may_begin",
-    "place_of",
     "reads_gpu",
     "show_parts",
 )
@@ -76,18 +74,6 @@ def _show(regions: Sequence[Region], importer: Importer) -> Shown:
     shared = [region for region in regions if isinstance(region, SlabRegion)]
     edges = importer.memory_file.edges(regions, places)
     return Shown(shared, _encoder.encode(places), edges)
-
-
-def place_of(region: Region) -> Place | None:
-    """Return where a region's bytes are in the file; ``None`` if they are not."""
-    if not isinstance(region, SlabRegion) or region.pages is None:
-        return None
-    runs = region.pages.runs
-    return Place(
-        tuple([(first * PAGE_NBYTES, pages * PAGE_NBYTES) for first, pages in runs]),
-        region.offset,
-        region.generation,
-    )
 
 
 def _heap_bytes(regions: Sequence[Region]) -> list[memoryview]:

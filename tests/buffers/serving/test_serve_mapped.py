@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from asynckv.buffers.lookup import LookupBuffer
-from asynckv.buffers.serving.offer import place_of
 from asynckv.errors import EntryTooLarge
 from asynckv.protocol.frames import (
     Failure,
@@ -95,4 +94,4 @@ async def test_an_offer_that_is_too_long_pins_nothing(
 
 
 def test_memory_of_the_heap_has_no_place() -> None:
-    assert place_of(Region(10, None)) is None
+    assert sharing.place_of(Region(10, None)) is None
