@@ -12,8 +12,14 @@ from asynckv.errors import ChecksumError, RemoteProtocolError
 from asynckv.links.gpu_link import NcclRoute
 from asynckv.links.link import Link
 from asynckv.pipes.gpu_side import GpuSide
+from asynckv.pipes.map_sharing import MapSharing
 from asynckv.protocol.frames import Push
-from asynckv.protocol.transfer_frames import GrantDevices, PushShared, SentDevices
+from asynckv.protocol.transfer_frames import (
+    GrantDevices,
+    PushMapped,
+    PushShared,
+    SentDevices,
+)
 from asynckv.tensors.cuda import DeviceMemory
 from asynckv.tensors.device_regions import DeviceRegion
 from asynckv.transfers.reception import Reception
@@ -61,7 +67,9 @@ class Arrival:
         "_shown",
         "_was_on_gpu",
         "inbound",
+        "is_read_out",
         "is_verified",
+        "mapped",
         "reception",
         "region",
         "spec",
@@ -69,7 +77,9 @@ class Arrival:
         "transfer",
     )
 
-    def __init__(self, inbound: ArrivalSink, frame: Push | PushShared) -> None:
+    def __init__(
+        self, inbound: ArrivalSink, frame: Push | PushShared | PushMapped
+    ) -> None:
         self.inbound = inbound
         self.spec: TensorSpec | None = frame.spec
         self.transfer = frame.transfer
@@ -77,6 +87,10 @@ class Arrival:
         self.region: DeviceRegion | None = None
         self.reception: Reception | None = None
         self.is_verified = False
+        self.mapped = frame if isinstance(frame, PushMapped) else None
+        """Where the peer shows it, whoever reads it there."""
+        self.is_read_out = False
+        """Is it just copied to where the application wants it?"""
         self._by_gpu: NcclRoute | None = None
         self._was_on_gpu = False
         self._may_come_by_gpu = isinstance(frame, Push) and frame.on_gpu
@@ -90,7 +104,8 @@ class Arrival:
     @property
     def is_landing(self) -> bool:
         """Is it on its way into memory of this side?"""
-        return self.reception is not None or self._reading is not None
+        is_read = self._reading is not None or self.is_read_out
+        return is_read or self.reception is not None
 
     def read_on_gpu(self, gpus: GpuSide) -> bool:
         """Copy it from where the peer has it, if there is room; only once.
@@ -105,6 +120,13 @@ class Arrival:
         self.region = region
         place = _place(region, self.spec)
         self._reading = gpus.sharing.read(shown, place, self._read)
+        return True
+
+    def read_mapped(self, mapping: MapSharing) -> bool:
+        """Copy it to its ``tensor`` from where the peer shows it, if it does."""
+        if self.mapped is None or self.tensor is None or not mapping.can_read:
+            return False
+        self._reading = mapping.begin_read(self.mapped, self.tensor, self._read)
         return True
 
     def land_on_gpu(self, link: Link, gpus: GpuSide) -> GrantDevices | None:

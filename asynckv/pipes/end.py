@@ -13,6 +13,7 @@ from asynckv.links.options import Digest
 from asynckv.links.requests import StreamHandler
 from asynckv.pipes.gpu_side import GpuSide
 from asynckv.pipes.inbound import Inbound
+from asynckv.pipes.map_sharing import MapSharing
 from asynckv.pipes.outbound import Outbound
 from asynckv.protocol.codec import Buffer
 from asynckv.protocol.failures import from_failure, to_failure
@@ -29,12 +30,14 @@ from asynckv.protocol.transfer_frames import (
     Done,
     Grant,
     GrantDevices,
+    Mappable,
     OpenDevices,
     OpenIpc,
+    PushMapped,
     PushShared,
     SentDevices,
 )
-from asynckv.sharing.handshake import GPU_OF_BOTH, Handshake
+from asynckv.sharing.handshake import GPU_OF_BOTH, HOST_OF_BOTH, Handshake
 from asynckv.tensors.open_device import OpenDevice
 from asynckv.types import TensorSpec
 
@@ -58,6 +61,9 @@ class PipeEnd:
         self._may_be_asked = False
         self._terms: tuple[OpenDevice, Digest] | None = None
         self._asked: dict[type[Frame], Callable[[GpuSide], None]] = {}
+        self._mapping: MapSharing | None = None
+        self._asked_to_map: Handshake[Mappable] | None = None
+        self._may_share: bool | None = None
 
     @classmethod
     def dialled(cls, link: Link, max_bytes: int, name: str = "") -> PipeEnd:
@@ -81,6 +87,45 @@ class PipeEnd:
         end._stream = stream
         end._may_be_asked = has_gpu
         return end
+
+    @property
+    def is_mapped(self) -> bool:
+        """Does the peer read what is sent in memory of this side's?"""
+        return self._mapping is not None and self._mapping.is_open
+
+    def share_memory(self, opened: OpenDevice | None, digest: Digest) -> None:
+        """Let each side read what the other sends in its memory, once that can be.
+
+        Not where what is received goes to a GPU. ``digest`` is the pipe's option. Never
+        waits.
+        """
+        self._may_share = opened is None and not self._is_over
+        if self._may_share:
+            self._mapping = self.outbound.share_memory(digest)
+            self.inbound.granting.mapping = self._mapping
+            if self._has_dialled:
+                self._mapping.ask()
+        if self._asked_to_map is not None:
+            self._answer_mapping(self._asked_to_map)
+
+    def asked_to_map(self, stream: LinkStream) -> StreamHandler:
+        """The peer asks to share memory: that begins when this side can.
+
+        :raises ConfigError: it may not, or was asked so before
+        """
+        handshake = Handshake.answer(HOST_OF_BOTH, stream)
+        if self._has_dialled or self._asked_to_map or self._is_over:
+            raise ConfigError("this side of the pipe shares no memory")
+        self._asked_to_map = handshake
+        if self._may_share is not None:
+            self._answer_mapping(handshake)
+        return handshake
+
+    def _answer_mapping(self, handshake: Handshake[Mappable]) -> None:
+        if self._mapping is None:
+            handshake.leave(ConfigError("this side of the pipe has a GPU"))
+        else:
+            self._mapping.answer(handshake)
 
     def connect_gpus(self, opened: OpenDevice | None, digest: Digest) -> None:
         """Let payload go from GPU to GPU as soon as that can be. Never waits.
@@ -135,6 +180,8 @@ class PipeEnd:
                 self.outbound.leaving.on_grant(frame)
             case PushShared():
                 self.inbound.on_push_shared(frame, body)
+            case PushMapped():
+                self.inbound.on_push_mapped(frame, body)
             case GrantDevices():
                 self.outbound.leaving.on_grant_devices(frame)
             case SentDevices():
@@ -163,6 +210,8 @@ class PipeEnd:
             await self.link.aclose()
         finally:
             with anyio.CancelScope(shield=True):
+                if self._mapping is not None:
+                    await self._mapping.aclose()
                 await self.inbound.granting.aclose()
                 await self.outbound.aclose()
                 if self.gpus is not None:
@@ -178,6 +227,8 @@ class PipeEnd:
         self.link.abort(error or ours)
         if error is None:
             self.inbound.end(ours, keep=False)
+            if self._mapping is not None:
+                self._mapping.abort()
             self.inbound.granting.abort()
             self.outbound.abort()
             if self.gpus is not None:

@@ -20,15 +20,24 @@ from asynckv.errors import ChecksumError, EndOfStream, PeerLost, RemoteProtocolE
 from asynckv.links.link import Link
 from asynckv.pipes.arrivals import Arrival, SmallArrival
 from asynckv.pipes.gpu_side import GpuSide
+from asynckv.pipes.map_sharing import MapSharing
 from asynckv.pipes.parcels import INLINE_NBYTES, MAX_TENSORS
+from asynckv.pipes.read_ahead import ReadAhead
 from asynckv.protocol.codec import Buffer
 from asynckv.protocol.digests import digest_of
 from asynckv.protocol.frames import Flushed, Frame, Push, PushSmall, Read
-from asynckv.protocol.transfer_frames import Done, Grant, PushShared, SentDevices
+from asynckv.protocol.transfer_frames import (
+    Done,
+    Grant,
+    PushMapped,
+    PushShared,
+    SentDevices,
+)
 from asynckv.tensors.growth import Growth
 from asynckv.tensors.views import (
     MISSING_DTYPES,
     bytes_of,
+    check_into,
     empty_tensor,
     tensor_from,
 )
@@ -65,6 +74,8 @@ class Granting:
         granted: Callable[[], None],
     ) -> None:
         self.gpus: GpuSide | None = None
+        self.mapping: MapSharing | None = None
+        self.ahead = ReadAhead(self.try_to_grant)
         self._link, self._send, self._granted = link, send, granted
         self._max_bytes = max_bytes
         self._memory = Growth(max_bytes, self._grant_waiting)
@@ -75,8 +86,30 @@ class Granting:
     def expect(self, arrival: Arrival) -> None:
         """It was announced: let it land, unless it is above the bound. Never waits."""
         self._link.payload.announce(arrival.transfer)
-        if arrival.nbytes <= self._max_bytes:
+        if arrival.nbytes > self._max_bytes:
+            return
+        if self.can_read(arrival):
+            self.ahead.add(arrival)
+        else:
             self.try_to_grant(arrival)
+
+    def can_read(self, arrival: Arrival | SmallArrival) -> bool:
+        """Can it be copied from where the peer shows it, and is it not yet?"""
+        if not isinstance(arrival, Arrival) or arrival.mapped is None:
+            return False
+        is_shown = self.mapping is not None and self.mapping.can_read
+        return is_shown and not (arrival.is_landing or arrival.is_verified)
+
+    async def read(self, arrival: Arrival, into: torch.Tensor) -> None:
+        """Copy it from where the peer shows it, as :meth:`MapSharing.read`."""
+        if arrival.mapped is None or self.mapping is None:
+            raise PeerLost("the peer shows it nowhere")
+        self.ahead.forget(arrival)
+        self.ahead.is_paused = arrival.is_read_out = True
+        try:
+            await self.mapping.read(arrival.mapped, into)
+        finally:
+            self.ahead.is_paused = arrival.is_read_out = False
 
     def try_to_grant(self, arrival: Arrival) -> None:
         """As :meth:`grant`; without memory it comes when it is waited for."""
@@ -97,6 +130,9 @@ class Granting:
             arrival.tensor = self._memory.lending.spare(arrival.spec)
         except RuntimeError as exc:
             raise MemoryError(f"none for a tensor of {arrival.nbytes} bytes") from exc
+        self.ahead.forget(arrival)
+        if self.mapping is not None and arrival.read_mapped(self.mapping):
+            return
         arrival.reception = Reception(self._link, arrival.transfer, arrival)
         self._landing[arrival.transfer] = arrival
         arrival.reception.begin(bytes_of(arrival.tensor))
@@ -107,6 +143,12 @@ class Granting:
         if self.gpus is not None:
             nbytes = frame.spec.nbytes
             self.gpus.sharing.peer_memory.check(frame.offset, nbytes)
+
+    def check_mapped(self, frame: PushMapped) -> None:
+        """Raise if the peer shows what is not in its memory, or is shown already."""
+        if self.mapping is None:
+            raise RemoteProtocolError("a tensor in memory that is not mapped")
+        self.mapping.claim(frame)
 
     def on_done(self, frame: Done) -> None:
         """The peer has sent a tensor's last byte."""
@@ -126,6 +168,7 @@ class Granting:
         """It is whole."""
         arrival.reception = None
         self._landing.pop(arrival.transfer, None)
+        self._let_go(arrival)
 
     def forget(self, arrival: Arrival) -> None:
         """Nobody wants it any more, and it lands no further. Never waits."""
@@ -134,6 +177,8 @@ class Granting:
             arrival.reception.stop()
         arrival.let_go()
         self._landing.pop(arrival.transfer, None)
+        self.ahead.forget(arrival)
+        self._let_go(arrival)
 
     async def aclose(self) -> None:
         """Give idle memory back. Bounded; what was taken keeps its own."""
@@ -154,6 +199,10 @@ class Granting:
         self._landing[arrival.transfer] = arrival
         self._send(granted, _NOTHING)
         return True
+
+    def _let_go(self, arrival: Arrival) -> None:
+        if self.mapping is not None and arrival.mapped is not None:
+            self.mapping.release(arrival.mapped.place)
 
     def _grant_waiting(self) -> None:
         waiting, self._to_grant = self._to_grant, {}
@@ -316,8 +365,10 @@ class Inbound:
         """Let the peer send. Never waits."""
         self.reports.owe(self.max_bytes, MAX_TENSORS)
 
-    async def head(self) -> Arrival | SmallArrival:
+    async def head(self, into: torch.Tensor | None = None) -> Arrival | SmallArrival:
         """Wait for the next tensor; it stays in the stream until it is taken.
+
+        It is whole, or, if it is wanted ``into`` memory, it may be one to :meth:`read`.
 
         To be called by one task at a time. A cancelled call leaves no trace.
 
@@ -326,7 +377,8 @@ class Inbound:
         :raises ChecksumError: the next tensor's bytes changed on their way
         :raises MemoryError: there is none for a tensor above the bound
         """
-        while not self._queue or not self._queue[0].is_verified:
+        self.granting.ahead.asked(into=into is not None)
+        while not self._queue or not self._is_ready(self._queue[0], into):
             if self._lost is not None:
                 raise self._failure()
             if self._queue:
@@ -339,6 +391,31 @@ class Inbound:
             finally:
                 self._waiting = None
         return self._queue[0]
+
+    async def read(self, arrival: Arrival | SmallArrival, into: torch.Tensor) -> bool:
+        """Copy the first tensor ``into`` memory from where the peer shows it.
+
+        Returns false if it cannot be read there: then it comes otherwise. A cancelled
+        call ends when no thread is at ``into``; the tensor stays in the stream.
+
+        :raises ChecksumError: the bytes there are not those that were sent
+        :raises PeerLost: the connection ended meanwhile
+        :raises ValueError: ``into`` does not fit
+        """
+        if not isinstance(arrival, Arrival) or arrival.spec is None:
+            raise TypeError("a small tensor is nowhere else")
+        check_into(into, arrival.spec, "tensor")
+        try:
+            await self.granting.read(arrival, into)
+        except ChecksumError as exc:
+            self.fail(arrival, exc.message)
+            raise self._failure() from None
+        except PeerLost:
+            self.land_again(arrival)
+            return False
+        if self._queue and self._queue[0] is arrival:
+            self.verified(arrival)
+        return True
 
     def tensor_of(self, arrival: Arrival | SmallArrival) -> torch.Tensor | None:
         """Return a tensor of host memory that is whole; it stays in the stream."""
@@ -407,6 +484,11 @@ class Inbound:
         self.granting.check_shown(frame)
         self._await(self._announced(frame), body)
 
+    def on_push_mapped(self, frame: PushMapped, body: bytes) -> None:
+        """The next tensor lies in memory of the peer's that this side has mapped."""
+        self.granting.check_mapped(frame)
+        self._await(self._announced(frame), body)
+
     def land_again(self, arrival: Arrival) -> None:
         """It cannot come from GPU to GPU: let it come through host memory."""
         if self._lost is None:
@@ -461,7 +543,7 @@ class Inbound:
         error.__cause__ = lost.__cause__
         return error
 
-    def _announced(self, frame: Push | PushShared) -> Arrival:
+    def _announced(self, frame: Push | PushShared | PushMapped) -> Arrival:
         """Put a tensor that comes into the stream."""
         arrival = Arrival(self, frame)
         self.reports.charge(arrival.nbytes)
@@ -478,6 +560,13 @@ class Inbound:
             raise RemoteProtocolError("a small tensor that did not ride along")
         self.granting.expect(arrival)
         self._wake()
+
+    def _is_ready(
+        self, arrival: Arrival | SmallArrival, into: torch.Tensor | None
+    ) -> bool:
+        if arrival.is_verified:
+            return True
+        return into is not None and self.granting.can_read(arrival)
 
     def _grant(self, arrival: Arrival | SmallArrival) -> None:
         if isinstance(arrival, Arrival):

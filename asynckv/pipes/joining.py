@@ -22,7 +22,7 @@ from asynckv.pipes.opening import PipeListener
 from asynckv.pipes.pipe import Pipe
 from asynckv.pipes.rendezvous import Follower, Leader, Rendezvous, name_ranks
 from asynckv.protocol.frames import JoinGroup, Members, OpeningFrame, OpenPipe
-from asynckv.protocol.transfer_frames import OpenDevices, OpenIpc
+from asynckv.protocol.transfer_frames import OpenDevices, OpenIpc, OpenMap
 from asynckv.security.keyring import NO_KEYS, Keyring
 from asynckv.tensors.devices import Device
 from asynckv.tensors.open_device import OpenDevice, open_device
@@ -186,6 +186,8 @@ class Joining:
             return self._rendezvous.seat(stream, frame)
         if isinstance(frame, OpenDevices | OpenIpc):
             return self._end_of(stream.link).asked_for_gpus(stream, frame)
+        if isinstance(frame, OpenMap):
+            return self._end_of(stream.link).asked_to_map(stream)
         if not isinstance(frame, OpenPipe):
             raise ConfigError("a group of ranks meets here: use join_group()")
         return self._callers.arrived(stream, frame)
@@ -272,6 +274,7 @@ class Joining:
             raise PeerLost(f"rank {rank} takes no pipe: {exc.message}") from exc
         name = _caller(members.group_id, self.rank)
         end = PipeEnd.dialled(link, self._max_bytes, name)
+        end.share_memory(self._opened, "auto")
         end.connect_gpus(self._opened, "auto")
         return end
 
@@ -301,6 +304,7 @@ class Joining:
         if self._listener is not None:
             self._listener.release(end.link)
         end.inbound.open()
+        end.share_memory(self._opened, "auto")
         end.connect_gpus(self._opened, "auto")
         return end
 

@@ -26,7 +26,7 @@ from asynckv.loops import LoopBound
 from asynckv.pipes.end import PipeEnd
 from asynckv.pipes.pipe import Pipe
 from asynckv.protocol.frames import OpeningFrame, OpenPipe
-from asynckv.protocol.transfer_frames import OpenDevices, OpenIpc
+from asynckv.protocol.transfer_frames import OpenDevices, OpenIpc, OpenMap
 from asynckv.security.keyring import NO_KEYS, Keyring
 from asynckv.security.tls import TLS
 from asynckv.tensors.devices import Device, DeviceName, device_named
@@ -55,10 +55,13 @@ def open_pipe(
     ``accept()``; a cancelled entering leaves nothing behind. Leaving flushes, says
     goodbye and hangs up; after an error it just hangs up.
 
-    :param url: where the other side listens: its ``listener.url``
-    :param digest: what is compared of each tensor: ``"auto"`` and ``"full"`` every
-        byte; ``"edges"`` too, but between two GPUs the first and last 4 KiB; ``"off"``
-        nothing, if both sides say so
+    :param url: where the other side listens: its ``listener.url``. Two processes of one
+        host read large tensors in each other's memory, as soon as that is open, unless
+        the URL ends in ``?payload=inline``, or ``device`` is given
+    :param digest: what is compared of each tensor: ``"full"`` every byte; ``"auto"``
+        too, but the first and last 4 KiB of what is read in memory of this host;
+        ``"edges"`` as much, and no more between two GPUs; ``"off"`` nothing, if both
+        sides say so
     :param lanes: sockets for payload, 1 to 8; the smaller number of both sides counts.
         By default one for two cores, up to 4
     :param secret_file: a file with the secret that both sides must share; without it
@@ -109,6 +112,7 @@ async def _opened(
         keyring=keyring,
     )
     end = PipeEnd.dialled(link, max_bytes)
+    end.share_memory(opened, digest)
     if "payload=" not in url:
         end.connect_gpus(opened, digest)
     async with Pipe(end, end, opened) as pipe:
@@ -132,9 +136,10 @@ def listen_pipe(
     port, and ``async with await listener.accept() as pipe`` takes one pipe.
 
     :param url: where, as in :func:`asynckv.serve`
-    :param digest: what is compared of each tensor: ``"auto"`` and ``"full"`` every
-        byte; ``"edges"`` too, but between two GPUs the first and last 4 KiB; ``"off"``
-        nothing, if both sides say so
+    :param digest: what is compared of each tensor: ``"full"`` every byte; ``"auto"``
+        too, but the first and last 4 KiB of what is read in memory of this host;
+        ``"edges"`` as much, and no more between two GPUs; ``"off"`` nothing, if both
+        sides say so
     :param lanes: sockets for payload, 1 to 8; the smaller number of both sides counts.
         By default one for two cores, up to 4
     :param secret_file: a file with the secret that both sides must share; without it
@@ -173,6 +178,8 @@ class _Door:
     ) -> StreamHandler:
         if isinstance(frame, OpenDevices | OpenIpc) and self._end is not None:
             return self._end.asked_for_gpus(stream, frame)
+        if isinstance(frame, OpenMap) and self._end is not None:
+            return self._end.asked_to_map(stream)
         if not isinstance(frame, OpenPipe):
             raise ConfigError(
                 "this peer listens for pipes and serves no buffer: use open_pipe()"
@@ -244,6 +251,7 @@ class PipeListener(LoopBound, AsyncWithOnly):
                     if end.link.is_open:
                         self._listener.release(end.link)
                         end.inbound.open()
+                        end.share_memory(self._opened, self._digest)
                         end.connect_gpus(self._opened, self._digest)
                         return end
                 self._changed.clear()

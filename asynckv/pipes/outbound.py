@@ -26,9 +26,11 @@ from asynckv.errors import (
     RemoteProtocolError,
 )
 from asynckv.links.link import Link
+from asynckv.links.options import Digest
 from asynckv.observability.waits import LoggedWait
 from asynckv.pipes.gpu_sharing import GpuSharing
 from asynckv.pipes.gpu_side import GpuSide
+from asynckv.pipes.map_sharing import MapSharing
 from asynckv.pipes.parcels import INLINE_NBYTES, MAX_TENSORS, Parcel
 from asynckv.protocol.codec import Buffer
 from asynckv.protocol.frames import Frame, Push
@@ -37,6 +39,7 @@ from asynckv.protocol.transfer_frames import (
     Done,
     Grant,
     GrantDevices,
+    PushMapped,
     PushShared,
     SentDevices,
 )
@@ -71,6 +74,7 @@ class Leaving:
         failed: Callable[[Exception], None],
     ) -> None:
         self.gpus: GpuSide | None = None
+        self.mapping: MapSharing | None = None
         self._link = link
         self._send = send
         self._memory = memory
@@ -86,11 +90,14 @@ class Leaving:
         """It leaves when the peer grants it memory."""
         self._waiting[parcel.transfer] = parcel
 
-    def show(self, parcel: Parcel) -> PushShared | None:
+    def show(self, parcel: Parcel) -> PushShared | PushMapped | None:
         """Let the peer read it where it lies, if it can: return what it is told.
 
         It may grant it as well.
         """
+        if self.mapping is not None and (mapped := self.mapping.show(parcel)):
+            parcel.is_sent = True
+            return mapped
         gpus, region = self.gpus, parcel.region
         if gpus is None or region is None or parcel.spec is None:
             return None
@@ -146,6 +153,8 @@ class Leaving:
         self._waiting.pop(parcel.transfer, None)
         self._by_gpu.pop(parcel.transfer, None)
         self._reading.pop(parcel.transfer, None)
+        if self.mapping is not None:
+            self.mapping.unpin(parcel.transfer)
         if (shown := self._shown.pop(parcel.transfer, None)) is not None:
             sharing, number = shown
             sharing.unpin(number)
@@ -381,13 +390,25 @@ class Outbound:
         await self.room.wait_for(parcel)
         self.check()
 
-    async def memory_for(self, spec: TensorSpec) -> torch.Tensor:
+    def share_memory(self, digest: Digest) -> MapSharing:
+        """Let the peer read what is sent in memory of this side's, once it may."""
+        self.leaving.mapping = MapSharing(self._link, self._memory, digest)
+        return self.leaving.mapping
+
+    def digests(self, nbytes: int) -> bool:
+        """Is a tensor of so many bytes to be digested while it is copied?"""
+        mapping = self.leaving.mapping if nbytes > INLINE_NBYTES else None
+        is_later = mapping is not None and mapping.compares_edges
+        return self._link.digest != "off" and not is_later
+
+    async def memory_for(self, parcel: Parcel, spec: TensorSpec) -> torch.Tensor:
         """Return memory for the copy of a tensor that has its place.
 
         It comes back when it has left. A cancelled call leaves no trace.
         """
         await self._memory.reach(spec.nbytes)
-        return self._memory.lending.spare(spec)
+        memory, parcel.shared = self._memory.lending.spare_region(spec)
+        return memory
 
     def send_small(self, spec: TensorSpec | None, body: bytes, digest: bytes) -> bool:
         """Let a small tensor go at once, unless it has to wait for anything.

@@ -9,6 +9,7 @@ import torch
 
 from asynckv.tensors.cuda import DeviceMemory
 from asynckv.tensors.device_regions import DeviceRegion
+from asynckv.tensors.slab_regions import SlabRegion
 from asynckv.types import TensorSpec
 
 __all__ = ("INLINE_NBYTES", "MAX_TENSORS", "Parcel")
@@ -24,7 +25,8 @@ class Parcel:
     """One tensor, or None, on its way to the peer.
 
     ``memory`` is the pipe's own copy, while it is still needed, or the caller's if it
-    ``is_lent``; one on a GPU has a ``region`` there. With ``is_sent`` its last byte has
+    ``is_lent``; it is ``shared`` where peers of this host could read it. One on a GPU
+    has a ``region`` there. With ``is_sent`` its last byte has
     left.
     """
 
@@ -37,6 +39,7 @@ class Parcel:
         "memory",
         "nbytes",
         "region",
+        "shared",
         "spec",
         "transfer",
         "turn",
@@ -48,6 +51,7 @@ class Parcel:
         self.nbytes = 0 if spec is None else spec.nbytes
         self.memory: torch.Tensor | None = None
         self.region: DeviceRegion | None = None
+        self.shared: SlabRegion | None = None
         self.is_sent = self.is_lent = False
         self.digest = b""
         self.has_room = False
@@ -72,7 +76,7 @@ class Parcel:
 
     def let_go(self) -> None:
         """No copy is needed any more."""
-        self.memory = None
+        self.memory = self.shared = None
         self.leave_gpu()
 
     def leave_gpu(self) -> None:

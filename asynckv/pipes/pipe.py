@@ -114,10 +114,12 @@ class Pipe(KVPipe, LoopBound):
 
     @property
     def transport(self) -> str:
-        """How payload moves now: ``"inline"``, ``"mem"``, ``"cuda_ipc"`` or ``"nccl"``.
+        """How payload moves now: ``"inline"``, ``"map"``, ``"mem"``, ``"cuda_ipc"``, or
+        ``"nccl"``.
 
-        By ``"nccl"`` what is longer than 64 KiB goes from GPU to GPU, by ``"cuda_ipc"``
-        within the one that both sides have.
+        What is longer than 64 KiB is read in the sender's memory by ``"map"``; by
+        ``"nccl"`` it goes from GPU to GPU, by ``"cuda_ipc"`` within the one that both
+        sides have.
         """
         return self._link.transport_name
 
@@ -151,7 +153,7 @@ class Pipe(KVPipe, LoopBound):
 
     async def send_tensor(self, tensor: torch.Tensor | None, copy: bool = True) -> None:
         """As the contract says. With ``copy=False`` a dense tensor of host memory that
-        is longer than 64 KiB is not copied, but over ``mem://``.
+        is longer than 64 KiB is not copied, but over ``mem://`` and by ``"map"``.
         """
         self._check_loop()
         if not isinstance(tensor, torch.Tensor | None):
@@ -173,9 +175,9 @@ class Pipe(KVPipe, LoopBound):
                 parcel.is_lent = True
                 self._outbound.put(parcel, tensor, b"")
             else:
-                memory = await self._outbound.memory_for(parcel.spec)
+                memory = await self._outbound.memory_for(parcel, parcel.spec)
                 (digest,) = await self._pool.copy(
-                    [source], [memory], digest=self._link.digest != "off"
+                    [source], [memory], digest=self._outbound.digests(parcel.nbytes)
                 )
                 self._outbound.put(parcel, memory, digest)
         except BaseException as exc:
@@ -209,7 +211,12 @@ class Pipe(KVPipe, LoopBound):
                 await asyncio.sleep(0)
             await self._turn_to_receive.acquire()
             try:
-                arrival = await self._inbound.head()
+                arrival = await self._inbound.head(into)
+                while into is not None and not arrival.is_verified:
+                    if await self._inbound.read(arrival, into):
+                        self._inbound.take(arrival)
+                        return into
+                    arrival = await self._inbound.head(into)
                 if into is None and self._placing is None and arrival.region is None:
                     received = self._inbound.tensor_of(arrival)
                 else:
@@ -294,6 +301,7 @@ class Pipe(KVPipe, LoopBound):
     def _can_lend(self, tensor: torch.Tensor, parcel: Parcel) -> bool:
         if (
             parcel.nbytes <= INLINE_NBYTES
+            or self._sends.is_mapped
             or not self._link.payload.can_block_until_quiet
         ):
             return False

@@ -24,6 +24,7 @@ from asynckv.protocol.transfer_frames import (
     OpenDevices,
     OpenIpc,
     OpenMap,
+    PushMapped,
     Riders,
     SentDevices,
     ShowIpc,
@@ -511,6 +512,7 @@ Frame: TypeAlias = (
     | SentDevices
     | Mappable
     | Mapped
+    | PushMapped
     | IpcFrame
     | Grant
     | Done

@@ -4,7 +4,10 @@ What makes bytes leave, and says that they did. As in :mod:`asynckv.protocol.fra
 values only.
 
 Memory of the host is shown on one stream a link: :class:`OpenMap`, :class:`Mappable`,
-:class:`Mapped`, then ``Accepted`` or a ``Failure``.
+:class:`Mapped`, then ``Accepted`` or a ``Failure``. Both sides of a pipe show theirs:
+who asks says :class:`Mappable` too, behind its :class:`Mapped`, and hears a
+:class:`Mapped` before the ``Accepted``. :class:`PushMapped` belongs to the pipe's own
+stream.
 
 So is memory of a GPU: :class:`OpenIpc`, :class:`Exported`, :class:`Imported`, then
 ``Accepted`` or a ``Failure``. Both sides of a pipe show theirs: who asks says
@@ -28,7 +31,7 @@ from typing import Annotated, Final, Literal, TypeAlias
 
 import msgspec
 
-from asynckv.protocol.values import Count, Digest, Id, Token
+from asynckv.protocol.values import Count, Digest, Id, Place, Token
 from asynckv.types import TensorSpec
 
 __all__ = (
@@ -57,6 +60,7 @@ __all__ = (
     "OpenIpc",
     "OpenMap",
     "PrepareDevice",
+    "PushMapped",
     "PushShared",
     "Riders",
     "SentDevices",
@@ -99,7 +103,10 @@ class Riders(_Base, frozen=True, tag="riders"):
 
 
 class OpenMap(_Base, frozen=True, tag="openmap"):
-    """May this peer map the memory that the lookup buffer's entries are in?"""
+    """May this peer map the memory that the lookup buffer's entries are in?
+
+    Of a pipe: that which the other side sends from.
+    """
 
 
 class Mappable(_Base, frozen=True, tag="mappable"):
@@ -173,6 +180,20 @@ class PushShared(_Base, frozen=True, tag="pushshared"):
     transfer: Count
     spec: TensorSpec
     offset: Count
+    digest: Digest = b""
+
+
+class PushMapped(_Base, frozen=True, tag="pushmapped"):
+    """Pipe: one tensor lies in the memory file that this side shows, and stays there.
+
+    Until it is flushed, or the peer has closed the file. ``digest`` is of what both
+    sides want to be compared: of all its bytes, of the generation and the first and
+    last ones, or there is none. Who cannot read it there grants it as any other one.
+    """
+
+    transfer: Count
+    spec: TensorSpec
+    place: Place
     digest: Digest = b""
 
 

@@ -444,16 +444,17 @@ def _memory_of(arena: object, uuid: str | None) -> Callable[[], SharedMemory] | 
 _TELL_S: Final = 0.1
 
 
-def warn_of_loss(link: Link, what: str, reason: str) -> None:
-    """Warn soon that payload goes through host memory now. Never waits.
+def warn_of_loss(
+    link: Link, what: str, reason: str, way: str = "goes through host memory"
+) -> None:
+    """Warn soon that payload goes another way now. Never waits.
 
     A peer that is gone has closed its link too: that is no news.
     """
     loop = asyncio.get_running_loop()
-    loop.call_later(_TELL_S, _warn_of_loss, link, what, reason)
+    loop.call_later(_TELL_S, _warn_of_loss, link, what, reason, way)
 
 
-def _warn_of_loss(link: Link, what: str, reason: str) -> None:
+def _warn_of_loss(link: Link, what: str, reason: str, way: str) -> None:
     if link.is_open:
-        text = "%s %s goes through host memory from here on: %s"
-        logger.warning(text, what, link.peer.id, reason)
+        logger.warning("%s %s %s from here on: %s", what, link.peer.id, way, reason)

@@ -32,6 +32,7 @@ __all__ = (
     "GPU_OF_ASKER",
     "GPU_OF_BOTH",
     "HOST",
+    "HOST_OF_BOTH",
     "Handshake",
     "Kind",
 )
@@ -51,6 +52,7 @@ class Kind(Generic[E]):
 
 
 HOST: Final = Kind(Mappable, Mapped)
+HOST_OF_BOTH: Final = Kind(Mappable, Mapped, "both")
 GPU: Final = Kind(Exported, Imported)
 GPU_OF_ASKER: Final = Kind(Exported, Imported, "asks")
 GPU_OF_BOTH: Final = Kind(Exported, Imported, "both")

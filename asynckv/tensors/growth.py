@@ -78,16 +78,20 @@ class Lending:
 
         In memory that comes back, where enough of it lies idle, else an ordinary one.
         """
+        return self.spare_region(spec)[0]
+
+    def spare_region(self, spec: TensorSpec) -> tuple[torch.Tensor, SlabRegion | None]:
+        """As :meth:`spare`; return its region too, if it is not an ordinary one."""
         region = None if self._slabs is None else self._slabs.take_spare(spec.nbytes)
         if region is None:
-            return self._ordinary(spec)
+            return self._ordinary(spec), None
         tensor = _tensor_in(region, spec)
         if tensor is None:
             region.release()
-            return self._ordinary(spec)
+            return self._ordinary(spec), None
         region.hand_out()
         region.release()
-        return tensor
+        return tensor, region
 
     def _ordinary(self, spec: TensorSpec) -> torch.Tensor:
         make = self._make_ordinary

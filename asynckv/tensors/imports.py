@@ -178,7 +178,7 @@ def in_thread(work: Callable[[], None]) -> None:
     try:
         thread.start()
     except RuntimeError:
-        logger.exception("no thread for memory of a GPU: others wait for it")
+        logger.exception("no thread to close a peer's memory: others wait for it")
         work()
 
 

@@ -27,7 +27,14 @@ from asynckv.tensors.stitching import stitch
 from asynckv.tensors.views import dtype_of, empty_tensor, tensor_over
 from asynckv.types import TensorSpec
 
-__all__ = ("NONCE_NBYTES", "MappedFile", "SharedFile", "check_place", "edges_of")
+__all__ = (
+    "NONCE_NBYTES",
+    "MappedFile",
+    "SharedFile",
+    "check_file",
+    "check_place",
+    "edges_of",
+)
 
 NONCE_NBYTES: Final = 16
 _MAX_NBYTES: Final = 2**44
@@ -107,7 +114,7 @@ class MappedFile:
     def __init__(self, fd: int, nbytes: int) -> None:
         self._fd = fd
         self.memory = _NOTHING
-        _check_file(fd, nbytes)
+        check_file(fd, nbytes)
         self.nbytes = nbytes
         self._pages: PrivatePages | None = PrivatePages(fd, nbytes)
         self.memory = self._pages.memory
@@ -300,8 +307,11 @@ def _pieces(memory: _Bytes, place: Place, start: int, nbytes: int) -> list[_Byte
     return pieces
 
 
-def _check_file(fd: int, nbytes: int) -> None:
-    """Refuse a file that could be cut or grow, or be written, or is another one."""
+def check_file(fd: int, nbytes: int) -> None:
+    """Refuse a file that could be cut or grow, or be written, or is another one.
+
+    :raises ValueError: it is one
+    """
     wanted = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
     try:
         seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)

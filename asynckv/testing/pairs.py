@@ -20,6 +20,7 @@ from asynckv.links.sockets import wait_readable
 from asynckv.pipes.group import Group, join_group
 from asynckv.pipes.opening import listen_pipe, open_pipe
 from asynckv.pipes.pipe import Pipe
+from asynckv.testing.blocked import until
 from asynckv.testing.faults.fault import Fault
 from asynckv.testing.faults.injectors import Injectors
 from asynckv.testing.faults.proxy import Proxy
@@ -224,7 +225,8 @@ async def open_pipe_pair(
     """Open a pipe; the first side has dialled, the second has accepted.
 
     ``options`` are those of :func:`asynckv.open_pipe`. Without one both sides
-    have two lanes and a ``max_bytes`` of 1 MiB, as :func:`check_pipe` wants it.
+    have two lanes and a ``max_bytes`` of 1 MiB, as :func:`check_pipe` wants it. By
+    ``"map"`` both sides share their memory already.
     """
     options = {"lanes": 2, "max_bytes": PIPE_BYTES, **options}
     async with (
@@ -232,6 +234,8 @@ async def open_pipe_pair(
         open_pipe(listener.url, **options) as near,
         await listener.accept() as far,
     ):
+        if scheme == "map":
+            await until(lambda: near.transport == far.transport == "map")
         yield near, far
 
 

@@ -23,7 +23,13 @@ from asynckv.protocol.frames import (
     Welcome,
 )
 from asynckv.protocol.transfer_frames import Done
-from asynckv.protocol.values import Contents, Limits, PeerIdentity, TensorRecord
+from asynckv.protocol.values import (
+    Contents,
+    Limits,
+    PeerIdentity,
+    Place,
+    TensorRecord,
+)
 from asynckv.types import KVFingerprint, TensorSpec
 
 FRAMES: tuple[type[msgspec.Struct], ...] = get_args(Frame)
@@ -54,6 +60,7 @@ VALUES: dict[str, Any] = {
     "mac": b"m" * 32,
     "has_key": True,
     "inline": False,
+    "place": Place(((0, 4096),), 64, 1),
     "url": "unix:///run/rank-1",
     "group_id": "group",
     "ranks": (1, 3),

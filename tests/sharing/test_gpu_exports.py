@@ -185,9 +185,9 @@ async def test_a_loss_is_no_news_when_the_link_is_lost_soon(
 ) -> None:
     had, warn = list[Link](), sharing._warn_of_loss
 
-    def note(link: Link, what: str, reason: str) -> None:
+    def note(link: Link, *words: str) -> None:
         had.append(link)
-        warn(link, what, reason)
+        warn(link, *words)
 
     monkeypatch.setattr(sharing, "_warn_of_loss", note)
     async with linked() as links:

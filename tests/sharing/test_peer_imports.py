@@ -24,7 +24,7 @@ async def test_a_file_that_is_refused_is_hung_up_on(
     def refuse(*anything: object) -> Any:
         raise ValueError("it is not sealed")
 
-    monkeypatch.setattr(shared_file, "_check_file", refuse)
+    monkeypatch.setattr(shared_file, "check_file", refuse)
     async with connect(mappable.url) as peer:
         assert peer.transport == "inline"
         await until(lambda: not local.exporter._importers)

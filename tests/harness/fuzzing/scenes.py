@@ -32,12 +32,13 @@ from asynckv.protocol.transfer_frames import (
     Mapped,
     OpenIpc,
     OpenMap,
+    PushMapped,
     PushShared,
     SentDevices,
     SentShared,
     ShowIpc,
 )
-from asynckv.protocol.values import Limits
+from asynckv.protocol.values import Limits, Place
 from asynckv.security.keyring import Keyring
 from asynckv.security.shared_secret import Secret
 from asynckv.testing.blocked import until, until_blocked
@@ -287,6 +288,8 @@ async def _record_made_up() -> Recording:
     near.send(sharing, Imported(b"n" * 16))
     near.send(select, GrantDevices(2, "edges"))
     near.send(select, PushShared(3, TensorSpec((4,), "uint8"), 4096, b"d" * 16))
+    place = Place(((4096, 8192),), 64, 1)
+    near.send(select, PushMapped(4, TensorSpec((4,), "uint8"), place, b"d" * 16))
     pass_on(near, far)
     far.send(select, SentDevices(2, 0, "edges", b"d" * 16))
     far.send(insert, GrantShared(1, "edges"))

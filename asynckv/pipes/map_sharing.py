@@ -1,0 +1,279 @@
+"""How both sides of a pipe on one host read each other's memory, beside the pipe.
+
+Nobody waits for it, and nothing fails without it. Each side shows the memory file that
+its copies are in; the other one maps it, and copies once out of it, in a thread. What
+was shown stays where it is until the receiver has flushed it, or has closed the file,
+or is gone: a socket of its own says so.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from functools import partial
+from typing import Final
+
+import anyio
+import numpy
+import torch
+
+from asynckv.errors import AsyncKVError, ChecksumError, PeerLost, RemoteProtocolError
+from asynckv.links.link import Link
+from asynckv.links.options import Digest, map_digest, new_identity
+from asynckv.pipes.parcels import Parcel
+from asynckv.protocol.handshake import DigestMode, strictest
+from asynckv.protocol.transfer_frames import Mappable, OpenMap, PushMapped
+from asynckv.protocol.values import Place
+from asynckv.sharing.exporter import Exporter, Importer, place_of, warn_of_loss
+from asynckv.sharing.handshake import HOST_OF_BOTH, Handshake
+from asynckv.sharing.peer_files import PeerFile, edges_at, import_file
+from asynckv.sharing.peer_imports import check_same_host
+from asynckv.shielding import clear_all_frames
+from asynckv.tensors.copying import CopyPool
+from asynckv.tensors.growth import Growth
+from asynckv.tensors.views import bytes_of, tensor_over
+from asynckv.waits.own_tasks import OwnTasks
+
+__all__ = ("MapSharing",)
+
+logger = logging.getLogger(__name__)
+
+_AGREE_S: Final = 10.0
+
+_OTHER_BYTES: Final = "a tensor arrived with other bytes than were sent"
+
+
+class MapSharing:
+    """What one side of a pipe shows of ``growth``, and maps of the peer's.
+
+    ``digest`` is the pipe's option.
+    """
+
+    def __init__(self, link: Link, growth: Growth, digest: Digest) -> None:
+        self._link = link
+        self._wanted: DigestMode = map_digest(digest)
+        self.digest: DigestMode = self._wanted
+        """What both sides compare, once it is open."""
+        self._exporter = Exporter(growth.arena)
+        self._importer: Importer | None = None
+        self._file: PeerFile | None = None
+        self._pins: dict[int, int] = {}
+        self._pool = CopyPool()
+        self._tasks = OwnTasks()
+        self._has_begun = False
+        self._is_over = False
+
+    @property
+    def is_open(self) -> bool:
+        """Whether what this side sends is read where it lies."""
+        return self._has_begun and not self._is_over
+
+    @property
+    def can_read(self) -> bool:
+        """Whether what the peer sends can be read where it lies."""
+        return self._file is not None and self._file.is_open
+
+    @property
+    def compares_edges(self) -> bool:
+        """Is it enough to digest the edges of what is sent?"""
+        return self.is_open and self.digest != "full"
+
+    def ask(self) -> None:
+        """Share memory with the peer, if it is on this host. Never waits."""
+        if self._may_share():
+            self._open(self._ask)
+
+    def answer(self, handshake: Handshake[Mappable]) -> None:
+        """Share memory with the peer, which has asked for it. Never waits."""
+        self._open(partial(self._answer, handshake))
+
+    def show(self, parcel: Parcel) -> PushMapped | None:
+        """Let the peer read what is to be sent, if it can: return what it is told."""
+        importer, memory, spec = self._importer, parcel.memory, parcel.spec
+        place = None if parcel.shared is None else place_of(parcel.shared)
+        if place is None or importer is None or memory is None or spec is None:
+            return None
+        if parcel.shared is None or not self.is_open or not importer.is_usable:
+            return None
+        digest = parcel.digest
+        if self.digest != "full":
+            digest = b""
+        if self.digest == "edges":
+            read = numpy.frombuffer(bytes_of(memory), numpy.uint8)
+            digest = edges_at(read, place.generation)
+        self._pins[parcel.transfer] = importer.pin([parcel.shared]).number
+        return PushMapped(parcel.transfer, spec, place, digest)
+
+    def unpin(self, transfer: int) -> None:
+        """The peer has it. Never waits."""
+        number = self._pins.pop(transfer, None)
+        if number is not None and self._importer is not None:
+            self._importer.unpin(number)
+
+    def claim(self, shown: PushMapped) -> None:
+        """The peer has shown a tensor, which lies there until :meth:`release`.
+
+        :raises RemoteProtocolError: it shows nothing, or not there
+        """
+        if self._file is None:
+            raise RemoteProtocolError("a tensor in memory that is not mapped")
+        self._file.claim(shown.place, shown.spec.nbytes)
+
+    def release(self, place: Place) -> None:
+        """It is not read any more. Never waits."""
+        if self._file is not None:
+            self._file.release(place)
+
+    async def read(self, shown: PushMapped, target: torch.Tensor) -> None:
+        """Copy what the peer has shown, and compare it.
+
+        A cancelled call ends when no thread is at ``target``, which may hold a part
+        of it then, as after an error.
+
+        :raises ChecksumError: it is not what was sent
+        :raises PeerLost: the peer's memory is closed, or cannot be read
+        """
+        if self._file is None:
+            raise PeerLost("the peer's memory is closed")
+        spec, place, kind = shown.spec, shown.place, self.digest
+        found = b""
+        try:
+            with self._file.reading(place, spec.nbytes) as memory:
+                (found,) = await self._pool.copy(
+                    [tensor_over(memory, spec)], [target], digest=kind == "full"
+                )
+                if kind == "edges":
+                    found = edges_at(memory, place.generation)
+                del memory  # an error's traceback would keep it mapped
+        except OSError as exc:
+            if not isinstance(exc, PeerLost):
+                self.lose(exc)
+            raise PeerLost(f"the peer's memory cannot be read: {exc}") from None
+        if kind != "off" and found != shown.digest:
+            raise ChecksumError(_OTHER_BYTES)
+
+    def begin_read(
+        self,
+        shown: PushMapped,
+        target: torch.Tensor,
+        done: Callable[[Exception | None], None],
+    ) -> asyncio.Task[None]:
+        """As :meth:`read`, in a task; ``done`` is told why it is not there.
+
+        If the task is cancelled it is told nothing. Never waits.
+        """
+        name = f"asynckv: read transfer {shown.transfer} of a pipe"
+        return self._tasks.own(self._read(shown, target, done), name)
+
+    def lose(self, reason: object) -> None:
+        """Show and read nothing more; what was shown goes by lanes. Never waits."""
+        was_open = self.is_open
+        self._stop()
+        if was_open and self._link.is_open:
+            self._link.use_lanes()
+            what, way = "payload of the pipe to", "goes by lanes"
+            warn_of_loss(self._link, what, str(reason), way)
+
+    def abort(self) -> None:
+        """Share nothing more, when the link is over. Never waits."""
+        self._stop()
+        self._tasks.cancel()
+        self._pool.close()
+
+    async def aclose(self) -> None:
+        """As :meth:`abort`; wait until both sides have closed, about 4 s at most.
+
+        What the peer has not closed then, it keeps. Shielded.
+        """
+        self.abort()
+        with anyio.CancelScope(shield=True):
+            await self._tasks.wait()
+            if self._file is not None:
+                await self._file.wait_closed()
+            await self._exporter.aclose()
+        self._exporter.close()
+
+    def _may_share(self) -> bool:
+        if not self._link.may_map:
+            return False
+        try:
+            check_same_host(self._link, new_identity().boot_id)
+        except ValueError:
+            return False
+        return True
+
+    def _open(self, opening: Callable[[], Awaitable[None]]) -> None:
+        self._link.call_when_lost(lambda _: self._stop())
+        name = f"asynckv: share memory with {self._link.peer.id}"
+        self._tasks.own(self._try(opening), name)
+
+    async def _try(self, opening: Callable[[], Awaitable[None]]) -> None:
+        try:
+            await opening()
+        except (AsyncKVError, OSError, TimeoutError, ValueError) as exc:
+            self._stop()
+            if self._link.is_open:
+                peer, why = self._link.peer.id, str(exc) or "no answer in time"
+                logger.info("payload of the pipe to %s goes by lanes: %s", peer, why)
+        except BaseException:
+            self._stop()
+            raise
+
+    async def _ask(self) -> None:
+        with Handshake.ask(HOST_OF_BOTH, self._link, OpenMap()) as handshake:
+            # Until the peer accepts the pipe: that is bounded by the link's life.
+            mappable = await handshake.exposed
+            async with asyncio.timeout(_AGREE_S):
+                handshake.prove(await self._import(mappable))
+                await self._export(handshake)
+            self._begin()
+
+    async def _answer(self, handshake: Handshake[Mappable]) -> None:
+        with handshake:
+            async with asyncio.timeout(_AGREE_S):
+                await self._export(handshake)
+                nonce = await self._import(await handshake.exposed)
+            # From here on the peer may say where tensors lie, and so may this side.
+            self._begin()
+            handshake.prove(nonce)
+            handshake.accept()
+
+    async def _export(self, handshake: Handshake[Mappable]) -> None:
+        importer, exposed = self._exporter.export(self._link, self._wanted)
+        await handshake.export(importer, exposed)
+        self._importer = importer
+        importer.lost = partial(self.lose, "the peer has closed the memory")
+
+    async def _import(self, mappable: Mappable) -> bytes:
+        self._file = file = await import_file(mappable)
+        self.digest = strictest(self._wanted, mappable.digest)
+        return file.nonce
+
+    def _begin(self) -> None:
+        if self._is_over or not self._link.is_open:
+            raise PeerLost("the pipe was closed meanwhile")
+        self._has_begun = True
+        self._link.use_map()
+        logger.info("payload of the pipe to %s is read in memory", self._link.peer.id)
+
+    async def _read(
+        self,
+        shown: PushMapped,
+        target: torch.Tensor,
+        done: Callable[[Exception | None], None],
+    ) -> None:
+        try:
+            await self.read(shown, target)
+        except Exception as exc:  # noqa: BLE001 - whoever waits for it is told
+            clear_all_frames(exc)
+            if not isinstance(exc, ChecksumError):
+                self.lose(exc)
+            done(exc)
+        else:
+            done(None)
+
+    def _stop(self) -> None:
+        self._is_over = True
+        if self._file is not None:
+            self._file.close()

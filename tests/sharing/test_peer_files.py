@@ -1,0 +1,131 @@
+"""What a peer says of its memory file, and when that is closed here."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+from collections.abc import Iterator
+
+import numpy
+import pytest
+
+from asynckv.errors import PeerLost, RemoteProtocolError
+from asynckv.protocol.values import Place
+from asynckv.sharing.peer_files import PeerFile, edges_at
+from asynckv.tensors.shared_file import SharedFile
+from asynckv.tensors.slabs import PAGE_NBYTES, Slabs, has_slabs
+
+pytestmark = pytest.mark.skipif(not has_slabs(), reason="no memory files here")
+
+PAGES = 64
+NBYTES = 4 * PAGE_NBYTES
+PLACE = Place(((8 * PAGE_NBYTES, NBYTES),), 0, 5)
+
+
+@pytest.fixture
+def shown() -> Iterator[SharedFile]:
+    slabs = Slabs(PAGES * PAGE_NBYTES)
+    slabs.grow()
+    shown = SharedFile(slabs)
+    slabs.memory[8 * PAGE_NBYTES : 12 * PAGE_NBYTES] = 7
+    yield shown
+    shown.close()
+
+
+def opened(shown: SharedFile) -> tuple[PeerFile, socket.socket]:
+    ours, theirs = socket.socketpair()
+    return PeerFile(ours, os.dup(shown.fileno()), shown.nbytes), theirs
+
+
+async def closed(file: PeerFile, peer: socket.socket) -> None:
+    """Close it; the peer hears of that."""
+    file.close()
+    await file.wait_closed()
+    peer.setblocking(False)
+    assert peer.recv(1) == b""
+    peer.close()
+
+
+async def test_it_shows_what_the_peer_has(shown: SharedFile) -> None:
+    file, peer = opened(shown)
+    assert file.nonce == shown.nonce
+    file.claim(PLACE, NBYTES)
+    with file.reading(PLACE, NBYTES) as memory:
+        assert memory.nbytes == NBYTES and (memory == 7).all()
+        assert not memory.flags.writeable
+        expected = numpy.full(NBYTES, 7, numpy.uint8)
+        assert edges_at(memory, 5) == edges_at(expected, 5) != edges_at(expected, 6)
+        del memory
+    await closed(file, peer)
+
+
+async def test_pieces_that_lie_apart_are_shown_as_one(shown: SharedFile) -> None:
+    file, peer = opened(shown)
+    page = PAGE_NBYTES
+    place = Place(((11 * page, page), (20 * page, page)), 64, 1)
+    file.claim(place, 2 * page - 64)
+    with file.reading(place, 2 * page - 64) as memory:
+        assert (memory[: page - 64] == 7).all() and not memory[page - 64 :].any()
+        del memory
+    await closed(file, peer)
+
+
+@pytest.mark.parametrize(
+    "place",
+    [
+        Place(((PAGES * PAGE_NBYTES, NBYTES),), 0, 9),
+        Place(((1, NBYTES),), 0, 9),
+        Place(((8 * PAGE_NBYTES, NBYTES),), 64, 9),
+        Place(((8 * PAGE_NBYTES, NBYTES),), 1, 9),
+        Place((), 0, 9),
+        Place(((9 * PAGE_NBYTES, NBYTES),), 0, 9),
+        Place(((0, PAGE_NBYTES), (8 * PAGE_NBYTES, NBYTES)), 0, 9),
+        Place(PLACE.runs, 0, 5),
+        Place(PLACE.runs, 0, 4),
+    ],
+)
+async def test_a_place_that_makes_no_sense_is_refused(
+    shown: SharedFile, place: Place
+) -> None:
+    file, peer = opened(shown)
+    file.claim(PLACE, NBYTES)
+    with pytest.raises(RemoteProtocolError):
+        file.claim(place, NBYTES)
+    await closed(file, peer)
+
+
+async def test_what_is_over_may_be_somebody_elses(shown: SharedFile) -> None:
+    file, peer = opened(shown)
+    file.claim(PLACE, NBYTES)
+    file.release(PLACE)
+    with pytest.raises(RemoteProtocolError, match="before"):
+        file.claim(PLACE, NBYTES)
+    file.claim(Place(PLACE.runs, 0, 6), NBYTES)
+    await closed(file, peer)
+
+
+async def test_it_is_not_closed_while_it_is_read(shown: SharedFile) -> None:
+    file, peer = opened(shown)
+    peer.setblocking(False)
+    with file.reading(PLACE, NBYTES) as memory:
+        file.close()
+        file.close()
+        await asyncio.sleep(0)
+        assert not file.is_open and (memory == 7).all()
+        with pytest.raises(BlockingIOError):
+            peer.recv(1)
+        del memory
+    await closed(file, peer)
+    with pytest.raises(PeerLost), file.reading(PLACE, NBYTES):
+        pass
+    with pytest.raises(PeerLost):
+        assert file.nonce
+
+
+async def test_what_is_no_file_of_a_peers_is_refused(shown: SharedFile) -> None:
+    ours, theirs = socket.socketpair()
+    fd = os.open(os.devnull, os.O_RDONLY)
+    with ours, theirs, pytest.raises(ValueError, match="no memory file"):
+        PeerFile(ours, fd, shown.nbytes)
+    os.close(fd)
