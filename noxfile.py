@@ -20,11 +20,7 @@ nox.options.sessions = ["lint", "types", "tests"]
 ROOT = Path(__file__).parent
 # One more than there are cores: tests wait for a third of their time.
 PROCESSES = ("-n", str(1 + min(os.cpu_count() or 1, 8)))
-# Buffers on GPUs are tested beside the links by which they reach each other.
-COVERING = (
-    *("tests/protocol", "tests/sharing", "tests/transfers", "tests/buffers"),
-    *("tests/links/test_gpu_link.py", "tests/links/test_nccl_route.py"),
-)
+COVERING = ("tests/protocol", "tests/sharing", "tests/transfers", "tests/buffers")
 FUZZED = ("wire", "greeting", "chunks", "manifest", "urls", "peer")
 # Where processes that are started by hand find harness.
 HARNESS = {"PYTHONPATH": str(ROOT / "tests")}

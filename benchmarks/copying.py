@@ -21,7 +21,7 @@ from typing import Final
 
 import numpy
 
-from asynckv.protocol.digests import digest_of
+from asynckv.protocol.wire import digest_of
 
 __all__ = ("main",)
 

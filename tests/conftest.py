@@ -26,11 +26,11 @@ from pytest_asyncio import is_async_test
 
 import harness
 from asynckv.errors import GPUUnavailable
-from asynckv.links import gpu_link
 from asynckv.links.link import LinkStream
 from asynckv.protocol.codec import Buffer
 from asynckv.protocol.frames import Frame
 from asynckv.protocol.transfer_frames import SentDevices
+from asynckv.sharing import gpu_channel as gpu_link
 from asynckv.tensors.devices import Device
 from asynckv.testing.cancellation import trail
 from asynckv.testing.certificates import Authority

@@ -30,10 +30,11 @@ from asynckv.shielding import wait_shielded
 from asynckv.tensors.blocks import KVMemory
 from asynckv.tensors.devices import DeviceName
 from asynckv.tensors.views import spec_like
-from asynckv.transfers.arguments import as_specs, as_text
 from asynckv.transfers.manifest import check_names, flatten
 from asynckv.transfers.queries import (
     as_mask,
+    as_specs,
+    as_text,
     as_tokens,
     key_of,
     make_query,

@@ -13,8 +13,8 @@ import anyio
 from asynckv.abc.closing import AsyncWithOnly
 from asynckv.buffers.lookup import LookupBuffer
 from asynckv.buffers.serving.devices import DeviceService
-from asynckv.buffers.serving.limits import LinkBytes, WaitingBytes
 from asynckv.buffers.serving.lookup import LookupService
+from asynckv.buffers.serving.service import LinkBytes, WaitingBytes
 from asynckv.buffers.serving.store import StoreService
 from asynckv.buffers.store import StoreBuffer
 from asynckv.errors import ConfigError, NotServed

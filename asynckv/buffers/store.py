@@ -14,7 +14,7 @@ from asynckv.buffers.in_memory import InMemoryBuffer
 from asynckv.buffers.statistics import StoreStatistics
 from asynckv.buffers.values.stored import StoredValues
 from asynckv.tensors.views import check_into, check_landing_place, spec_of
-from asynckv.transfers.arguments import as_keys
+from asynckv.transfers.queries import as_keys
 from asynckv.types import KVFingerprint
 
 __all__ = ("StoreBuffer", "check_place", "check_value")

@@ -11,8 +11,7 @@ from asynckv.errors import AsyncKVError, AuthError, ConfigError, PeerLost
 from asynckv.links.address import Address, check_exposure, parse_url
 from asynckv.links.door import dial_memory
 from asynckv.links.link import Link, Service
-from asynckv.links.options import keys_of
-from asynckv.links.payloads import payload_paths
+from asynckv.links.options import keys_of, payload_paths
 from asynckv.links.sockets import (
     assurance_of,
     connect,

@@ -19,8 +19,8 @@ import msgspec
 from asynckv.errors import AsyncKVError, PeerLost, RemoteProtocolError, WrongRole
 from asynckv.links.ending import GRACE_S, Ending, Heartbeat, copy_of
 from asynckv.links.incoming import Incoming, Turns
+from asynckv.links.options import make_payload
 from asynckv.links.outgoing import Outgoing
-from asynckv.links.payloads import make_payload
 from asynckv.links.progress import Progress
 from asynckv.links.requests import StreamHandler
 from asynckv.links.streams import ControlStream

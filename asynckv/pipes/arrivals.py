@@ -9,7 +9,6 @@ import msgspec
 import torch
 
 from asynckv.errors import ChecksumError, RemoteProtocolError
-from asynckv.links.gpu_link import NcclRoute
 from asynckv.links.link import Link
 from asynckv.pipes.gpu_side import GpuSide
 from asynckv.pipes.map_sharing import MapSharing
@@ -20,6 +19,7 @@ from asynckv.protocol.transfer_frames import (
     PushShared,
     SentDevices,
 )
+from asynckv.sharing.gpu_channel import NcclRoute
 from asynckv.tensors.cuda import DeviceMemory
 from asynckv.tensors.device_regions import DeviceRegion
 from asynckv.transfers.reception import Reception

@@ -7,7 +7,6 @@ from collections.abc import Callable
 import anyio
 
 from asynckv.errors import ConfigError, PeerLost, RemoteProtocolError
-from asynckv.links.device_streams import DeviceStream
 from asynckv.links.link import Link, LinkStream
 from asynckv.links.options import Digest
 from asynckv.links.requests import StreamHandler
@@ -37,6 +36,7 @@ from asynckv.protocol.transfer_frames import (
     PushShared,
     SentDevices,
 )
+from asynckv.sharing.gpu_channel import DeviceStream
 from asynckv.sharing.handshake import GPU_OF_BOTH, HOST_OF_BOTH, Handshake
 from asynckv.tensors.open_device import OpenDevice
 from asynckv.types import TensorSpec

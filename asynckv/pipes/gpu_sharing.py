@@ -24,9 +24,7 @@ from asynckv.errors import (
     ConfigError,
     PeerLost,
 )
-from asynckv.links.device_streams import DeviceStream, ask_devices
 from asynckv.links.fd_socket import has_fd_sockets
-from asynckv.links.gpu_link import GpuLink
 from asynckv.links.link import Link
 from asynckv.links.options import new_identity
 from asynckv.protocol.handshake import DigestMode
@@ -38,6 +36,7 @@ from asynckv.protocol.transfer_frames import (
     PushShared,
 )
 from asynckv.sharing.exporter import LEAST_NBYTES, Exporter, Importer, warn_of_loss
+from asynckv.sharing.gpu_channel import DeviceStream, GpuLink, ask_devices
 from asynckv.sharing.handshake import GPU_OF_BOTH, Handshake
 from asynckv.sharing.imports import PeerMemory
 from asynckv.sharing.peer_imports import check_same_host

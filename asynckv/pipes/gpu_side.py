@@ -11,12 +11,12 @@ from collections.abc import Callable
 import anyio
 import torch
 
-from asynckv.links.gpu_link import NcclRoute
 from asynckv.links.link import Link
 from asynckv.links.options import Digest, device_digest, map_digest
 from asynckv.pipes.gpu_sharing import GpuOpening, GpuSharing
 from asynckv.protocol.handshake import DigestMode
 from asynckv.sharing.exporter import LEAST_NBYTES
+from asynckv.sharing.gpu_channel import NcclRoute
 from asynckv.tensors.copying import CopyPool
 from asynckv.tensors.cuda import DeviceMemory
 from asynckv.tensors.device_calls import DeviceCalls

@@ -24,7 +24,6 @@ from asynckv.pipes.map_sharing import MapSharing
 from asynckv.pipes.parcels import INLINE_NBYTES, MAX_TENSORS
 from asynckv.pipes.read_ahead import ReadAhead
 from asynckv.protocol.codec import Buffer
-from asynckv.protocol.digests import digest_of
 from asynckv.protocol.frames import Flushed, Frame, Push, PushSmall, Read
 from asynckv.protocol.transfer_frames import (
     Done,
@@ -33,6 +32,7 @@ from asynckv.protocol.transfer_frames import (
     PushShared,
     SentDevices,
 )
+from asynckv.protocol.wire import digest_of
 from asynckv.tensors.growth import Growth
 from asynckv.tensors.views import (
     MISSING_DTYPES,

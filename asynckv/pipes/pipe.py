@@ -16,7 +16,7 @@ from asynckv.pipes.arrivals import Arrival, SmallArrival
 from asynckv.pipes.end import PipeEnd
 from asynckv.pipes.gpu_side import Placing
 from asynckv.pipes.parcels import INLINE_NBYTES, Parcel
-from asynckv.protocol.digests import digest_of
+from asynckv.protocol.wire import digest_of
 from asynckv.tensors.copying import CopyPool
 from asynckv.tensors.on_gpu import KVOnGpu
 from asynckv.tensors.open_device import OpenDevice

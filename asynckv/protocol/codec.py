@@ -18,7 +18,9 @@ import msgspec
 from asynckv.errors import LocalProtocolError, RemoteProtocolError
 from asynckv.observability.lines import as_line
 from asynckv.protocol.frames import Frame
-from asynckv.protocol.header import (
+from asynckv.protocol.limits import Share, Unfinished
+from asynckv.protocol.values import Limits
+from asynckv.protocol.wire import (
     CRC32_OFFSET,
     HEADER_BYTES,
     PLAIN,
@@ -33,8 +35,6 @@ from asynckv.protocol.header import (
     unpack_fields,
     unpack_header,
 )
-from asynckv.protocol.limits import Share, Unfinished
-from asynckv.protocol.values import Limits
 
 __all__ = (
     "BODY_PART_BYTES",

@@ -17,8 +17,8 @@ from asynckv.protocol.codec import (
     max_unfinished_bytes,
 )
 from asynckv.protocol.frames import Frame
-from asynckv.protocol.header import parity_of
 from asynckv.protocol.values import Limits
+from asynckv.protocol.wire import parity_of
 
 __all__ = ("Outbox",)
 

@@ -21,10 +21,10 @@ from typing import ClassVar, Final, Protocol, TypeAlias
 from asynckv.errors import ConfigError
 from asynckv.links.fd_socket import FdConnection, FdDoor, has_fd_sockets
 from asynckv.links.link import Link
-from asynckv.protocol.digests import Digester
 from asynckv.protocol.handshake import DigestMode
 from asynckv.protocol.transfer_frames import Exported, Mappable
 from asynckv.protocol.values import Place
+from asynckv.protocol.wire import Digester
 from asynckv.tensors.arena import Hold, Region
 from asynckv.tensors.device_arena import DeviceArena
 from asynckv.tensors.device_pages import DeviceAllocation

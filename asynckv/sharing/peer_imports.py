@@ -15,9 +15,7 @@ from functools import partial
 from typing import Any, Final, NamedTuple
 
 from asynckv.errors import AsyncKVError, IncompatiblePeer, NotServed, PeerLost
-from asynckv.links.device_streams import open_devices
 from asynckv.links.fd_socket import fetch_file
-from asynckv.links.gpu_link import GpuLink
 from asynckv.links.link import Link
 from asynckv.protocol.handshake import DigestMode, strictest
 from asynckv.protocol.transfer_frames import (
@@ -28,6 +26,7 @@ from asynckv.protocol.transfer_frames import (
     ShowIpc,
 )
 from asynckv.sharing.exporter import LEAST_NBYTES, Exporter, Importer, warn_of_loss
+from asynckv.sharing.gpu_channel import GpuLink, open_devices
 from asynckv.sharing.handshake import GPU, GPU_OF_ASKER, HOST, E, Handshake
 from asynckv.sharing.imports import ImportedMemory, import_gpu
 from asynckv.sharing.mappings import MappedMemory

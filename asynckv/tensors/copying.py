@@ -20,7 +20,7 @@ import numpy
 import torch
 
 from asynckv.processes import ProcessBound
-from asynckv.protocol.digests import Digester
+from asynckv.protocol.wire import Digester
 from asynckv.shielding import wait_or_stop
 from asynckv.tensors.blocks import KVMemory, memory_of
 from asynckv.tensors.cuda import DeviceMemory

@@ -15,7 +15,7 @@ from typing import Final, TypeAlias, TypeVar
 import numpy
 import torch
 
-from asynckv.protocol.digests import Digester, digest_of
+from asynckv.protocol.wire import Digester, digest_of
 from asynckv.tensors.blocks import KVBlocks, KVMemory, memory_of
 from asynckv.tensors.copying import CopyPool
 from asynckv.tensors.cuda import DeviceMemory, Event

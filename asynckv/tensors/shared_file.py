@@ -17,9 +17,9 @@ import numpy
 import numpy.typing
 import torch
 
-from asynckv.protocol.digests import Digester
 from asynckv.protocol.transfer_frames import Mappable
 from asynckv.protocol.values import Place
+from asynckv.protocol.wire import Digester
 from asynckv.tensors.arena import ALIGNMENT_NBYTES, Region
 from asynckv.tensors.private_pages import Claim, PrivatePages
 from asynckv.tensors.slabs import PAGE_NBYTES, Slabs

@@ -11,31 +11,77 @@ import msgspec
 import torch
 
 from asynckv.abc import KVEntry
-from asynckv.protocol.digests import digest_of
+from asynckv.errors import EntryTooLarge
 from asynckv.protocol.frames import Offer
 from asynckv.protocol.values import Place
+from asynckv.protocol.wire import digest_of
 from asynckv.sharing.mappings import MappedPin
 from asynckv.tensors.blocks import KVBlocks, KVMemory, memory_of, tensor_at
 from asynckv.tensors.copying import CopyPool
 from asynckv.tensors.device_copying import DeviceCopyPool
 from asynckv.tensors.device_tensors import gpu_of
+from asynckv.tensors.growth import Growth
 from asynckv.tensors.runs import fill
 from asynckv.tensors.views import tensor_from
-from asynckv.transfers.budget import ReceiveBudget
 from asynckv.transfers.incoming import Incoming
 from asynckv.transfers.manifest import INLINE_NBYTES, Manifest, unflatten, verify
 from asynckv.transfers.queries import tensor_of
 from asynckv.transfers.targets import match_targets
+from asynckv.types import TensorSpec
+from asynckv.waits.line import ByteRoom
 
 __all__ = (
     "Delivery",
     "MappedParts",
+    "ReceiveBudget",
     "goes_to_gpu",
     "is_on_gpu",
     "move_to_device",
     "moved_to_device",
     "on_host",
 )
+
+
+class ReceiveBudget(ByteRoom):
+    """Bytes, first come, first served, and the ``memory`` of as many for them."""
+
+    def __init__(self, max_bytes: int, memory: Growth | None = None) -> None:
+        super().__init__(
+            max_bytes,
+            who="a delivery",
+            what=f"room in the receive bound of {max_bytes} bytes",
+            ends_with="the end of another drop_select or get",
+        )
+        self._memory = memory or Growth(max_bytes)
+
+    def empty(self, spec: TensorSpec) -> torch.Tensor:
+        """Return a tensor for some of the bytes that were reserved."""
+        return self._memory.lending.spare(spec)
+
+    async def reserve(self, nbytes: int, *, in_host: bool = True) -> None:
+        """Take ``nbytes``, waiting behind those who asked before.
+
+        Also waits for slabs that are under way, if they are needed for so much
+        ``in_host`` memory.
+
+        A cancelled call leaves no trace.
+
+        :raises EntryTooLarge: ``nbytes`` exceeds the bound
+        """
+        if nbytes > self.max_bytes:
+            raise EntryTooLarge(
+                nbytes=nbytes,
+                max_bytes=self.max_bytes,
+                hint="raise connect(max_bytes=...) or pass into=",
+            )
+        await self.take(nbytes)
+        if not in_host:
+            return
+        try:
+            await self._memory.reach(nbytes)
+        except BaseException:
+            self.release(nbytes)
+            raise
 
 
 class MappedParts(msgspec.Struct, eq=False):

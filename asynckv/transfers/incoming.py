@@ -15,10 +15,8 @@ from functools import partial
 from typing import Any, Protocol
 
 from asynckv.errors import RemoteProtocolError
-from asynckv.links.gpu_link import RouteLost, other_bytes
 from asynckv.links.link import LinkStream
 from asynckv.links.progress import OWN_WORK_S, Progress
-from asynckv.protocol.digests import digest_of
 from asynckv.protocol.frames import Frame
 from asynckv.protocol.transfer_frames import (
     Done,
@@ -29,6 +27,8 @@ from asynckv.protocol.transfer_frames import (
     SentDevices,
     SentShared,
 )
+from asynckv.protocol.wire import digest_of
+from asynckv.sharing.gpu_channel import RouteLost, other_bytes
 from asynckv.shielding import wait_shielded
 from asynckv.tensors.cuda import DeviceMemory
 from asynckv.tensors.runs import Memory, fill

@@ -11,10 +11,10 @@ from functools import partial
 from typing import ClassVar
 
 from asynckv.errors import ChecksumError, GPUFailed, RemoteProtocolError
-from asynckv.links.gpu_link import RouteLost, other_bytes
 from asynckv.links.progress import Progress
 from asynckv.protocol.handshake import DigestMode, strictest
 from asynckv.protocol.transfer_frames import GrantShared, SentDevices, SentShared
+from asynckv.sharing.gpu_channel import RouteLost, other_bytes
 from asynckv.sharing.imports import PeerMemory
 from asynckv.tensors.cuda import DeviceMemory
 from asynckv.tensors.device_copying import DeviceCopyPool

@@ -15,12 +15,11 @@ import torch
 from asynckv.abc import KVSource, KVTensors
 from asynckv.errors import ChecksumError, EntryTooLarge, RemoteProtocolError
 from asynckv.observability.lines import as_line
-from asynckv.protocol.digests import digest_of
 from asynckv.protocol.values import Contents, Place, TensorRecord
+from asynckv.protocol.wire import digest_of
 from asynckv.tensors.blocks import KVMemory
 from asynckv.tensors.views import MISSING_DTYPES, dtype_of
-from asynckv.transfers.arguments import as_text
-from asynckv.transfers.queries import Tokens
+from asynckv.transfers.queries import Tokens, as_text
 from asynckv.types import TensorSpec
 
 __all__ = (

@@ -12,16 +12,15 @@ from functools import partial
 from typing import Final
 
 from asynckv.errors import RemoteProtocolError
-from asynckv.links.gpu_link import Ways
 from asynckv.links.link import Link, LinkStream
 from asynckv.protocol.frames import Offer
+from asynckv.sharing.gpu_channel import Ways
 from asynckv.tensors.blocks import KVBlocks, KVMemory, memory_of, tensor_at
 from asynckv.tensors.copying import CopyPool
 from asynckv.tensors.cuda import DeviceMemory
 from asynckv.tensors.device_copying import DeviceCopyPool
 from asynckv.tensors.device_tensors import gpu_of
-from asynckv.transfers.budget import ReceiveBudget
-from asynckv.transfers.delivery import Delivery, goes_to_gpu, is_on_gpu
+from asynckv.transfers.delivery import Delivery, ReceiveBudget, goes_to_gpu, is_on_gpu
 from asynckv.transfers.incoming import DeviceRoute, Incoming
 from asynckv.transfers.manifest import is_eager, unpack
 from asynckv.transfers.readers import IpcReader, IpcStreamRoute, MapReader, ShownParts

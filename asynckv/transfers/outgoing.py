@@ -22,10 +22,8 @@ from functools import partial
 from typing import Any, Final, Protocol, TypeAlias
 
 from asynckv.errors import GPUFailed, RemoteProtocolError
-from asynckv.links.gpu_link import GpuLink
 from asynckv.links.link import Link, LinkStream
 from asynckv.protocol.codec import BODY_PART_BYTES
-from asynckv.protocol.digests import digest_of
 from asynckv.protocol.handshake import DigestMode, strictest
 from asynckv.protocol.transfer_frames import (
     MAX_RIDERS,
@@ -37,7 +35,9 @@ from asynckv.protocol.transfer_frames import (
     SentDevices,
     SentShared,
 )
+from asynckv.protocol.wire import digest_of
 from asynckv.sharing.exporter import Importer
+from asynckv.sharing.gpu_channel import GpuLink
 from asynckv.tensors.device_copying import DeviceCopyPool
 from asynckv.tensors.device_regions import DeviceRegion
 from asynckv.tensors.feeds import Feed

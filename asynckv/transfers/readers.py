@@ -16,15 +16,15 @@ import numpy.typing
 import torch
 
 from asynckv.errors import AsyncKVError, ChecksumError, RemoteProtocolError
-from asynckv.links.gpu_link import other_bytes
 from asynckv.links.link import Link
 from asynckv.links.progress import Progress
-from asynckv.protocol.digests import digest_of
 from asynckv.protocol.frames import Offer
 from asynckv.protocol.handshake import DigestMode, strictest
 from asynckv.protocol.transfer_frames import GrantDevices, SentDevices, SentShared
 from asynckv.protocol.values import MappedOffer, Place, TensorRecord
+from asynckv.protocol.wire import digest_of
 from asynckv.sharing.exporter import edges_in
+from asynckv.sharing.gpu_channel import other_bytes
 from asynckv.sharing.imports import ImportedMemory
 from asynckv.sharing.mappings import MappedMemory, MappedPin
 from asynckv.shielding import clear_all_frames
@@ -38,8 +38,7 @@ from asynckv.tensors.long_copies import RunsCopy, long_copies
 from asynckv.tensors.runs import Memory, Runs, fill
 from asynckv.tensors.shared_file import MappedFile, check_place, edges_of
 from asynckv.tensors.views import tensor_from, tensor_over
-from asynckv.transfers.budget import ReceiveBudget
-from asynckv.transfers.delivery import Delivery, MappedParts, on_host
+from asynckv.transfers.delivery import Delivery, MappedParts, ReceiveBudget, on_host
 from asynckv.transfers.manifest import Manifest, is_eager, unpack_mapped, verify
 from asynckv.types import TensorSpec
 from asynckv.waits.own_tasks import OwnTasks

@@ -9,9 +9,9 @@ from __future__ import annotations
 from typing import Protocol
 
 from asynckv.errors import RemoteProtocolError
-from asynckv.links.gpu_link import other_bytes
 from asynckv.links.link import Link
 from asynckv.protocol.transfer_frames import Done
+from asynckv.sharing.gpu_channel import other_bytes
 from asynckv.tensors.cuda import DeviceMemory
 from asynckv.tensors.runs import Memory
 from asynckv.transfers.incoming import DeviceRoute

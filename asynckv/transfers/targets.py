@@ -139,7 +139,7 @@ class BufferPart(Protocol):
     spec: TensorSpec
 
 
-class RegionTarget(DeviceTarget):
+class _RegionTarget(DeviceTarget):
     """Memory of a buffer on a GPU, for as long as the entry is there."""
 
     __slots__ = ("_part",)
@@ -201,7 +201,7 @@ def target_in(region: Region, part: BufferPart, pool: CopyPool) -> Target:
     :raises EntryTooLarge: of the heap, and the process may have no more
     """
     if region.is_on_device:
-        return RegionTarget(part, pool)
+        return _RegionTarget(part, pool)
     return HostTarget(region.memory())
 
 

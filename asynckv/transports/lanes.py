@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from typing import Final
 
 from asynckv.errors import PeerLost, RemoteProtocolError
-from asynckv.protocol.header import (
+from asynckv.protocol.wire import (
     CHUNK_HEADER_BYTES,
     decode_chunk_header,
     encode_chunk_header,

@@ -11,7 +11,7 @@ import torch
 
 from asynckv.abc import PayloadTransport
 from asynckv.errors import LocalProtocolError, PeerLost, RemoteProtocolError
-from asynckv.protocol.header import Chunk
+from asynckv.protocol.wire import Chunk
 from asynckv.shielding import wait_shielded
 from asynckv.tensors.copying import CopyPool
 from asynckv.tensors.runs import Memory, Runs

@@ -16,8 +16,7 @@ from collections.abc import Callable, Iterable
 from typing import Final, TypeAlias
 
 from asynckv.errors import LocalProtocolError, RemoteProtocolError
-from asynckv.protocol.digests import Digester
-from asynckv.protocol.header import Chunk
+from asynckv.protocol.wire import Chunk, Digester
 from asynckv.shielding import wait_shielded
 from asynckv.tensors.feeds import Feed
 from asynckv.tensors.runs import Memory, pieces_of

@@ -20,9 +20,9 @@ from asynckv.buffers.serve import serve
 from asynckv.errors import GPUFailed
 from asynckv.links.dial import dial
 from asynckv.links.link import Link
-from asynckv.protocol.digests import digest_of
 from asynckv.protocol.frames import Accepted, Failure
 from asynckv.protocol.transfer_frames import Done
+from asynckv.protocol.wire import digest_of
 from asynckv.tensors.views import bytes_of
 from asynckv.testing.blocked import until
 from asynckv.testing.cancellation import CancelMode, Outcome, sweep_cancellation

@@ -9,7 +9,7 @@ import torch
 
 from asynckv.buffers.store import StoreBuffer
 from asynckv.errors import BufferClosed, EntryTooLarge, WrongLoop
-from asynckv.protocol.digests import digest_of
+from asynckv.protocol.wire import digest_of
 from asynckv.tensors.views import bytes_of
 from asynckv.testing.cancellation import CancelMode, Outcome, sweep_cancellation
 from asynckv.types import KVFingerprint, TensorSpec

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from asynckv.buffers.lookup import LookupBuffer
+from asynckv.buffers.remote.connection import PeerWays
 from asynckv.buffers.remote.insert import RemoteWriter
-from asynckv.buffers.remote.links import PeerWays
 from asynckv.buffers.remote.peer import Peer
 from asynckv.connectors.block_moves import BlockMoves
 from asynckv.connectors.gpu_layers import GpuLayers

@@ -30,8 +30,8 @@ from asynckv.protocol.frames import (
     Reached,
     Select,
 )
-from asynckv.protocol.header import TYPE_CONTROL, pack_header
 from asynckv.protocol.values import Limits, PeerIdentity
+from asynckv.protocol.wire import TYPE_CONTROL, pack_header
 from asynckv.testing.faults.hostile import (
     HostilePeer,
     RawConnection,

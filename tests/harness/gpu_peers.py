@@ -7,7 +7,7 @@ import dataclasses
 from asynckv.buffers.remote.peer import Peer
 from asynckv.buffers.serve import Server
 from asynckv.buffers.serving.devices import DeviceService
-from asynckv.links.gpu_link import GpuLink
+from asynckv.sharing.gpu_channel import GpuLink
 from harness.fake_devices import FakeDevice
 from harness.shared_puts import SharedPuts
 

@@ -8,8 +8,8 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 from asynckv.errors import PeerLost
-from asynckv.links.gpu_link import GpuLink
 from asynckv.pipes.pipe import Pipe
+from asynckv.sharing.gpu_channel import GpuLink
 from harness.fake_devices import fake_device_of
 from harness.fake_gpus import FakeGpus
 from harness.gpu_pipe_pairs import GpuPipes, gpu_side_of, open_pipes_on

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from asynckv.links.gpu_link import GpuLink
 from asynckv.links.link import Link
+from asynckv.sharing.gpu_channel import GpuLink
 from asynckv.tensors.copying import CopyPool
 from asynckv.transfers.host_copies import D2HCopier, HostCopies
 from asynckv.transfers.outgoing import GpuImporter

@@ -9,9 +9,9 @@ import torch
 
 from asynckv.errors import ChecksumError
 from asynckv.pipes.inbound import Inbound
-from asynckv.protocol.digests import digest_of
 from asynckv.protocol.frames import Frame, Push, PushSmall
 from asynckv.protocol.transfer_frames import Done
+from asynckv.protocol.wire import digest_of
 from asynckv.types import TensorSpec
 
 __all__ = ("HALF_BYTES", "HalfLink", "ReceivingHalf")

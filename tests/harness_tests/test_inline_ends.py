@@ -1,7 +1,6 @@
 from __future__ import annotations
 
-from asynckv.protocol.digests import digest_of
-from asynckv.protocol.header import encode_chunk_header
+from asynckv.protocol.wire import digest_of, encode_chunk_header
 from harness.inline_ends import open_beside_a_socket, open_inline_ends
 
 

@@ -7,7 +7,7 @@ import pytest
 from asynckv.errors import ConfigError
 from asynckv.links.address import parse_url
 from asynckv.links.fd_socket import has_fd_sockets
-from asynckv.links.payloads import payload_paths
+from asynckv.links.options import payload_paths
 from harness.link_pairs import linked
 
 

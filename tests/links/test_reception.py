@@ -31,8 +31,8 @@ from asynckv.protocol.frames import (
     Refuse,
     Welcome,
 )
-from asynckv.protocol.header import TYPE_CONTROL, checksum_of, pack_header
 from asynckv.protocol.values import Limits, PeerIdentity
+from asynckv.protocol.wire import TYPE_CONTROL, checksum_of, pack_header
 from asynckv.security.keyring import NO_KEYS, Keyring
 from asynckv.security.tls import read_tls
 from asynckv.security.tls_socket import Connection, TlsSocket

@@ -24,8 +24,8 @@ from asynckv.links.sockets import (
 )
 from asynckv.protocol.codec import encode_frame
 from asynckv.protocol.frames import Get, Hello
-from asynckv.protocol.header import TYPE_CONTROL, pack_header
 from asynckv.protocol.values import Limits, PeerIdentity
+from asynckv.protocol.wire import TYPE_CONTROL, pack_header
 from asynckv.testing.blocked import until_blocked
 
 pytestmark = pytest.mark.both_loops

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from asynckv.abc import PayloadTransport
-from asynckv.links.payloads import TRANSPORTS
+from asynckv.links.options import TRANSPORTS
 
 
 @pytest.mark.parametrize("name", TRANSPORTS)

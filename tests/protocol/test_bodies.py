@@ -5,8 +5,8 @@ import pytest
 from asynckv.errors import RemoteProtocolError
 from asynckv.protocol.codec import BODY_PART_BYTES, Bodies, max_unfinished_bytes
 from asynckv.protocol.frames import Get
-from asynckv.protocol.header import TYPE_CONTINUATION, TYPE_CONTROL, Header
 from asynckv.protocol.values import Limits
+from asynckv.protocol.wire import TYPE_CONTINUATION, TYPE_CONTROL, Header
 
 FULL = bytes(BODY_PART_BYTES)
 

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from asynckv.errors import RemoteProtocolError
-from asynckv.protocol.header import (
+from asynckv.protocol.wire import (
     CHUNK_HEADER_BYTES,
     TYPE_CONTROL,
     Chunk,

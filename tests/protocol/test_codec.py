@@ -24,7 +24,9 @@ from asynckv.protocol.frames import (
     Offer,
     Select,
 )
-from asynckv.protocol.header import (
+from asynckv.protocol.transfer_frames import Grant
+from asynckv.protocol.values import Limits
+from asynckv.protocol.wire import (
     HEADER_BYTES,
     TYPE_CHUNK,
     TYPE_CONTINUATION,
@@ -32,8 +34,6 @@ from asynckv.protocol.header import (
     checksum_of,
     pack_header,
 )
-from asynckv.protocol.transfer_frames import Grant
-from asynckv.protocol.values import Limits
 
 Event = tuple[int, Frame, bytes]
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 import xxhash
 from hypothesis import given, strategies as st
 
-from asynckv.protocol.digests import Digester, digest_of
+from asynckv.protocol.wire import Digester, digest_of
 
 
 def test_the_digest_is_xxh3_128() -> None:

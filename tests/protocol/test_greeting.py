@@ -22,14 +22,14 @@ from asynckv.protocol.frames import (
 )
 from asynckv.protocol.greeting import DialSide, ListenSide
 from asynckv.protocol.handshake import Terms, encode_hello, hello_from
-from asynckv.protocol.header import (
+from asynckv.protocol.values import Limits, PeerIdentity
+from asynckv.protocol.wire import (
     HEADER_BYTES,
     TYPE_CONTROL,
     checksum_of,
     pack_header,
     unpack_header,
 )
-from asynckv.protocol.values import Limits, PeerIdentity
 from asynckv.security.assurance import Assurance
 from asynckv.security.names import CertifiedNames
 from asynckv.security.shared_secret import Secret

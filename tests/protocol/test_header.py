@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from asynckv.errors import RemoteProtocolError
-from asynckv.protocol.header import (
+from asynckv.protocol.wire import (
     HEADER_BYTES,
     TYPE_CHUNK,
     TYPE_CONTROL,

@@ -6,9 +6,9 @@ from hypothesis import given, strategies as st
 from asynckv.errors import LocalProtocolError
 from asynckv.protocol.codec import BODY_PART_BYTES, FrameDecoder, encode_frame
 from asynckv.protocol.frames import Cancel, Frame, Get, Goodbye, Ping
-from asynckv.protocol.header import unpack_header
 from asynckv.protocol.outbox import Outbox
 from asynckv.protocol.values import Limits
+from asynckv.protocol.wire import unpack_header
 
 LONG = 3 * BODY_PART_BYTES + 5
 

@@ -14,7 +14,7 @@ import pytest
 
 from asynckv.protocol.codec import BODY_PART_BYTES, FrameDecoder, encode_frame
 from asynckv.protocol.frames import Frame, Get
-from asynckv.protocol.header import WIRE_VERSION, encode_chunk_header
+from asynckv.protocol.wire import WIRE_VERSION, encode_chunk_header
 
 WRITTEN: list[dict[str, Any]] = json.loads(
     Path(__file__).with_name("wire_1.json").read_text()

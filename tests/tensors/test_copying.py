@@ -10,7 +10,7 @@ import anyio
 import pytest
 import torch
 
-from asynckv.protocol.digests import digest_of
+from asynckv.protocol.wire import digest_of
 from asynckv.tensors import copying
 from asynckv.tensors.copying import CopyPool
 from asynckv.tensors.cuda import DeviceMemory

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Iterator
 import pytest
 import torch
 
-from asynckv.protocol.digests import digest_of
+from asynckv.protocol.wire import digest_of
 from asynckv.tensors.blocks import KVBlocks
 from asynckv.tensors.cuda import DeviceMemory
 from asynckv.tensors.device_arena import DeviceArena

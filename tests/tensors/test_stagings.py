@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 
 from asynckv.buffers.lookup import LookupBuffer
 from asynckv.errors import GPUFailed
-from asynckv.protocol.digests import digest_of
+from asynckv.protocol.wire import digest_of
 from asynckv.tensors.copying import CopyPool
 from asynckv.tensors.staging import Stagings
 from asynckv.testing.blocked import until

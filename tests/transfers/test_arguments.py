@@ -15,7 +15,7 @@ from asynckv.buffers.lookup import LookupBuffer
 from asynckv.buffers.store import StoreBuffer
 from asynckv.testing.blocked import until
 from asynckv.testing.pairs import open_peers
-from asynckv.transfers.arguments import as_count, as_seconds, as_specs
+from asynckv.transfers.queries import as_count, as_seconds, as_specs
 from asynckv.types import TensorSpec
 
 _NO_TEXT: Final = "\ud800"

@@ -7,7 +7,7 @@ import pytest
 from asynckv.errors import EntryTooLarge
 from asynckv.tensors.growth import Growth
 from asynckv.tensors.slabs import has_slabs
-from asynckv.transfers.budget import ReceiveBudget
+from asynckv.transfers.delivery import ReceiveBudget
 from asynckv.types import TensorSpec
 
 

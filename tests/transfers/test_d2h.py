@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 
 from asynckv.errors import GPUFailed
-from asynckv.protocol.digests import digest_of
+from asynckv.protocol.wire import digest_of
 from asynckv.tensors.device_arena import DeviceArena
 from asynckv.tensors.device_copying import DeviceCopyPool
 from asynckv.tensors.device_regions import DeviceRegion

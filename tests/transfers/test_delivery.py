@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from asynckv.errors import ChecksumError
-from asynckv.protocol.digests import digest_of
 from asynckv.protocol.frames import Offer
 from asynckv.protocol.values import TensorRecord
+from asynckv.protocol.wire import digest_of
 from asynckv.tensors.views import bytes_of, spec_of
 from asynckv.transfers.delivery import Delivery
 from asynckv.transfers.manifest import INLINE_NBYTES, Manifest, pack, unpack

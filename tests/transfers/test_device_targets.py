@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from asynckv.errors import ChecksumError, GPUFailed
-from asynckv.protocol.digests import digest_of
+from asynckv.protocol.wire import digest_of
 from asynckv.tensors.arena import Region
 from asynckv.tensors.copying import CopyPool
 from asynckv.tensors.cuda import DeviceMemory

@@ -8,11 +8,11 @@ from typing import NamedTuple
 import pytest
 
 from asynckv.links.link import Link
-from asynckv.protocol.digests import digest_of
 from asynckv.protocol.frames import (
     Get,
 )
 from asynckv.protocol.transfer_frames import Riders
+from asynckv.protocol.wire import digest_of
 from asynckv.testing.blocked import until
 from asynckv.transfers.manifest import EAGER_NBYTES, is_eager
 from asynckv.transfers.outgoing import EagerParts

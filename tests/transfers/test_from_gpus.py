@@ -10,7 +10,6 @@ from asynckv.buffers.lookup import LookupBuffer
 from asynckv.buffers.serve import serve
 from asynckv.errors import PeerLost
 from asynckv.links.dial import dial
-from asynckv.protocol.digests import digest_of
 from asynckv.protocol.frames import Accepted, Failure
 from asynckv.protocol.transfer_frames import (
     Done,
@@ -19,6 +18,7 @@ from asynckv.protocol.transfer_frames import (
     Riders,
     SentDevices,
 )
+from asynckv.protocol.wire import digest_of
 from asynckv.tensors.device_copying import DeviceCopyPool
 from asynckv.tensors.views import bytes_of
 from asynckv.testing.blocked import until

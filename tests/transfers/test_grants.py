@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from asynckv.errors import RemoteProtocolError
-from asynckv.links.gpu_link import GpuLink
 from asynckv.links.link import Link
 from asynckv.protocol.frames import Cancel, Frame, Get
 from asynckv.protocol.handshake import DigestMode
@@ -21,6 +20,7 @@ from asynckv.protocol.transfer_frames import (
     Riders,
     SentDevices,
 )
+from asynckv.sharing.gpu_channel import GpuLink
 from asynckv.tensors.arena import HeapArena, Region
 from asynckv.tensors.copying import CopyPool
 from asynckv.tensors.device_arena import DeviceArena

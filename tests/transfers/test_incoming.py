@@ -13,8 +13,6 @@ import pytest
 import torch
 
 from asynckv.errors import ChecksumError, GPUFailed, RemoteProtocolError
-from asynckv.links.gpu_link import RouteLost
-from asynckv.protocol.digests import digest_of
 from asynckv.protocol.frames import Commit, Frame
 from asynckv.protocol.transfer_frames import (
     Done,
@@ -23,6 +21,8 @@ from asynckv.protocol.transfer_frames import (
     Riders,
     SentDevices,
 )
+from asynckv.protocol.wire import digest_of
+from asynckv.sharing.gpu_channel import RouteLost
 from asynckv.tensors.copying import CopyPool
 from asynckv.tensors.cuda import DeviceMemory
 from asynckv.tensors.views import empty_tensor

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from asynckv.errors import ChecksumError, RemoteProtocolError
-from asynckv.links.gpu_link import RouteLost
 from asynckv.links.progress import Progress
 from asynckv.protocol.handshake import DigestMode
 from asynckv.protocol.transfer_frames import GrantShared, SentShared
+from asynckv.sharing.gpu_channel import RouteLost
 from asynckv.shielding import wait_shielded
 from asynckv.tensors.cuda import DeviceMemory
 from asynckv.testing.blocked import cancel_before_each, until

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from asynckv.errors import ChecksumError, RemoteProtocolError
-from asynckv.protocol.digests import digest_of
 from asynckv.protocol.values import TensorRecord
+from asynckv.protocol.wire import digest_of
 from asynckv.tensors.views import bytes_of, spec_of
 from asynckv.transfers import manifest as manifest_module
 from asynckv.transfers.manifest import (

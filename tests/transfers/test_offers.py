@@ -12,9 +12,7 @@ import torch
 from asynckv.buffers.remote.peer import connect
 from asynckv.buffers.serve import Server
 from asynckv.errors import PeerLost, RemoteProtocolError
-from asynckv.links.gpu_link import NcclRoute
 from asynckv.links.link import Link
-from asynckv.protocol.digests import digest_of
 from asynckv.protocol.frames import Frame, Offer, Select
 from asynckv.protocol.transfer_frames import (
     Done,
@@ -24,6 +22,8 @@ from asynckv.protocol.transfer_frames import (
     SentDevices,
 )
 from asynckv.protocol.values import MappedOffer, TensorRecord
+from asynckv.protocol.wire import digest_of
+from asynckv.sharing.gpu_channel import NcclRoute
 from asynckv.tensors.copying import CopyPool
 from asynckv.tensors.cuda import DeviceMemory
 from asynckv.tensors.device_copying import DeviceCopyPool
@@ -32,8 +32,7 @@ from asynckv.tensors.views import bytes_of
 from asynckv.testing.blocked import until, until_blocked
 from asynckv.testing.expectations import is_same
 from asynckv.testing.lookup_checks.values import MIB, noise
-from asynckv.transfers.budget import ReceiveBudget
-from asynckv.transfers.delivery import Delivery
+from asynckv.transfers.delivery import Delivery, ReceiveBudget
 from asynckv.transfers.manifest import pack
 from asynckv.transfers.offers import OfferReceiver, read_offer, ready_memory
 from asynckv.types import TensorSpec

@@ -9,7 +9,6 @@ import pytest
 
 from asynckv.links import progress
 from asynckv.links.fd_socket import has_fd_sockets
-from asynckv.protocol.digests import digest_of
 from asynckv.protocol.frames import Cancel, Failure, Push, Retract
 from asynckv.protocol.transfer_frames import (
     Done,
@@ -20,6 +19,7 @@ from asynckv.protocol.transfer_frames import (
     SentDevices,
     SentShared,
 )
+from asynckv.protocol.wire import digest_of
 from asynckv.tensors.views import bytes_of
 from asynckv.testing.blocked import until
 from asynckv.testing.lookup_checks.values import MIB, noise

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from asynckv.protocol.digests import digest_of
+from asynckv.protocol.wire import digest_of
 from asynckv.tensors.feeds import Feed
 from asynckv.transports.parts import FedPart
 

@@ -11,8 +11,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from asynckv.errors import LocalProtocolError, PeerLost, RemoteProtocolError
-from asynckv.protocol.digests import digest_of
-from asynckv.protocol.header import encode_chunk_header
+from asynckv.protocol.wire import digest_of, encode_chunk_header
 from asynckv.tensors.feeds import Feed
 from asynckv.testing.blocked import until
 from asynckv.transports.inline import InlineTransport

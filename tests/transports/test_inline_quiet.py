@@ -11,8 +11,7 @@ import anyio
 import pytest
 
 from asynckv.errors import PeerLost
-from asynckv.protocol.digests import digest_of
-from asynckv.protocol.header import encode_chunk_header
+from asynckv.protocol.wire import digest_of, encode_chunk_header
 from asynckv.testing.blocked import until
 from harness.inline_ends import (
     CHUNK_NBYTES,

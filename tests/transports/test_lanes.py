@@ -6,7 +6,7 @@ import socket
 from collections.abc import AsyncIterator
 
 from asynckv.errors import PeerLost
-from asynckv.protocol.header import encode_chunk_header
+from asynckv.protocol.wire import encode_chunk_header
 from asynckv.testing import until
 from asynckv.transports.lanes import Lanes
 from asynckv.transports.parts import Part, PartTable, PendingParts

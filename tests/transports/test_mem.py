@@ -9,7 +9,7 @@ import anyio
 import pytest
 
 from asynckv.errors import LocalProtocolError, PeerLost, RemoteProtocolError
-from asynckv.protocol.digests import digest_of
+from asynckv.protocol.wire import digest_of
 from asynckv.tensors.feeds import Feed
 from asynckv.transports.mem import MemTransport
 

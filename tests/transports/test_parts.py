@@ -3,8 +3,7 @@ from __future__ import annotations
 import pytest
 
 from asynckv.errors import LocalProtocolError, RemoteProtocolError
-from asynckv.protocol.digests import digest_of
-from asynckv.protocol.header import Chunk
+from asynckv.protocol.wire import Chunk, digest_of
 from asynckv.transports.parts import Part, PartTable
 
 _Told = list[tuple[bytes, BaseException | None]]

@@ -8,7 +8,7 @@ import numpy
 import pytest
 
 from asynckv.errors import RemoteProtocolError
-from asynckv.protocol.header import encode_chunk_header
+from asynckv.protocol.wire import encode_chunk_header
 from asynckv.tensors.runs import runs_in
 from asynckv.transports.lane_sockets import LaneOwner, LaneSocket
 from asynckv.transports.lanes import ReceiveLane

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import numpy
 import pytest
 
-from asynckv.protocol.header import CHUNK_HEADER_BYTES, encode_chunk_header
+from asynckv.protocol.wire import CHUNK_HEADER_BYTES, encode_chunk_header
 from asynckv.tensors.feeds import Feed
 from asynckv.tensors.runs import runs_in
 from asynckv.transports.lane_sockets import LaneOwner, LaneSocket

@@ -19,15 +19,23 @@ import msgspec
 
 from asynckv.abc import TokenIds
 from asynckv.buffers.entries.prefix_index import Place
-from asynckv.protocol.digests import digest_of
 from asynckv.protocol.values import TensorRecord
+from asynckv.protocol.wire import digest_of
 from asynckv.tensors.arena import Region
 from asynckv.tensors.blocks import KVMemory, spec_in
 from asynckv.tensors.on_gpu import KVOnGpu
 from asynckv.tensors.slab_regions import SlabRegion
-from asynckv.transfers.arguments import as_count, as_entry_id, as_seconds
 from asynckv.transfers.manifest import INLINE_NBYTES, content_digest, pack
-from asynckv.transfers.queries import Query, Tokens, as_mask, as_tokens, key_of
+from asynckv.transfers.queries import (
+    Query,
+    Tokens,
+    as_count,
+    as_entry_id,
+    as_mask,
+    as_seconds,
+    as_tokens,
+    key_of,
+)
 from asynckv.types import KVFingerprint, TensorSpec
 
 __all__ = (

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+import random
+from collections.abc import Awaitable, Callable
+from functools import cached_property, partial
 from typing import Final, Literal
 
 import anyio
 
-from asynckv.buffers.remote.links import PeerWays, ReconnectingLink
-from asynckv.errors import PeerLost
+from asynckv.errors import AsyncKVError, PeerLost, PeerRestarted
 from asynckv.links.dial import dial
 from asynckv.links.link import Link
 from asynckv.links.requests import fail_by
@@ -16,14 +19,313 @@ from asynckv.loops import LoopBound
 from asynckv.protocol.frames import Cancel, Frame, OpeningFrame, Result
 from asynckv.protocol.values import Limits, PeerIdentity
 from asynckv.security.keyring import NO_KEYS, Keyring
+from asynckv.sharing.gpu_channel import GpuLink, NcclRoute
+from asynckv.sharing.imports import ImportedMemory
+from asynckv.sharing.mappings import MappedMemory
 from asynckv.sharing.peer_imports import PeerImports
+from asynckv.tensors.copying import CopyPool
+from asynckv.tensors.device_copying import DeviceCopyPool
 from asynckv.tensors.devices import Device
 from asynckv.tensors.growth import Growth
-from asynckv.transfers.budget import ReceiveBudget
+from asynckv.transfers.delivery import ReceiveBudget
+from asynckv.transfers.host_copies import D2HCopier, HostCopies
+from asynckv.transfers.manifest import INLINE_NBYTES
+from asynckv.transfers.outgoing import GpuImporter
+from asynckv.transfers.readers import IpcReader, MapReader
+from asynckv.transfers.source import GpuStaging
+from asynckv.transfers.staging import GpuRoom
 from asynckv.types import KVFingerprint
-from asynckv.waits.replies import Reply
+from asynckv.waits.replies import Reply, Watchers
 
-__all__ = ("ANSWER_S", "PeerConnection", "ask")
+__all__ = (
+    "ANSWER_S",
+    "Backoff",
+    "PeerConnection",
+    "PeerWays",
+    "ReconnectingLink",
+    "ask",
+)
+
+
+_FIRST_PAUSE_S: Final = 0.05
+_LONGEST_PAUSE_S: Final = 1.0
+
+
+class Backoff:
+    """No pause at first, then longer and longer ones until :meth:`reset`."""
+
+    def __init__(self) -> None:
+        self._pause_s = 0.0
+
+    def next_pause_s(self) -> float:
+        """Return the pause before the next attempt.
+
+        Many peers of one server shall not all come in one moment, so it is half
+        of its length or more, by chance.
+        """
+        pause_s = self._pause_s * random.uniform(0.5, 1.0)
+        self._pause_s = min(max(2 * self._pause_s, _FIRST_PAUSE_S), _LONGEST_PAUSE_S)
+        return pause_s
+
+    def reset(self) -> None:
+        """An attempt was of use."""
+        self._pause_s = 0.0
+
+
+logger = logging.getLogger(__name__)
+
+_DIAL_S: Final = 10.0
+
+
+class ReconnectingLink:
+    """The link to ``url``, and the next one when that was cut.
+
+    ``dial`` makes one, in so many seconds at most. It is tried for ``reconnect_s``
+    seconds after a cut, but not after a goodbye, nor where this side has ended the
+    link. While links are cut before they have answered anything, the pauses between
+    them grow to 1 s.
+    """
+
+    def __init__(
+        self, url: str, reconnect_s: float, dial: Callable[[float], Awaitable[Link]]
+    ) -> None:
+        self.current: Link | None = None
+        """The last one that was made, be it cut or not."""
+        self._url = url
+        self.reconnect_s = reconnect_s
+        self._dial = dial
+        self._error: PeerLost | None = None
+        self._is_closing = False
+        self._reconnecting: asyncio.Task[None] | None = None
+        self._backoff = Backoff()
+        self._watchers = Watchers()
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a request could leave now."""
+        return self.current is not None and self.current.is_open
+
+    def linked(self) -> Link:
+        """Return the last one that was made.
+
+        :raises RuntimeError: none was
+        """
+        if self.current is None:
+            raise RuntimeError("the peer is not connected; use 'async with connect()'")
+        return self.current
+
+    def link_nowait(self) -> Link | None:
+        """Return the link if it is up, ``None`` while it is made again.
+
+        :raises PeerLost: the peer is gone and did not come back in time
+        """
+        link = self.current or self.linked()
+        if self._error is not None:
+            raise PeerLost(self._error.message, hint=self._error.hint)
+        return link if link.is_open else None
+
+    async def link(self, incarnation: str) -> Link:
+        """Return a link that is up, waiting while it is made again.
+
+        A cancelled call leaves no trace.
+
+        :raises PeerLost: the peer is gone and did not come back in time
+        :raises PeerRestarted: it is not the ``incarnation`` that was given
+        """
+        while (link := self.link_nowait()) is None:
+            await self._watchers.next_change(asyncio.get_running_loop())
+        if incarnation and link.peer.incarnation != incarnation:
+            raise PeerRestarted(
+                f"{self._url} came back without its memory",
+                hint="what was under way is gone; make the call again",
+            )
+        return link
+
+    def check_new(self) -> None:
+        """Refuse a second use.
+
+        :raises RuntimeError: it was opened, or closed, before
+        """
+        if self.current is not None or self._is_closing:
+            raise RuntimeError("the peer was entered before; connect again")
+
+    async def open(self) -> None:
+        """Make the first one, 10 s at most. A cancelled call leaves none.
+
+        :raises Exception: why it cannot be made
+        """
+        self.use(await self._dial(_DIAL_S))
+
+    def use(self, link: Link) -> None:
+        """This is the one from here on."""
+        self.current = link
+        link.call_when_lost(partial(self._on_lost, link))
+        self._watchers.wake()
+
+    async def aclose(self) -> None:
+        """Say goodbye, and make no more. Bounded, shielded, repeatable."""
+        self._end(PeerLost(f"the connection to {self._url} was closed on this side"))
+        with anyio.CancelScope(shield=True):
+            if self._reconnecting is not None:
+                self._reconnecting.cancel()
+                await asyncio.wait({self._reconnecting})
+            if self.current is not None:
+                await self.current.aclose()
+
+    def abort(self) -> None:
+        """Hang up now, and make no more. Never waits."""
+        self._end(PeerLost(f"the connection to {self._url} was aborted on this side"))
+        if self._reconnecting is not None:
+            self._reconnecting.cancel()
+        if self.current is not None:
+            self.current.abort()
+
+    def _on_lost(self, link: Link, error: PeerLost) -> None:
+        if self._is_closing or link is not self.current:
+            return
+        if link.was_answered:
+            self._backoff.reset()
+        cause = error.__cause__
+        ours = isinstance(cause, Exception) and not isinstance(cause, OSError)
+        if error.goodbye or ours or self.reconnect_s <= 0:
+            # What broke the rules of the wire once would do so again.
+            self._end(error)
+        else:
+            logger.warning("the link to %s was lost; dialling again", self._url)
+            self._reconnecting = asyncio.get_running_loop().create_task(
+                self._reconnect(error), name=f"asynckv: reconnect to {self._url}"
+            )
+
+    async def _reconnect(self, lost: PeerLost) -> None:
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + self.reconnect_s
+        await asyncio.sleep(self._backoff.next_pause_s())
+        while (left_s := deadline - loop.time()) > 0:
+            try:
+                link = await self._dial(min(left_s, _DIAL_S))
+            except (PeerLost, OSError, TimeoutError):
+                await asyncio.sleep(self._backoff.next_pause_s())
+            except AsyncKVError as exc:
+                self._end(PeerLost(f"{self._url} refuses this peer now: {exc}"))
+                return
+            else:
+                logger.warning("connected again to %s", self._url)
+                self.use(link)
+                return
+        self._end(
+            PeerLost(
+                f"{lost.message}, and {self._url} could not be reached again within "
+                f"{self.reconnect_s:g} s",
+                hint="is its process alive? connect(reconnect_s=...) waits longer",
+            )
+        )
+
+    def _end(self, error: PeerLost) -> None:
+        self._is_closing = True
+        self._error = self._error or error
+        self._watchers.wake()
+
+
+class PeerWays:
+    """What ``imports`` have opened on the links of one peer. Nothing here waits.
+
+    What is received lands in memory of ``budget``, or ``on_gpu``, by ``pool``.
+    """
+
+    def __init__(
+        self,
+        links: ReconnectingLink,
+        imports: PeerImports,
+        budget: ReceiveBudget,
+        pool: CopyPool,
+        on_gpu: Growth | None,
+    ) -> None:
+        self.pool = pool
+        self._links = links
+        self._imports = imports
+        self._budget = budget
+        self._on_gpu = on_gpu
+        self._readers: dict[str, MapReader] = {}
+
+    @cached_property
+    def copies(self) -> HostCopies:
+        """Memory of the host for what is sent from a GPU through it."""
+        return HostCopies()
+
+    @cached_property
+    def room(self) -> GpuRoom | None:
+        """Where layers are made on the GPU that leave from there, if it has memory."""
+        return None if self._on_gpu is None else GpuRoom(self._on_gpu)
+
+    @property
+    def lead_to_gpu(self) -> bool:
+        """Would what is put into the lookup buffer go there from GPU to GPU now?"""
+        return self.staging(INLINE_NBYTES + 1) is not None
+
+    @property
+    def read_gpu_memory(self) -> bool:
+        """Are entries read in the peer's memory of this side's own GPU now?"""
+        link = self._links.current
+        return (
+            link is not None
+            and link.is_open
+            and isinstance(self._imports.of(link), ImportedMemory)
+        )
+
+    def reader(self, link: Link, *, views: bool) -> MapReader | None:
+        """Return what reads the memory that ``link`` shows, if it does."""
+        if (memory := self._imports.of(link)) is None:
+            return None
+        return self._reader("views" if views else "copies", memory, views=views)
+
+    def d2h(self, link: Link) -> D2HCopier:
+        """Return what brings what is on a GPU to the host, for the link's payload."""
+        return D2HCopier(self.pool, self.copies, link.payload.feeds)
+
+    def nccl(self, link: Link) -> GpuLink | None:
+        """Return what moves payload between the peer's GPU and this one, if it does."""
+        return self._imports.way(link)
+
+    def device_route(self, link: Link) -> NcclRoute | None:
+        """Return by what a delivery may come from the peer's GPU, if it may."""
+        way = self.nccl(link)
+        if way is None or not isinstance(self.pool, DeviceCopyPool):
+            return None
+        return NcclRoute(way, self.pool)
+
+    def importer(self, link: Link) -> GpuImporter | None:
+        """Return who reads what is put there in memory of the GPU, if somebody does."""
+        importer, pool = self._imports.importer(link), self.pool
+        if importer is None or not isinstance(pool, DeviceCopyPool):
+            return None
+        return GpuImporter(importer, pool)
+
+    def staging(self, nbytes: int) -> GpuStaging | None:
+        """Return where copies are made of so much for the peer's GPU, if it may go."""
+        link, memory = self._links.current, self._on_gpu
+        room = self.room
+        if nbytes <= INLINE_NBYTES or link is None or memory is None or room is None:
+            return None
+        make = partial(GpuStaging, memory, self.pool, is_awaited=room.is_awaited)
+        if self._imports.importer(link) is not None:
+            return make(takes_host=True)
+        return None if self.nccl(link) is None else make()
+
+    def close(self) -> None:
+        """Read nothing more."""
+        self._readers.clear()
+
+    def _reader(self, name: str, memory: MappedMemory, *, views: bool) -> MapReader:
+        reader = self._readers.get(name)
+        if reader is None or reader.memory is not memory:
+            reader = self._readers[name] = self._new_reader(memory, views=views)
+        return reader
+
+    def _new_reader(self, memory: MappedMemory, *, views: bool) -> MapReader:
+        if isinstance(memory, ImportedMemory) and isinstance(self.pool, DeviceCopyPool):
+            return IpcReader(memory, self.pool, views=views)
+        is_on_gpu = self._on_gpu is not None
+        return MapReader(memory, self.pool, views=views, is_for_gpu=is_on_gpu)
 
 
 class PeerConnection(LoopBound):

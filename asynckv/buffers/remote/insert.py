@@ -16,7 +16,6 @@ from asynckv.buffers.remote.connection import ANSWER_S
 from asynckv.errors import EntryAborted, PeerLost
 from asynckv.links.link import Link
 from asynckv.links.requests import fail_by
-from asynckv.protocol.digests import digest_of
 from asynckv.protocol.frames import (
     Accepted,
     Cancel,
@@ -30,6 +29,7 @@ from asynckv.protocol.frames import (
 )
 from asynckv.protocol.transfer_frames import Done, Grant, GrantDevices, GrantShared
 from asynckv.protocol.values import TensorRecord
+from asynckv.protocol.wire import digest_of
 from asynckv.tensors.blocks import KVMemory
 from asynckv.tensors.copying import CopyPool
 from asynckv.tensors.runs import joined

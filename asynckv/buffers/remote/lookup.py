@@ -26,10 +26,12 @@ from asynckv.observability.waits import LoggedWait
 from asynckv.protocol.frames import Peek, Taken, Withdraw
 from asynckv.tensors.blocks import KVMemory
 from asynckv.tensors.views import spec_like
-from asynckv.transfers.arguments import MAX_ID_LENGTH, as_specs, as_text
 from asynckv.transfers.manifest import check_names, flatten
 from asynckv.transfers.queries import (
+    MAX_ID_LENGTH,
     as_mask,
+    as_specs,
+    as_text,
     as_tokens,
     key_of,
     make_query,

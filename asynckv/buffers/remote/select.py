@@ -23,7 +23,6 @@ from asynckv.errors import (
     PeerRestarted,
     RemoteProtocolError,
 )
-from asynckv.links.gpu_link import Ways
 from asynckv.links.link import Link
 from asynckv.links.requests import fail_by
 from asynckv.observability.waits import LoggedWaits
@@ -44,11 +43,12 @@ from asynckv.protocol.frames import (
     Took,
 )
 from asynckv.protocol.transfer_frames import Done, Riders, SentDevices
+from asynckv.sharing.gpu_channel import Ways
 from asynckv.tensors.blocks import KVMemory
 from asynckv.tensors.copying import CopyPool
-from asynckv.transfers.budget import ReceiveBudget
 from asynckv.transfers.delivery import (
     Delivery,
+    ReceiveBudget,
     move_to_device,
     moved_to_device,
     on_host,

@@ -19,7 +19,6 @@ from asynckv.errors import LeaseLost, PeerLost, RemoteProtocolError
 from asynckv.links.link import Link
 from asynckv.links.requests import fail_by
 from asynckv.observability.waits import LoggedWait
-from asynckv.protocol.digests import digest_of
 from asynckv.protocol.frames import (
     Cancel,
     Cancelled,
@@ -35,15 +34,15 @@ from asynckv.protocol.frames import (
     Took,
 )
 from asynckv.protocol.transfer_frames import Done, Riders
+from asynckv.protocol.wire import digest_of
 from asynckv.tensors.blocks import KVMemory
 from asynckv.tensors.copying import CopyPool
 from asynckv.tensors.runs import joined
 from asynckv.tensors.views import check_into
-from asynckv.transfers.arguments import as_key, as_keys
-from asynckv.transfers.budget import ReceiveBudget
-from asynckv.transfers.delivery import Delivery, move_to_device, on_host
+from asynckv.transfers.delivery import Delivery, ReceiveBudget, move_to_device, on_host
 from asynckv.transfers.manifest import INLINE_NBYTES
 from asynckv.transfers.offers import OfferReceiver, read_offer
+from asynckv.transfers.queries import as_key, as_keys
 from asynckv.transfers.source import Source, source_of, until_made
 from asynckv.waits.replies import Reply
 

@@ -17,8 +17,6 @@ from asynckv.buffers.in_memory import InMemoryBuffer
 from asynckv.buffers.lookup import LookupBuffer
 from asynckv.buffers.serving.service import Service
 from asynckv.errors import AsyncKVError, ConfigError, RemoteProtocolError
-from asynckv.links.device_streams import DeviceStream
-from asynckv.links.gpu_link import GpuLink, NcclRoute
 from asynckv.links.link import Link, LinkStream
 from asynckv.links.requests import StreamHandler
 from asynckv.protocol.frames import Frame, OpeningFrame
@@ -32,6 +30,7 @@ from asynckv.protocol.transfer_frames import (
     ShowIpc,
 )
 from asynckv.sharing.exporter import Exporter, Exposed, Importer, warn_of_loss
+from asynckv.sharing.gpu_channel import DeviceStream, GpuLink, NcclRoute
 from asynckv.sharing.handshake import GPU, GPU_OF_ASKER, HOST, Handshake, Kind
 from asynckv.sharing.imports import PeerMemory
 from asynckv.tensors.device_copying import DeviceCopyPool

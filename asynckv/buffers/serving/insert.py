@@ -9,9 +9,9 @@ from typing import Final
 
 from asynckv.buffers.entries.admission import Landed
 from asynckv.buffers.entries.entries import Draft, EntryState, StoredEntry
-from asynckv.buffers.serving.limits import REQUEST_NBYTES
 from asynckv.buffers.serving.pushes import ServedPushes
 from asynckv.buffers.serving.requests import LookupRequests
+from asynckv.buffers.serving.service import REQUEST_NBYTES
 from asynckv.errors import AsyncKVError, EntryAborted, PeerLost, RemoteProtocolError
 from asynckv.links.link import LinkStream
 from asynckv.protocol.failures import to_failure

@@ -5,10 +5,9 @@ from __future__ import annotations
 import asyncio
 
 from asynckv.buffers.serving.insert import ServedInsert, ServedWriter
-from asynckv.buffers.serving.limits import REQUEST_NBYTES
 from asynckv.buffers.serving.requests import LookupRequests
 from asynckv.buffers.serving.select import ServedSelect, query_of
-from asynckv.buffers.serving.service import answer_at_once
+from asynckv.buffers.serving.service import REQUEST_NBYTES, answer_at_once
 from asynckv.errors import BufferClosed, PeerLost, RemoteProtocolError
 from asynckv.links.link import LinkStream
 from asynckv.links.requests import StreamHandler

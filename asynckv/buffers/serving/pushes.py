@@ -10,13 +10,13 @@ from functools import partial
 from typing import NamedTuple, Protocol
 
 from asynckv.buffers.entries.entries import StoredEntry
-from asynckv.buffers.serving.limits import Silence
 from asynckv.buffers.serving.requests import LookupRequests
+from asynckv.buffers.serving.service import Silence
 from asynckv.errors import ChecksumError, EntryTooLarge, GPUFailed, RemoteProtocolError
 from asynckv.links.link import LinkStream
-from asynckv.protocol.digests import digest_of
 from asynckv.protocol.frames import Push, Retract
 from asynckv.protocol.transfer_frames import Done, SentDevices, SentShared
+from asynckv.protocol.wire import digest_of
 from asynckv.shielding import wait_shielded
 from asynckv.tensors.arena import Region
 from asynckv.transfers.incoming import Incoming

@@ -9,12 +9,11 @@ from typing import Any, Protocol
 from asynckv.buffers.entries.entries import EntryState
 from asynckv.buffers.lookup import LookupBuffer
 from asynckv.buffers.serving.devices import BufferExport, DeviceService
-from asynckv.buffers.serving.limits import LinkBytes
-from asynckv.buffers.serving.service import Service
+from asynckv.buffers.serving.service import LinkBytes, Service
 from asynckv.errors import RemoteProtocolError
-from asynckv.links.gpu_link import GpuLink
 from asynckv.links.link import Link
 from asynckv.protocol.handshake import DigestMode
+from asynckv.sharing.gpu_channel import GpuLink
 from asynckv.transfers.host_copies import D2HCopier
 
 __all__ = ("LookupRequests",)

@@ -7,14 +7,17 @@ from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 from asynckv.buffers.serving.insert import answer
-from asynckv.buffers.serving.limits import REQUEST_NBYTES, LinkBytes
-from asynckv.buffers.serving.service import Service, answer_at_once
+from asynckv.buffers.serving.service import (
+    REQUEST_NBYTES,
+    LinkBytes,
+    Service,
+    answer_at_once,
+)
 from asynckv.buffers.values.ledger import PendingPut, PinnedValue
 from asynckv.buffers.values.stored import StoredValues
 from asynckv.errors import BufferClosed, ChecksumError, PeerLost, RemoteProtocolError
 from asynckv.links.link import Link, LinkStream
 from asynckv.links.requests import StreamHandler
-from asynckv.protocol.digests import digest_of
 from asynckv.protocol.failures import to_failure
 from asynckv.protocol.frames import (
     Cancel,
@@ -34,6 +37,7 @@ from asynckv.protocol.frames import (
 )
 from asynckv.protocol.transfer_frames import Grant
 from asynckv.protocol.values import TensorRecord
+from asynckv.protocol.wire import digest_of
 from asynckv.tensors.runs import fill, joined
 from asynckv.tensors.views import dtype_of
 from asynckv.transfers.incoming import Incoming, hear_incoming

@@ -12,7 +12,7 @@ from asynckv.buffers.values.ledger import (
 )
 from asynckv.errors import BufferClosed, EntryTooLarge
 from asynckv.tensors.arena import Arena
-from asynckv.transfers.arguments import as_key
+from asynckv.transfers.queries import as_key
 from asynckv.types import KVFingerprint, TensorSpec
 
 __all__ = ("StoredValues",)

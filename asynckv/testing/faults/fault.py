@@ -30,7 +30,7 @@ from asynckv.errors import RemoteProtocolError
 from asynckv.protocol.codec import FrameDecoder, encode_frame
 from asynckv.protocol.frames import Attach, Frame, Hello, Welcome
 from asynckv.protocol.handshake import WELCOME_LIMITS
-from asynckv.protocol.header import (
+from asynckv.protocol.wire import (
     HEADER_BYTES,
     TYPE_CONTROL,
     pack_header,

@@ -31,8 +31,8 @@ from asynckv.protocol.frames import (
     Refuse,
     Welcome,
 )
-from asynckv.protocol.header import encode_chunk_header
 from asynckv.protocol.values import Limits, PeerIdentity, TensorRecord
+from asynckv.protocol.wire import encode_chunk_header
 from asynckv.testing.faults.places import place_of, prepared
 from asynckv.testing.faults.proxy import close_with_reset
 from asynckv.transfers.manifest import pack

@@ -16,7 +16,7 @@ from typing import Final
 import anyio
 
 from asynckv.errors import RemoteProtocolError
-from asynckv.protocol.digests import digest_of
+from asynckv.protocol.wire import digest_of
 from asynckv.testing.blocked import until
 from asynckv.testing.cancellation import CancelMode, Outcome, sweep_cancellation
 from asynckv.testing.expectations import CANCEL_MODES, expect, expect_error

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from typing import Final
 
-from asynckv.protocol.digests import digest_of
+from asynckv.protocol.wire import digest_of
 from asynckv.testing.expectations import expect
 from asynckv.testing.transport_checks.sides import (
     CHUNK,

@@ -14,8 +14,8 @@ from typing import Annotated, Final
 import msgspec
 
 from asynckv.errors import IncompatiblePeer, RemoteProtocolError
-from asynckv.protocol.digests import digest_of
 from asynckv.protocol.values import Count, Id
+from asynckv.protocol.wire import digest_of
 
 __all__ = ("DeviceDescription", "check_peer", "nccl_environment_digest")
 

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from asynckv.buffers.entries.entries import make_draft
-from asynckv.transfers.arguments import MAX_ID_LENGTH
+from asynckv.transfers.queries import MAX_ID_LENGTH
 from asynckv.types import TensorSpec
 
 SPECS = {"key": TensorSpec((3,), "float32")}

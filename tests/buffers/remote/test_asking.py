@@ -6,8 +6,7 @@ import itertools
 
 import pytest
 
-from asynckv.buffers.remote.connection import ask
-from asynckv.buffers.remote.links import Backoff
+from asynckv.buffers.remote.connection import Backoff, ask
 from asynckv.buffers.remote.peer import connect
 from asynckv.errors import AsyncKVError, PeerLost, RemoteProtocolError
 from asynckv.links.link import LinkStream

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from asynckv.buffers.remote.links import Backoff
+from asynckv.buffers.remote.connection import Backoff
 
 
 def test_the_first_attempt_is_made_at_once_and_the_pauses_grow() -> None:

@@ -14,7 +14,6 @@ from asynckv.errors import (
     RemoteProtocolError,
 )
 from asynckv.links.link import Link, LinkStream
-from asynckv.protocol.digests import digest_of
 from asynckv.protocol.frames import (
     Accepted,
     Cancel,
@@ -26,10 +25,11 @@ from asynckv.protocol.frames import (
 )
 from asynckv.protocol.transfer_frames import Done, Grant
 from asynckv.protocol.values import TensorRecord
+from asynckv.protocol.wire import digest_of
 from asynckv.tensors.copying import CopyPool
 from asynckv.tensors.views import bytes_of, spec_of
 from asynckv.testing.blocked import until, until_blocked
-from asynckv.transfers.budget import ReceiveBudget
+from asynckv.transfers.delivery import ReceiveBudget
 from asynckv.transfers.manifest import pack
 from asynckv.types import TensorSpec
 from harness.link_pairs import LinkPair, linked

@@ -10,8 +10,8 @@ from asynckv.buffers.remote.store import begin_put
 from asynckv.buffers.serve import serve
 from asynckv.buffers.store import StoreBuffer
 from asynckv.links.link import Link
-from asynckv.protocol.digests import digest_of
 from asynckv.protocol.frames import Put
+from asynckv.protocol.wire import digest_of
 from asynckv.tensors.views import bytes_of, spec_of
 from asynckv.testing.blocked import until
 from asynckv.transfers.source import HostSource

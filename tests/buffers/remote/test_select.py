@@ -12,7 +12,6 @@ from asynckv.buffers.remote.select import Selecting
 from asynckv.buffers.serve import serve
 from asynckv.errors import AsyncKVError, ChecksumError, EntryTooLarge, LeaseLost
 from asynckv.links.link import LinkStream
-from asynckv.protocol.digests import digest_of
 from asynckv.protocol.frames import (
     Accepted,
     Ack,
@@ -28,11 +27,11 @@ from asynckv.protocol.frames import (
 )
 from asynckv.protocol.transfer_frames import Done, Grant, Riders
 from asynckv.protocol.values import TensorRecord
+from asynckv.protocol.wire import digest_of
 from asynckv.tensors.copying import CopyPool
 from asynckv.tensors.views import spec_of
 from asynckv.testing.blocked import until, until_blocked
-from asynckv.transfers.budget import ReceiveBudget
-from asynckv.transfers.delivery import Delivery
+from asynckv.transfers.delivery import Delivery, ReceiveBudget
 from asynckv.transfers.manifest import pack
 from asynckv.transfers.queries import make_query
 from asynckv.types import TensorSpec

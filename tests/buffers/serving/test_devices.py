@@ -8,10 +8,10 @@ from asynckv.buffers.lookup import LookupBuffer
 from asynckv.buffers.remote.peer import connect
 from asynckv.buffers.serve import Server, serve
 from asynckv.errors import ConfigError, LocalProtocolError, PeerLost
-from asynckv.links.device_streams import DeviceStream
 from asynckv.links.dial import dial
 from asynckv.protocol.frames import Offer, Select
 from asynckv.protocol.transfer_frames import GrantDevices, OpenDevices
+from asynckv.sharing.gpu_channel import DeviceStream
 from asynckv.testing.blocked import until
 from asynckv.testing.lookup_checks.values import MIB, noise
 from asynckv.transports.nccl import workers

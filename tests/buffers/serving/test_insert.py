@@ -9,7 +9,6 @@ from asynckv.buffers.lookup import LookupBuffer
 from asynckv.buffers.remote.peer import connect
 from asynckv.buffers.serve import serve
 from asynckv.links.link import Link
-from asynckv.protocol.digests import digest_of
 from asynckv.protocol.frames import (
     Accepted,
     Cancel,
@@ -18,6 +17,7 @@ from asynckv.protocol.frames import (
     Failure,
 )
 from asynckv.protocol.transfer_frames import Done
+from asynckv.protocol.wire import digest_of
 from asynckv.testing.blocked import until
 from asynckv.testing.pairs import Peers
 from harness.raw_inserts import RawInsert

@@ -11,7 +11,7 @@ import torch
 from asynckv.buffers.lookup import LookupBuffer
 from asynckv.buffers.remote.peer import connect
 from asynckv.buffers.serve import serve
-from asynckv.buffers.serving.limits import REQUEST_NBYTES, WaitingBytes
+from asynckv.buffers.serving.service import REQUEST_NBYTES, WaitingBytes
 from asynckv.buffers.store import StoreBuffer
 from asynckv.errors import Overloaded
 from asynckv.links.dial import dial

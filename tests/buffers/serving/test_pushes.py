@@ -8,11 +8,10 @@ import pytest
 
 from asynckv.buffers.lookup import LookupBuffer
 from asynckv.buffers.serve import serve
-from asynckv.buffers.serving import limits as silence
-from asynckv.buffers.serving.limits import Silence
+from asynckv.buffers.serving import service as silence
+from asynckv.buffers.serving.service import Silence
 from asynckv.links.dial import dial
 from asynckv.links.link import Link
-from asynckv.protocol.digests import digest_of
 from asynckv.protocol.frames import (
     Accepted,
     Cancel,
@@ -23,6 +22,7 @@ from asynckv.protocol.frames import (
     Retract,
 )
 from asynckv.protocol.transfer_frames import Done
+from asynckv.protocol.wire import digest_of
 from asynckv.shielding import wait_shielded
 from asynckv.testing.blocked import until, until_blocked
 from asynckv.transports.mem import MemTransport

@@ -9,13 +9,13 @@ import pytest
 
 from asynckv.buffers.lookup import LookupBuffer
 from asynckv.buffers.serve import serve
-from asynckv.buffers.serving import limits as silence
-from asynckv.buffers.serving.limits import Silence
+from asynckv.buffers.serving import service as silence
+from asynckv.buffers.serving.service import Silence
 from asynckv.errors import GPUFailed, LeaseLost, PeerLost
 from asynckv.links.dial import dial
-from asynckv.protocol.digests import digest_of
 from asynckv.protocol.frames import Accepted, Commit, Failure, Push, Retract
 from asynckv.protocol.transfer_frames import Done, Grant, GrantDevices, SentDevices
+from asynckv.protocol.wire import digest_of
 from asynckv.tensors.cuda import DeviceMemory
 from asynckv.tensors.device_copying import DeviceCopyPool
 from asynckv.tensors.views import bytes_of

@@ -4,9 +4,9 @@ import asyncio
 
 from asynckv.buffers.lookup import LookupBuffer
 from asynckv.buffers.serving.devices import DeviceService
-from asynckv.buffers.serving.limits import WaitingBytes
 from asynckv.buffers.serving.lookup import LookupService
 from asynckv.buffers.serving.requests import LookupRequests
+from asynckv.buffers.serving.service import WaitingBytes
 from asynckv.links.link import Link
 from asynckv.protocol.values import Limits
 from asynckv.testing.blocked import until_blocked

@@ -8,9 +8,9 @@ from asynckv.buffers.serve import serve
 from asynckv.buffers.store import StoreBuffer
 from asynckv.links.dial import dial
 from asynckv.links.link import Link
-from asynckv.protocol.digests import digest_of
 from asynckv.protocol.frames import Accepted, Cancel, Cancelled, Failure, Put
 from asynckv.protocol.transfer_frames import Done, Grant
+from asynckv.protocol.wire import digest_of
 from asynckv.tensors.views import bytes_of
 from asynckv.testing.expectations import is_same
 from asynckv.testing.lookup_checks.values import MIB, noise

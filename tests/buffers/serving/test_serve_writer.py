@@ -13,7 +13,6 @@ from asynckv.buffers.serving.pushes import ServedPushes
 from asynckv.errors import EntryAborted, PeerLost
 from asynckv.links.dial import dial
 from asynckv.links.link import Link
-from asynckv.protocol.digests import digest_of
 from asynckv.protocol.frames import (
     Accepted,
     Cancel,
@@ -25,6 +24,7 @@ from asynckv.protocol.frames import (
     Took,
 )
 from asynckv.protocol.transfer_frames import Done
+from asynckv.protocol.wire import digest_of
 from asynckv.testing.blocked import until, until_blocked
 from asynckv.testing.pairs import Peers
 from asynckv.types import TensorSpec

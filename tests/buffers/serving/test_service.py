@@ -4,8 +4,7 @@ import asyncio
 
 import pytest
 
-from asynckv.buffers.serving.limits import WaitingBytes
-from asynckv.buffers.serving.service import Service
+from asynckv.buffers.serving.service import Service, WaitingBytes
 from asynckv.errors import Overloaded
 from asynckv.links.link import LinkStream
 from asynckv.links.requests import StreamHandler

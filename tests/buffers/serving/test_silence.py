@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from asynckv.buffers.serving import limits as silence_file
-from asynckv.buffers.serving.limits import SILENCE_S, Silence
+from asynckv.buffers.serving import service as silence_file
+from asynckv.buffers.serving.service import SILENCE_S, Silence
 from asynckv.errors import EntryAborted
 from asynckv.testing.blocked import until
 

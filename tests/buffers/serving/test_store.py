@@ -10,7 +10,6 @@ from asynckv.buffers.serve import Server, serve
 from asynckv.buffers.store import StoreBuffer
 from asynckv.links.dial import dial
 from asynckv.links.link import Link, LinkStream
-from asynckv.protocol.digests import digest_of
 from asynckv.protocol.frames import (
     Cancel,
     Cancelled,
@@ -26,6 +25,7 @@ from asynckv.protocol.frames import (
     Took,
 )
 from asynckv.protocol.transfer_frames import Done, Grant
+from asynckv.protocol.wire import digest_of
 from asynckv.shielding import wait_shielded
 from asynckv.tensors import views
 from asynckv.testing.blocked import until, until_blocked

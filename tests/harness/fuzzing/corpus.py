@@ -9,8 +9,8 @@ from typing import Any, Final
 import msgspec
 
 from asynckv.protocol.frames import OpeningFrame
-from asynckv.protocol.header import TYPE_CONTROL
 from asynckv.protocol.values import Contents
+from asynckv.protocol.wire import TYPE_CONTROL
 from asynckv.transfers.manifest import pack
 from asynckv.transfers.queries import Tokens
 from asynckv.types import TensorSpec

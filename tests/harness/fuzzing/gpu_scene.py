@@ -9,12 +9,12 @@ import asyncio
 import dataclasses
 from typing import Final
 
-from asynckv.links.device_streams import DeviceStream, open_devices
 from asynckv.links.dial import dial
 from asynckv.links.link import LinkStream
 from asynckv.links.listen import listen
 from asynckv.protocol.frames import OpeningFrame
 from asynckv.protocol.transfer_frames import Devices, OpenDevices
+from asynckv.sharing.gpu_channel import DeviceStream, open_devices
 from asynckv.tensors.cuda import DeviceMemory
 from asynckv.testing.blocked import until
 from asynckv.testing.expectations import expect

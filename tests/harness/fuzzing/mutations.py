@@ -11,7 +11,7 @@ from typing import Any, Final, NamedTuple, TypeVar
 
 import msgspec
 
-from asynckv.protocol.header import TYPE_CHUNK, TYPE_CONTINUATION, TYPE_CONTROL
+from asynckv.protocol.wire import TYPE_CHUNK, TYPE_CONTINUATION, TYPE_CONTROL
 from harness.fuzzing.wire_frames import seal
 
 __all__ = ("Item", "change_bytes", "change_items", "change_tree", "join", "one_of")

@@ -7,7 +7,7 @@ import struct
 from typing import Final
 
 from asynckv.errors import ChecksumError, RemoteProtocolError
-from asynckv.protocol.header import (
+from asynckv.protocol.wire import (
     CHUNK_HEADER_BYTES,
     TYPE_CHUNK,
     decode_chunk_header,

@@ -10,7 +10,7 @@ import msgspec
 
 from asynckv.protocol.codec import FrameDecoder
 from asynckv.protocol.frames import Frame
-from asynckv.protocol.header import TYPE_CHUNK
+from asynckv.protocol.wire import TYPE_CHUNK
 from asynckv.testing.faults.fault import Fault
 from asynckv.testing.faults.proxy import Proxy
 from harness.fuzzing.wire_frames import WireFrame, split

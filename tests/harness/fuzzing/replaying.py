@@ -12,7 +12,6 @@ from typing import Final, NamedTuple, get_args
 
 from asynckv.errors import RemoteProtocolError
 from asynckv.protocol.codec import FrameDecoder
-from asynckv.protocol.digests import digest_of
 from asynckv.protocol.frames import (
     Attach,
     Attached,
@@ -24,9 +23,14 @@ from asynckv.protocol.frames import (
     Refuse,
     Welcome,
 )
-from asynckv.protocol.header import CHUNK_HEADER_BYTES, TYPE_CHUNK, decode_chunk_header
 from asynckv.protocol.session import Session
 from asynckv.protocol.values import Limits
+from asynckv.protocol.wire import (
+    CHUNK_HEADER_BYTES,
+    TYPE_CHUNK,
+    decode_chunk_header,
+    digest_of,
+)
 from harness.fuzzing.oracle import expect
 from harness.fuzzing.recording import Connection
 from harness.fuzzing.wire_frames import WireFrame

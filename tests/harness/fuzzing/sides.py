@@ -16,8 +16,8 @@ from asynckv.buffers.lookup import LookupBuffer
 from asynckv.buffers.remote.lookup import RemoteLookupBuffer
 from asynckv.buffers.remote.peer import Peer
 from asynckv.buffers.serving.devices import DeviceService
-from asynckv.buffers.serving.limits import WaitingBytes
 from asynckv.buffers.serving.lookup import LookupService
+from asynckv.buffers.serving.service import WaitingBytes
 from asynckv.buffers.serving.store import StoreService
 from asynckv.buffers.store import StoreBuffer
 from asynckv.errors import ConfigError, PeerLost

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from asynckv.errors import RemoteProtocolError
-from asynckv.protocol.header import (
+from asynckv.protocol.wire import (
     HEADER_BYTES,
     TYPE_CHUNK,
     Header,

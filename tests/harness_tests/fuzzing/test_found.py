@@ -6,8 +6,8 @@ import msgspec
 import pytest
 
 from asynckv.protocol.frames import Accepted, Cancelled, Frame, Offer, Result
-from asynckv.protocol.header import TYPE_CONTROL
 from asynckv.protocol.values import TensorRecord
+from asynckv.protocol.wire import TYPE_CONTROL
 from asynckv.transfers.manifest import pack
 from asynckv.types import TensorSpec
 from harness.fuzzing.fuzzer import TARGETS

@@ -3,9 +3,9 @@ from __future__ import annotations
 import pytest
 
 from asynckv.protocol.codec import encode_frame
-from asynckv.protocol.digests import digest_of
 from asynckv.protocol.frames import Frame, Get, Insert, Select
 from asynckv.protocol.values import TensorRecord
+from asynckv.protocol.wire import digest_of
 from asynckv.transfers.manifest import pack
 from asynckv.transfers.queries import as_tokens
 from asynckv.types import TensorSpec

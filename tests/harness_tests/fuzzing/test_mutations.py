@@ -8,7 +8,7 @@ import pytest
 
 from asynckv.errors import RemoteProtocolError
 from asynckv.protocol.codec import FrameDecoder
-from asynckv.protocol.header import TYPE_CONTROL
+from asynckv.protocol.wire import TYPE_CONTROL
 from harness.fuzzing.mutations import (
     Item,
     change_bytes,

@@ -16,7 +16,7 @@ from asynckv.buffers.serving.lookup import LookupService
 from asynckv.buffers.serving.select import ServedSelect
 from asynckv.links.link import Link
 from asynckv.protocol.frames import Accepted, Frame, Get, Result, Select
-from asynckv.protocol.header import TYPE_CONTROL
+from asynckv.protocol.wire import TYPE_CONTROL
 from harness.fuzzing import peer_target
 from harness.fuzzing.corpus import Corpus
 from harness.fuzzing.mutations import Item, join

@@ -7,7 +7,7 @@ import pytest
 
 from asynckv.protocol.codec import encode_frame
 from asynckv.protocol.frames import Attach, Get, Ping
-from asynckv.protocol.header import encode_chunk_header
+from asynckv.protocol.wire import encode_chunk_header
 from asynckv.testing.faults.hostile import RawConnection, RawListener
 from asynckv.testing.faults.proxy import Proxy
 from harness.fuzzing.recording import Recording, Segment, Tap, heard

@@ -6,10 +6,10 @@ import random
 
 import pytest
 
-from asynckv.protocol import codec, header as chunks
+from asynckv.protocol import codec, wire as chunks
 from asynckv.protocol.codec import FrameDecoder, encode_frame
 from asynckv.protocol.frames import Attach, Get, Insert, Result
-from asynckv.protocol.header import encode_chunk_header
+from asynckv.protocol.wire import encode_chunk_header
 from harness.fuzzing import replaying
 from harness.fuzzing.oracle import Finding
 from harness.fuzzing.recording import Connection, Segment

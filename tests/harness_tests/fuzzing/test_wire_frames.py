@@ -5,7 +5,7 @@ import pytest
 from asynckv.errors import RemoteProtocolError
 from asynckv.protocol.codec import FrameDecoder, encode_frame
 from asynckv.protocol.frames import Get, Select
-from asynckv.protocol.header import (
+from asynckv.protocol.wire import (
     TYPE_CONTROL,
     decode_chunk_header,
     encode_chunk_header,

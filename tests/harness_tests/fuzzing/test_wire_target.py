@@ -11,7 +11,7 @@ from asynckv.errors import RemoteProtocolError
 from asynckv.protocol import codec
 from asynckv.protocol.codec import Bodies, Buffer, FrameDecoder
 from asynckv.protocol.frames import Frame
-from asynckv.protocol.header import Header
+from asynckv.protocol.wire import Header
 from harness.fuzzing.corpus import Corpus
 from harness.fuzzing.oracle import Finding, measured
 from harness.fuzzing.wire_target import WIRE

@@ -15,7 +15,7 @@ from asynckv.buffers.entries.leases import Leases, Matchmaker
 from asynckv.buffers.entries.ledger import Ledger
 from asynckv.buffers.entries.prefix_index import PrefixIndex
 from asynckv.tensors.arena import Arena
-from asynckv.transfers.budget import ReceiveBudget
+from asynckv.transfers.delivery import ReceiveBudget
 from asynckv.transfers.incoming import Incoming
 from asynckv.transfers.reception import Reception
 from asynckv.transports.inline import InlineTransport

@@ -28,9 +28,9 @@ from asynckv.protocol.frames import (
     Select,
     Took,
 )
-from asynckv.protocol.header import TYPE_CONTROL, encode_chunk_header, pack_header
 from asynckv.protocol.transfer_frames import Done, Grant
 from asynckv.protocol.values import PeerIdentity
+from asynckv.protocol.wire import TYPE_CONTROL, encode_chunk_header, pack_header
 from asynckv.testing.blocked import until
 from asynckv.testing.faults.hostile import (
     QUICK,

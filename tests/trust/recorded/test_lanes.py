@@ -10,8 +10,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from asynckv.errors import RemoteProtocolError
-from asynckv.protocol.digests import digest_of
-from asynckv.protocol.header import encode_chunk_header
+from asynckv.protocol.wire import digest_of, encode_chunk_header
 from asynckv.transports.lane_sockets import LaneSocket
 from asynckv.transports.lanes import ReceiveLane
 from asynckv.transports.parts import Part, PartTable

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from asynckv.protocol.header import TYPE_CHUNK, TYPE_CONTINUATION, TYPE_CONTROL
+from asynckv.protocol.wire import TYPE_CHUNK, TYPE_CONTINUATION, TYPE_CONTROL
 from harness.fuzzing.meanings import changed_meanings
 from harness.fuzzing.recording import Recording
 from harness.fuzzing.replaying import (

@@ -7,11 +7,6 @@ from collections.abc import AsyncIterator
 import pytest
 
 from asynckv.errors import ConfigError, IncompatiblePeer, PeerLost, RemoteProtocolError
-from asynckv.links.device_streams import (
-    MAX_UNHEARD,
-    DeviceStream,
-    open_devices,
-)
 from asynckv.links.link import LinkStream
 from asynckv.protocol.failures import to_failure
 from asynckv.protocol.frames import Frame, OpeningFrame, Ping
@@ -20,6 +15,11 @@ from asynckv.protocol.transfer_frames import (
     DeviceReady,
     Devices,
     OpenDevices,
+)
+from asynckv.sharing.gpu_channel import (
+    MAX_UNHEARD,
+    DeviceStream,
+    open_devices,
 )
 from asynckv.testing.blocked import until
 from asynckv.transports.nccl.transport import DeviceChannel

@@ -16,8 +16,9 @@ from asynckv.buffers.lookup import LookupBuffer
 from asynckv.buffers.remote.peer import Peer, connect
 from asynckv.buffers.serve import serve
 from asynckv.errors import GPUFailed, PeerLost
-from asynckv.links import gpu_link, progress
-from asynckv.links.gpu_link import GpuLink
+from asynckv.links import progress
+from asynckv.sharing import gpu_channel as gpu_link
+from asynckv.sharing.gpu_channel import GpuLink
 from asynckv.testing.blocked import until, until_blocked
 from asynckv.testing.cancellation import (
     CancelMode,

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import struct
 import zlib
+from collections.abc import Iterable
 from typing import Final, NamedTuple, TypeAlias
 
 import msgspec
@@ -32,10 +33,12 @@ __all__ = (
     "TYPE_CONTROL",
     "WIRE_VERSION",
     "Chunk",
+    "Digester",
     "Header",
     "check_magic",
     "checksum_of",
     "decode_chunk_header",
+    "digest_of",
     "encode_chunk_header",
     "pack_fields",
     "pack_header",
@@ -210,3 +213,31 @@ def decode_chunk_header(data: bytes | bytearray | memoryview) -> Chunk:
         raise RemoteProtocolError("a chunk header fails its checksum")
     transfer, part, offset = _PLACE.unpack_from(data, HEADER_BYTES)
     return Chunk(transfer, part, offset, header.payload_bytes)
+
+
+def digest_of(buffer: _Buffer) -> bytes:
+    """Return the 16-byte digest of ``buffer``, which must be contiguous."""
+    return xxhash.xxh3_128_digest(buffer)
+
+
+class Digester:
+    """The digest of bytes that come in pieces; any chunking gives the same."""
+
+    __slots__ = ("_state",)
+
+    def __init__(self) -> None:
+        self._state = xxhash.xxh3_128()
+
+    def update(self, piece: _Buffer) -> None:
+        """Add the next bytes. Releases the GIL over a large piece."""
+        self._state.update(piece)
+
+    def update_all(self, pieces: Iterable[_Buffer]) -> None:
+        """Add these bytes, in order."""
+        update = self._state.update
+        for piece in pieces:
+            update(piece)
+
+    def digest(self) -> bytes:
+        """Return the digest of everything added so far."""
+        return self._state.digest()

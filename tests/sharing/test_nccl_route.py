@@ -9,9 +9,9 @@ import torch
 
 from asynckv.buffers.serving.offer import Offering
 from asynckv.errors import ChecksumError, GPUFailed, PeerLost, RemoteProtocolError
-from asynckv.links.gpu_link import NcclRoute, RouteLost
 from asynckv.links.options import Digest
 from asynckv.protocol.transfer_frames import GrantDevices, SentDevices
+from asynckv.sharing.gpu_channel import NcclRoute, RouteLost
 from asynckv.shielding import wait_shielded
 from asynckv.tensors.device_copying import DeviceCopyPool
 from asynckv.tensors.device_regions import DeviceRegion
