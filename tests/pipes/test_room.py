@@ -2,8 +2,7 @@ from __future__ import annotations
 
 import asyncio
 
-from asynckv.pipes.outbound import Credit, SendRoom
-from asynckv.pipes.parcels import MAX_TENSORS, Parcel
+from asynckv.pipes.parcels import MAX_TENSORS, Credit, Parcel, SendRoom
 from asynckv.testing import until_blocked
 from asynckv.types import TensorSpec
 
