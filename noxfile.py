@@ -82,7 +82,7 @@ def tests(session: nox.Session) -> None:
 
 @nox.session
 def coverage(session: nox.Session) -> None:
-    """Fail where a branch of protocol or buffers is taken by no test of theirs."""
+    """Fail where tests of protocol, transfers or buffers leave out a branch of them."""
     # Python 3.11 does not trace what follows an exception that is thrown into an
     # await, so coverage.py misses it; slipcover writes its marks into the bytecode.
     install(session, ".[test]", "slipcover")

@@ -89,8 +89,8 @@ class Peer(PeerConnection, AsyncWithOnly):
         """How payload moves now: ``"map"``, ``"cuda_ipc"``, ``"nccl"``, ``"inline"`` or
         ``"mem"``.
 
-        By ``"map"`` entries are read in the peer's own memory, on the same host, or
-        in a copy there of what is on its GPU; what goes there moves by lanes.
+        By ``"map"`` entries are read in the peer's own memory, on the same host; what
+        goes there moves by lanes.
         """
         return self._linked().transport_name
 
