@@ -30,7 +30,7 @@ from asynckv.links.link import LinkStream
 from asynckv.protocol.codec import Buffer
 from asynckv.protocol.frames import Frame
 from asynckv.protocol.transfer_frames import SentDevices
-from asynckv.sharing import gpu_channel as gpu_link
+from asynckv.sharing import gpu_channel
 from asynckv.tensors.devices import Device
 from asynckv.testing.cancellation import trail
 from asynckv.testing.certificates import Authority
@@ -358,8 +358,8 @@ def two_gpus(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGpus]:
 
     What connects them has time.
     """
-    monkeypatch.setattr(gpu_link, "_OPEN_S", 60.0)
-    monkeypatch.setattr(gpu_link, "_SETTINGS", NcclSettings(patience_s=60.0))
+    monkeypatch.setattr(gpu_channel, "_OPEN_S", 60.0)
+    monkeypatch.setattr(gpu_channel, "_SETTINGS", NcclSettings(patience_s=60.0))
     monkeypatch.setattr(workers, "_BLOCKED_S", 60.0)
     gpus = FakeGpus(2)
     yield gpus

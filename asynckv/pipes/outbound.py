@@ -115,7 +115,7 @@ class Leaving:
             raise RemoteProtocolError("a Grant for what waits for none")
         parcel.is_sent = False
         if parcel.memory is None:
-            self._start(parcel, partial(self._hoist, parcel))
+            self._start(parcel, partial(self._copy_to_host, parcel))
         else:
             self._send_by_link(parcel)
 
@@ -209,7 +209,7 @@ class Leaving:
         (digest,) = await read([parcel.place()])
         return digest
 
-    async def _hoist(self, parcel: Parcel) -> None:
+    async def _copy_to_host(self, parcel: Parcel) -> None:
         """Bring what is on the GPU to the host, and send it from there."""
         if self.gpus is None or parcel.spec is None:
             raise TypeError("a parcel that is nowhere")

@@ -14,7 +14,7 @@ from asynckv.buffers.remote.peer import connect
 from asynckv.buffers.serve import Server, serve
 from asynckv.links.dial import dial
 from asynckv.protocol.frames import Accepted, Ack, Nack
-from asynckv.sharing import exporter as sharing
+from asynckv.sharing import exporter
 from asynckv.testing.blocked import until
 from harness.link_pairs import name_of
 from harness.raw_maps import RawMapper
@@ -150,7 +150,7 @@ async def test_who_releases_what_it_never_had_is_hung_up_on(
 async def test_a_system_without_such_sockets_shows_nothing(
     monkeypatch: pytest.MonkeyPatch, mapper: RawMapper
 ) -> None:
-    monkeypatch.setattr(sharing, "has_fd_sockets", lambda: False)
+    monkeypatch.setattr(exporter, "has_fd_sockets", lambda: False)
     with pytest.raises(ValueError, match="no memory that could be mapped"):
         await mapper.ask()
 
@@ -165,7 +165,7 @@ async def test_a_process_without_files_to_spare_shows_its_memory_to_later_links(
         raise OSError(errno.EMFILE, "too many open files")
 
     with monkeypatch.context() as patch:
-        patch.setattr(sharing, "FdDoor", refuse)
+        patch.setattr(exporter, "FdDoor", refuse)
         async with connect(mappable.url) as peer:
             assert peer.transport == "inline"
             await insert(local)

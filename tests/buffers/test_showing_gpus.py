@@ -12,7 +12,7 @@ from asynckv.links.fd_socket import has_fd_sockets
 from asynckv.links.link import Link, LinkStream
 from asynckv.protocol.frames import Cancel, Cancelled
 from asynckv.protocol.transfer_frames import Exported, Grant, Imported, OpenIpc
-from asynckv.sharing import exporter as sharing
+from asynckv.sharing import exporter
 from harness.fake_devices import FakeDevice
 from harness.link_pairs import Hearer, name_of
 
@@ -105,7 +105,7 @@ async def test_a_process_without_files_to_spare_shows_nothing(
     def refuse() -> None:
         raise OSError(errno.EMFILE, "too many open files")
 
-    monkeypatch.setattr(sharing, "FdDoor", refuse)
+    monkeypatch.setattr(exporter, "FdDoor", refuse)
     hearer = Hearer()
     link.open_stream(hearer, OpenIpc(gpu.process.cuda.uuid(0)))
     assert "no memory of that GPU" in str(await hearer.next())

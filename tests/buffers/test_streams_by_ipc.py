@@ -13,12 +13,12 @@ from asynckv.buffers.entries.entries import StoredEntry
 from asynckv.buffers.lookup import LookupBuffer
 from asynckv.buffers.remote.peer import Peer, connect
 from asynckv.buffers.serve import serve
-from asynckv.buffers.serving import offer as serve_shown
+from asynckv.buffers.serving import offer
 from asynckv.errors import ChecksumError, EntryAborted, GPUFailed, LeaseLost, PeerLost
 from asynckv.links.fd_socket import has_fd_sockets
 from asynckv.links.options import Digest
 from asynckv.protocol.transfer_frames import SentDevices
-from asynckv.sharing import exporter as sharing
+from asynckv.sharing import exporter
 from asynckv.tensors.cuda import DeviceMemory
 from asynckv.tensors.device_regions import DeviceRegion
 from asynckv.testing.blocked import until, until_blocked
@@ -329,7 +329,7 @@ async def test_a_link_lost_in_mid_stream_gives_the_entry_back(pair: GpuPair) -> 
 async def test_a_peer_that_has_closed_the_memory_is_shown_nothing_more(
     pair: GpuPair, sent_devices: list[SentDevices], caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level(logging.WARNING, serve_shown.__name__)
+    caplog.set_level(logging.WARNING, offer.__name__)
     async with pair.buffer.open_insert([1], None, LAYERS) as writer:
         await writer.put("0.key", content("0.key"))
         with pytest.raises(GPUFailed, match="closed the memory"):
@@ -371,7 +371,7 @@ async def test_a_stream_that_was_entered_does_not_begin_again_by_itself(
 async def test_a_peer_that_keeps_too_many_deliveries_gets_the_next_by_lanes(
     pair: GpuPair, sent_devices: list[SentDevices], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sharing, "MAX_PINS", 0)
+    monkeypatch.setattr(exporter, "MAX_PINS", 0)
     await fill(pair.buffer)
     expect_all(await read(pair.peer))
     assert not sent_devices

@@ -20,7 +20,7 @@ from asynckv.connectors.block_moves import BlockMoves
 from asynckv.connectors.gpu_layers import GpuLayers
 from asynckv.connectors.p2p_worker import P2PWorker
 from asynckv.errors import GPUFailed
-from asynckv.sharing import exporter as sharing
+from asynckv.sharing import exporter
 from asynckv.tensors.paged_arena import PagedArena
 from asynckv.testing.blocked import until, until_blocked
 from asynckv.types import TensorSpec
@@ -536,7 +536,7 @@ async def test_a_buffer_that_is_full_takes_no_memory_of_the_gpu(
 async def test_who_decodes_is_closed_without_waiting_for_those_who_push(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(sharing, "_LEAVE_S", 3600.0)
+    monkeypatch.setattr(exporter, "_LEAVE_S", 3600.0)
     async with pushing() as ground, asyncio.timeout(5):
         await ground.hand_over()
         (worker,) = ground.decode.workers

@@ -19,7 +19,7 @@ from asynckv.protocol.frames import Frame
 from asynckv.tensors import growth
 from asynckv.tensors.device_copying import DeviceCopyPool
 from asynckv.testing.pairs import Peers, open_peers
-from asynckv.transfers import host_copies as hoisting
+from asynckv.transfers import host_copies
 from harness.device_memory import open_device_pool
 from harness.fake_devices import FakeDevice, fake_device
 from harness.fake_gpus import FakeGpus
@@ -161,7 +161,7 @@ def far_link() -> Callable[[Server, Peer], Link]:
 @pytest.fixture
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """What leaves a GPU is copied in quarters of a MiB."""
-    monkeypatch.setattr(hoisting, "PIECE_NBYTES", 2**18)
+    monkeypatch.setattr(host_copies, "PIECE_NBYTES", 2**18)
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ from asynckv.buffers.remote.peer import Peer, connect
 from asynckv.buffers.serve import serve
 from asynckv.errors import GPUFailed, PeerLost
 from asynckv.links import progress
-from asynckv.sharing import gpu_channel as gpu_link
+from asynckv.sharing import gpu_channel
 from asynckv.sharing.gpu_channel import GpuLink
 from asynckv.testing.blocked import until, until_blocked
 from asynckv.testing.cancellation import (
@@ -299,7 +299,7 @@ async def test_one_that_was_not_opened_is_closed_at_once(unopened: GpuLink) -> N
 async def test_what_is_opened_for_nobody_is_not_waited_for_but_closes_itself(
     unopened: GpuLink, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gpu_link, "_CLOSE_S", 0.01)
+    monkeypatch.setattr(gpu_channel, "_CLOSE_S", 0.01)
     met, left = asyncio.Event(), list[str]()
     opening = asyncio.create_task(unopened.open(met.wait()))
     await until_blocked(opening)
@@ -332,7 +332,7 @@ async def test_a_worker_is_used_until_it_has_left_what_was_closed(
     pair: NcclBuffers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(transport, "_CLOSE_S", 0.01)
-    monkeypatch.setattr(gpu_link, "_LOOK_AGAIN_S", 0.01)
+    monkeypatch.setattr(gpu_channel, "_LOOK_AGAIN_S", 0.01)
     key, way = (pair.theirs.process.cuda, 1), pair.near_way
     with kept(way.transport._worker):
         await way.aclose()

@@ -14,7 +14,7 @@ from asynckv.abc import KVEntry
 from asynckv.buffers.lookup import LookupBuffer
 from asynckv.buffers.remote.peer import Peer, connect
 from asynckv.buffers.serve import Server, serve
-from asynckv.buffers.serving import offer as serve_mapped
+from asynckv.buffers.serving import offer as offer_module
 from asynckv.buffers.serving.select import ServedSelect
 from asynckv.buffers.store import StoreBuffer
 from asynckv.errors import (
@@ -33,7 +33,7 @@ from asynckv.testing.blocked import until, until_blocked
 from asynckv.testing.cancellation import CancelMode, Outcome, sweep_cancellation
 from asynckv.testing.expectations import is_same
 from asynckv.testing.lookup_checks.values import noise
-from asynckv.transfers import readers as map_reader
+from asynckv.transfers import readers
 from harness.fake_devices import FakeDevice, fake_device_of
 from harness.fake_gpus import FakeGpus
 
@@ -73,7 +73,7 @@ def spoil(buffer: LookupBuffer, offset: int) -> None:
 async def test_what_lies_elsewhere_than_in_the_file_breaks_the_link(
     monkeypatch: pytest.MonkeyPatch, local: LookupBuffer, peer: Peer, place: Place
 ) -> None:
-    monkeypatch.setattr(serve_mapped, "place_of", lambda region: place)
+    monkeypatch.setattr(offer_module, "place_of", lambda region: place)
     monkeypatch.setattr(shared_file, "edges_of", lambda *args: b"")
     await insert(local)
     with pytest.raises(PeerLost, match="an offer of"):
@@ -94,8 +94,8 @@ async def test_places_that_are_no_places_break_the_link(
         def encode(self, places: Sequence[Place]) -> bytes:
             return encoder.encode(lie(places))
 
-    encoder = serve_mapped._encoder
-    monkeypatch.setattr(serve_mapped, "_encoder", Liar())
+    encoder = offer_module._encoder
+    monkeypatch.setattr(offer_module, "_encoder", Liar())
     await insert(local)
     with pytest.raises(PeerLost, match="places"):
         await peer.lookup.drop_select()
@@ -207,13 +207,13 @@ async def test_pages_that_lie_apart_are_one_tensor(
 async def test_many_tensors_are_read_in_steps_of_the_loop(
     monkeypatch: pytest.MonkeyPatch, local: LookupBuffer, peer: Peer
 ) -> None:
-    add, steps = map_reader._Job.add, [0]
+    add, steps = readers._Job.add, [0]
 
     def count(job: Any, *args: Any) -> None:
         steps[-1] += 1
         add(job, *args)
 
-    monkeypatch.setattr(map_reader._Job, "add", count)
+    monkeypatch.setattr(readers._Job, "add", count)
     layers = {
         str(number): torch.full((MIB // 16,), float(number)) for number in range(24)
     }

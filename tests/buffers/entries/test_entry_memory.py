@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from asynckv.buffers.entries import book as entry_memory
+from asynckv.buffers.entries import book
 from asynckv.buffers.entries.entries import EntryState
 from asynckv.buffers.lookup import LookupBuffer
 from asynckv.errors import EntryTooLarge
@@ -24,7 +24,7 @@ async def test_what_could_never_fit_is_refused() -> None:
 async def test_entries_without_a_byte_wait_when_too_much_is_kept_of_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(entry_memory, "LEAST_ACCOUNT_BYTES", 8000)
+    monkeypatch.setattr(book, "LEAST_ACCOUNT_BYTES", 8000)
     bench = SteppedLedger()
     entries = [bench.begin(f"{n}", (), nbytes=0) for n in range(3)]
     filling, waiting = EntryState.FILLING, EntryState.WAITING
@@ -36,7 +36,7 @@ async def test_entries_without_a_byte_wait_when_too_much_is_kept_of_them(
 async def test_entries_are_bounded_in_number_whatever_they_hold(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(entry_memory, "LEAST_ENTRIES", 2)
+    monkeypatch.setattr(book, "LEAST_ENTRIES", 2)
     bench = SteppedLedger()
     entries = [bench.begin(f"{n}", (), nbytes=0) for n in range(3)]
     filling, waiting = EntryState.FILLING, EntryState.WAITING
@@ -58,14 +58,14 @@ async def test_a_small_buffer_has_1024_entries_and_one_more_waits() -> None:
 async def test_one_entry_of_very_many_tensors_has_room_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(entry_memory, "LEAST_ACCOUNT_BYTES", 1000)
+    monkeypatch.setattr(book, "LEAST_ACCOUNT_BYTES", 1000)
     assert SteppedLedger().begin("it").state is EntryState.FILLING
 
 
 async def test_what_began_outside_stays_there_while_too_much_is_kept_of_others(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(entry_memory, "LEAST_ACCOUNT_BYTES", 1000)
+    monkeypatch.setattr(book, "LEAST_ACCOUNT_BYTES", 1000)
     bench = SteppedLedger()
     bench.insert("full", tokens=(9,))
     entry = bench.begin("a", streaming=True)

@@ -11,7 +11,7 @@ import pytest
 
 from asynckv.buffers.lookup import LookupBuffer
 from asynckv.buffers.serve import Server, serve
-from asynckv.buffers.serving import devices as peer_sources
+from asynckv.buffers.serving import devices
 from asynckv.buffers.serving.devices import PeerImport
 from asynckv.errors import GPUFailed
 from asynckv.links.dial import dial
@@ -124,7 +124,7 @@ async def test_what_makes_no_sense_breaks_the_link(
 async def test_what_cannot_be_opened_is_refused(
     gpu: FakeDevice, link: Link, server: Server, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level(logging.INFO, peer_sources.__name__)
+    caplog.set_level(logging.INFO, devices.__name__)
     hearer, _ = show(gpu, link, NOWHERE)
     assert isinstance((await hearer.next())[0], Failure)
     assert "is not read in a GPU" in caplog.text

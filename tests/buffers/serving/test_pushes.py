@@ -8,7 +8,7 @@ import pytest
 
 from asynckv.buffers.lookup import LookupBuffer
 from asynckv.buffers.serve import serve
-from asynckv.buffers.serving import service as silence
+from asynckv.buffers.serving import service
 from asynckv.buffers.serving.service import Silence
 from asynckv.links.dial import dial
 from asynckv.links.link import Link
@@ -104,7 +104,7 @@ async def test_the_last_byte_of_what_was_retracted_does_not_matter(link: Link) -
 async def test_a_writer_that_falls_silent_has_failed(
     local: LookupBuffer, link: Link, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(silence, "SILENCE_S", 0.02)
+    monkeypatch.setattr(service, "SILENCE_S", 0.02)
     last = await RawInsert(link, MIB, streaming=True).last()
     assert isinstance(last, Failure) and last.reason == "producer"
     assert local.statistics().aborted == 1
@@ -120,7 +120,7 @@ async def test_a_writer_whose_tensor_comes_slowly_has_not_failed(
     raw = RawInsert(link, MIB, streaming=True)
     await raw.granted()
     transfer = await raw.push()
-    monkeypatch.setattr(silence, "SILENCE_S", 0.02)
+    monkeypatch.setattr(service, "SILENCE_S", 0.02)
     raw.stream.send(Retract(transfer + 2))  # heard: from now on it is short
     last = await raw.last()
     assert isinstance(last, Failure) and last.reason == "producer"
@@ -137,7 +137,7 @@ async def test_a_writer_whose_tensor_is_copied_to_a_gpu_has_not_failed(
         fall_silent(listener)
 
     monkeypatch.setattr(Silence, "_fall_silent", look)
-    monkeypatch.setattr(silence, "SILENCE_S", 0.02)
+    monkeypatch.setattr(service, "SILENCE_S", 0.02)
     with fake_device() as gpu:
         async with LookupBuffer("8MiB", device=gpu.device, drain_s=0) as there:
             async with linked_to(there) as (link, _):

@@ -9,7 +9,7 @@ import pytest
 
 from asynckv.buffers.lookup import LookupBuffer
 from asynckv.buffers.serve import serve
-from asynckv.buffers.serving import service as silence
+from asynckv.buffers.serving import service
 from asynckv.buffers.serving.service import Silence
 from asynckv.errors import GPUFailed, LeaseLost, PeerLost
 from asynckv.links.dial import dial
@@ -229,7 +229,7 @@ async def test_a_way_that_is_lost_when_the_writer_has_left_is_no_matter(
 async def test_a_writer_that_sends_nothing_by_its_gpu_has_fallen_silent(
     writer: RawWriter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(silence, "SILENCE_S", 0.05)
+    monkeypatch.setattr(service, "SILENCE_S", 0.05)
     await writer.push()
     last = await writer.raw.last()
     assert isinstance(last, Failure) and "no tensor came" in last.message
@@ -247,7 +247,7 @@ async def test_a_writer_whose_part_is_worked_at_here_is_not_silent_meanwhile(
 
     monkeypatch.setattr(Silence, "_fall_silent", look)
     with writer.pair.way.progress.working(transfer := await writer.push()):
-        monkeypatch.setattr(silence, "SILENCE_S", 0.02)
+        monkeypatch.setattr(service, "SILENCE_S", 0.02)
         writer.say(Retract(transfer + 2))  # heard: from now on it is short
         await until(lambda: len(looks) > 2)
         assert len(writer.raw.hearer.frames) == 2  # grants, and no failure

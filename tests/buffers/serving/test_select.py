@@ -8,7 +8,7 @@ import torch
 from asynckv.buffers.lookup import LookupBuffer
 from asynckv.buffers.remote.peer import connect
 from asynckv.buffers.serve import serve
-from asynckv.buffers.serving import select as serve_select
+from asynckv.buffers.serving import select
 from asynckv.buffers.serving.select import ServedSelect, query_of
 from asynckv.errors import EntryTooLarge, LeaseLost, RemoteProtocolError
 from asynckv.links.dial import dial
@@ -289,7 +289,7 @@ async def test_a_delivery_waits_while_much_is_unwritten(
     local: LookupBuffer, link: Link, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await insert(local)
-    monkeypatch.setattr(serve_select, "_BUSY_BYTES", -1)
+    monkeypatch.setattr(select, "_BUSY_BYTES", -1)
     hearer, given_up = Hearer(), Hearer()
     link.open_stream(given_up, ANY).send(Cancel())
     assert await given_up.next() == (Cancelled(), b"")

@@ -15,7 +15,7 @@ from asynckv.protocol.frames import (
 )
 from asynckv.protocol.transfer_frames import Grant
 from asynckv.protocol.values import Place
-from asynckv.sharing import exporter as sharing
+from asynckv.sharing import exporter
 from asynckv.tensors.arena import Region
 from asynckv.tensors.shared_file import edges_of
 from harness.link_pairs import Hearer
@@ -70,7 +70,7 @@ async def test_a_grant_for_mapped_memory_breaks_the_link(
 async def test_a_peer_with_too_many_pins_gets_the_next_entry_by_its_lanes(
     monkeypatch: pytest.MonkeyPatch, local: LookupBuffer, mapper: RawMapper
 ) -> None:
-    monkeypatch.setattr(sharing, "MAX_PINS", 1)
+    monkeypatch.setattr(exporter, "MAX_PINS", 1)
     await local.insert([1], None, LARGE, None, None)
     await mapper.map()
     _, stream, offer, _ = await mapper.select()
@@ -94,4 +94,4 @@ async def test_an_offer_that_is_too_long_pins_nothing(
 
 
 def test_memory_of_the_heap_has_no_place() -> None:
-    assert sharing.place_of(Region(10, None)) is None
+    assert exporter.place_of(Region(10, None)) is None

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from asynckv.buffers.serving import service as silence_file
+from asynckv.buffers.serving import service
 from asynckv.buffers.serving.service import SILENCE_S, Silence
 from asynckv.errors import EntryAborted
 from asynckv.testing.blocked import until
@@ -25,7 +25,7 @@ class Listener:
 async def test_a_writer_that_says_nothing_has_failed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(silence_file, "SILENCE_S", 0.01)
+    monkeypatch.setattr(service, "SILENCE_S", 0.01)
     listener = Listener()
     await until(lambda: bool(listener.told))
     (error,) = listener.told

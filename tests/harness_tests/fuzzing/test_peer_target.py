@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from asynckv.buffers.remote import select as selecting
+from asynckv.buffers.remote import select
 from asynckv.buffers.serving.lookup import LookupService
 from asynckv.buffers.serving.select import ServedSelect
 from asynckv.links.link import Link
@@ -61,7 +61,7 @@ def test_a_request_that_waits_for_ever_is_found(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(peer_target, "END_S", 0.05)
-    monkeypatch.setattr(selecting, "fail_by", lambda *_: None)
+    monkeypatch.setattr(select, "fail_by", lambda *_: None)
     with pytest.raises(Finding, match="hangs on a link that is over"):
         PEER.check(said_to("asking", (1, Result(1))))
 

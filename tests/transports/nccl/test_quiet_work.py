@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from asynckv.tensors.quiet_gpus import QuietGpu
-from asynckv.transports.nccl import worker as quiet_work
+from asynckv.transports.nccl import worker
 from asynckv.transports.nccl.worker import QuietWork
 
 
@@ -32,7 +32,7 @@ def test_commands_are_done_in_order_when_no_operation_is_left() -> None:
 def test_a_command_that_has_waited_long_is_done_all_the_same(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(quiet_work, "PATIENCE_S", 0.0)
+    monkeypatch.setattr(worker, "PATIENCE_S", 0.0)
     quiet = Work()
     quiet.work.begin_operation()
     quiet.add("late")
