@@ -21,7 +21,7 @@ from typing import Any, Final, TypeAlias
 import pytest
 
 from asynckv.buffers import serve
-from asynckv.buffers.remote import peer as peer_module
+from asynckv.buffers.remote import connection
 from asynckv.links.dial import dial
 from asynckv.links.listen import listen
 from asynckv.pipes import opening
@@ -266,5 +266,5 @@ def open_crowd(
         monkeypatch.setattr(module, "listen", functools.partial(listen, limits=limits))
     monkeypatch.setattr(opening, "dial", functools.partial(dial, limits=limits))
     soon = functools.partial(Limits, heartbeat_ms=HEARTBEAT_MS)
-    monkeypatch.setattr(peer_module, "Limits", soon)
+    monkeypatch.setattr(connection, "Limits", soon)
     return _open_crowd
