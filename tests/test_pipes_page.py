@@ -46,6 +46,11 @@ async def nothing(far: KVPipe) -> None:
     """The far side only keeps what comes."""
 
 
+async def receives(far: KVPipe) -> None:
+    received = await far.recv_tensor()
+    assert received is not None and received.equal(KV)
+
+
 async def sends_more(far: KVPipe) -> None:
     for tensor in (None, KV, torch.tensor([7]), None):
         await far.send_tensor(tensor)
@@ -64,7 +69,7 @@ async def fails(far: KVPipe) -> None:
 Far = Callable[[KVPipe], Awaitable[None]]
 WITH_A_PIPE: dict[tuple[str, Far], list[str]] = {
     ("a value like any other", nothing): [],
-    ("copy=False", nothing): [],
+    ("copy=False", receives): [],
     ("recv_tensor(into=cache)", sends_more): ["tensor([7])", "None"],
     ("asyncio.timeout", nothing): [],
     ("that was all", leaves): ["tensor([7])", "that was all"],

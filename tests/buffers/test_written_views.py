@@ -103,22 +103,6 @@ async def test_two_deliveries_of_one_entry_do_not_see_each_other() -> None:
         del first, second
 
 
-async def test_what_concurrent_gets_return_is_each_one_s_own() -> None:
-    values = {f"{n}": some_bytes() for n in range(3)}
-    async with (
-        asynckv.StoreBuffer(8 * MIB) as store,
-        asynckv.serve("tcp://127.0.0.1:0", store=store) as server,
-        asynckv.connect(server.url) as peer,
-    ):
-        for name, value in values.items():
-            await store.put(name, value)
-        names = [*values] * 4
-        got = await asyncio.gather(*(peer.store.get(name) for name in names))
-        for found, name in zip(got, names, strict=True):
-            assert found is not None and found.equal(values[name])
-            found.fill_(0)
-
-
 async def test_concurrent_deliveries_of_one_place_do_not_see_each_other() -> None:
     key, kept = some_bytes(), dict[int, torch.Tensor]()
     async with mapped() as (buffer, peer):
@@ -357,7 +341,8 @@ def test_a_process_may_lock_all_of_its_memory() -> None:
 async def test_ten_thousand_writes_into_views_change_nothing_of_anybody_else(
     digest: Digest,
 ) -> None:
-    chance, kept = random.Random(5), list[tuple[torch.Tensor, torch.Tensor]]()
+    chance = random.Random(5)
+    kept: list[tuple[torch.Tensor, torch.Tensor]] = []
     async with mapped(digest, max_bytes=8 * MIB) as (buffer, peer):
         for _ in range(200):
             key = some_bytes(chance.choice([70_000, 300_000, 999_999]))
@@ -380,3 +365,5 @@ async def test_ten_thousand_writes_into_views_change_nothing_of_anybody_else(
                 view, copy = kept.pop(0)
                 assert view.equal(copy)
                 del view, copy
+        assert all(view.equal(copy) for view, copy in kept)
+        kept.clear()

@@ -154,6 +154,7 @@ async def use_node(text: str) -> None:
 async def use_pipe(pipe: asynckv.KVPipe) -> None:
     await pipe.send_tensor(torch.zeros(3))
     await pipe.send_tensor(None)
+    await pipe.send_tensor(torch.zeros(3), copy=False)
     await pipe.flush()
     received: torch.Tensor | None = await pipe.recv_tensor(into=torch.zeros(3))
     async for tensor in pipe:
@@ -174,6 +175,18 @@ async def use_pipes(secret: Path) -> None:
         await use_pipe(group.next_pipe)
         await use_pipe(group.prev_pipe)
         await group.barrier()
+
+
+async def use_pipes_of_gpus(url: str) -> None:
+    gpu = torch.device("cuda", 0)
+    async with asynckv.listen_pipe(url, device=gpu) as listener:
+        async with asynckv.open_pipe(listener.url, device="cuda") as pipe:
+            await pipe.gpus_settled()
+            await use_pipe(pipe)
+    async with asynckv.join_group(
+        rank=0, size=2, host="h", port=1, device="cuda:0"
+    ) as group:
+        await group.next_pipe.gpus_settled()
 
 
 async def handle_errors(lookup: asynckv.KVLookupBuffer) -> str:
