@@ -202,7 +202,9 @@ def on_gpu_of(peer: Peer, tensor: torch.Tensor) -> torch.Tensor:
     return found
 
 
-async def test_a_cancelled_insert_is_copied_from_its_gpu_no_further(two_gpus: FakeGpus) -> None:
+async def test_a_cancelled_insert_is_copied_from_its_gpu_no_further(
+    two_gpus: FakeGpus,
+) -> None:
     async with to_host_memory(two_gpus) as (lookup, peer):
         key = on_gpu_of(peer, noise(MIB))
 
