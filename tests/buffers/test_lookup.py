@@ -170,6 +170,17 @@ async def test_a_cancelled_close_leaves_nobody_waiting() -> None:
     assert buffer.statistics().used_bytes == 0
 
 
+async def test_a_close_that_is_cancelled_at_its_end_is_a_close_all_the_same() -> None:
+    buffer = LookupBuffer(1000, drain_s=0)
+    await buffer.open()
+    select = await started(buffer.drop_select([2]))
+    closing = asyncio.create_task(buffer.aclose())
+    await until(lambda: buffer.is_closed)
+    await cancelled(closing)
+    with pytest.raises(BufferClosed):
+        await select
+
+
 async def test_a_cancel_ends_the_drain_and_what_is_left_is_counted(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

@@ -76,6 +76,16 @@ def test_it_tells_whether_a_request_of_its_own_has_ended(
     assert source.was_answered and not sink.was_answered
 
 
+def test_what_is_packed_is_heard_as_what_is_sent_and_nothing_of_what_is_over() -> None:
+    a, b = near(), far()
+    stream = ask(a)
+    pump(a, b)
+    b.attach(stream, "answerer")
+    packed = a.pack(stream, Ack(b"t"), b"body")
+    assert list(b.receive(packed)) == [Came("answerer", Ack(b"t"), b"body")]
+    assert a.pack(stream + 2, Ack(b"t"), b"") == b""
+
+
 def test_the_peer_comes_to_a_request_before_the_end_of_another() -> None:
     a, b = near(), far()
     ask(a)

@@ -5,7 +5,14 @@ import struct
 import pytest
 import torch
 
-from asynckv.transfers.queries import Query, as_mask, as_tokens, key_of, make_query
+from asynckv.transfers.queries import (
+    Query,
+    as_mask,
+    as_seconds,
+    as_tokens,
+    key_of,
+    make_query,
+)
 
 INTEGERS = ("uint8", "int8", "int16", "uint16", "int32", "uint32", "int64")
 MASKS = (*INTEGERS, "bool", "float32", "bfloat16", "float8_e4m3fn", "complex64")
@@ -74,3 +81,12 @@ def test_other_options_are_checked() -> None:
 def test_strides_and_gradients_do_not_matter() -> None:
     tokens = as_tokens(torch.arange(6)[::2])
     assert key_of(tokens, None) == packed(0, 2, 4)
+
+
+def test_what_cannot_tell_how_many_seconds_it_is_is_no_time() -> None:
+    class Late:
+        def __float__(self) -> float:
+            raise RuntimeError("not yet")
+
+    with pytest.raises(TypeError, match="is a number of seconds"):
+        as_seconds(Late(), "ttl_s")

@@ -44,6 +44,12 @@ async def test_room_is_given_in_the_order_of_the_calls() -> None:
     assert store.ledger.counters.room_waits == 3
 
 
+async def test_who_finds_room_has_it_at_once() -> None:
+    store = Store()
+    store.ledger.discard(store.taken)
+    store.ledger.discard(await store.reserve(100))
+
+
 async def test_nobody_overtakes_the_line() -> None:
     store = Store()
     waiting = store.reserve(10)
