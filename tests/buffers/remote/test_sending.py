@@ -57,6 +57,47 @@ async def test_a_grant_that_crosses_the_cancellation_sends_nothing() -> None:
         assert not landed and not any(target[:100])
 
 
+async def test_after_a_cancellation_what_was_leaving_may_be_overwritten() -> None:
+    async with linked(answer=lambda *_: None, near={"lanes": 1}) as pair:
+        for turn in range(16):
+            key = torch.ones(8 * LARGE, dtype=torch.uint8)
+            target = bytearray(key.nbytes)
+            await cancel_at(pair, key, target, place=turn * LARGE // 4)
+            key.fill_(2)
+            last = await_part(pair.far, 999 + 2 * turn, 0, bytearray(LARGE))
+            one = memoryview(bytes(LARGE))
+            pair.near.payload.send(999 + 2 * turn, 0, one, lambda *_: None)
+            await last  # by the same lane, behind all that was on its way
+            assert 2 not in target
+
+
+async def cancel_at(
+    pair: LinkPair, key: torch.Tensor, target: bytearray, place: int
+) -> None:
+    """Cancel an insert while a lane is at it: when so much has landed."""
+    before = len(pair.service.asked)
+    task = asyncio.create_task(sending_on(pair.near, key).accepted())
+    await until(lambda: len(pair.service.asked) > before)
+    stream, frame, _ = pair.service.asked[-1]
+    assert isinstance(frame, Insert)
+    await_part(pair.far, frame.transfer, 0, target)
+    stream.send(Grant(frame.transfer))
+    await until(lambda: bool(target[place]))
+    task.cancel()
+    await asyncio.wait({task})
+    stream.close()
+
+
+def await_part(
+    link: Link, transfer: int, part: int, target: bytearray
+) -> asyncio.Future[None]:
+    """Let a part land; return what is done when it has."""
+    landed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    memory = memoryview(target)
+    link.payload.receive(transfer, part, memory, lambda *_: landed.set_result(None))
+    return landed
+
+
 async def test_what_fails_while_it_is_cancelled_is_silent() -> None:
     async with linked("mem://", lambda *_: None) as pair:
         sending = sending_on(pair.near)
