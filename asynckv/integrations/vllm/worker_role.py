@@ -152,7 +152,7 @@ class WorkerRole:
             return
         try:
             self._bridge.run(self._driver.quiet, request_ids, timeout_s=self._quiet_s)
-        except Exception:
+        except Exception:  # whatever it is: raised here it would end the engine
             logger.exception("saves are given up that do not end")
 
     def shutdown(self) -> None:
