@@ -141,6 +141,17 @@ async def test_a_cancelled_take_leaves_no_trace() -> None:
     await sweep_cancellation(lambda: room.take(70), check, before=before)
 
 
+async def test_what_a_take_got_as_it_was_cancelled_is_free_again() -> None:
+    room = room_of(100)
+    await room.take(100)
+    taking = asyncio.create_task(room.take(70))
+    await until_blocked(taking)
+    room.release(100)
+    taking.cancel()
+    await asyncio.wait({taking})
+    assert taking.cancelled() and room.used_bytes == 0
+
+
 async def test_who_wants_more_than_there_is_gets_it_alone() -> None:
     room = room_of(100)
     await room.take(1)

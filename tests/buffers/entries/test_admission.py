@@ -235,6 +235,18 @@ async def test_closing_does_not_wait_for_who_holds_a_direct_delivery() -> None:
     bench.ledger.leases.acknowledge(holder.held())
 
 
+async def test_a_stream_that_is_cancelled_before_it_began_leaves_no_trace() -> None:
+    bench = await full_bench()
+    drawn = draft_of("a", nbytes=80, streaming=True)
+    begin = asyncio.create_task(bench.admission.begin(drawn))
+    await until_blocked(begin)
+    begin.cancel()
+    await asyncio.wait({begin})
+    assert list(bench.ledger.book.entries) == ["full"]
+    assert len(bench.room) == 0
+    assert bench.select().entry_id is None
+
+
 async def test_a_stream_without_room_ends_when_it_moved_in() -> None:
     bench = await full_bench()
     entry, holder, finish = await bench.streamed("a")

@@ -33,6 +33,22 @@ async def test_sent_again_after_its_time_an_entry_goes_on_after_what_counted() -
     assert again.consumers == {"one"}
 
 
+async def test_what_counted_before_an_entry_was_sent_again_counts_for_ever() -> None:
+    bench = SteppedLedger()
+    entry = bench.insert("a", deliveries=2, ttl_s=60)
+    entry.expires_at = 0.0
+    lease = bench.select(consumer="one")[0].held()
+    assert not bench.book.was_acknowledged("a", lease.token)
+    bench.leases.acknowledge(lease)
+    assert bench.book.was_acknowledged("a", lease.token)
+    again = bench.begin("a", deliveries=2)
+    bench.book.resume(again, entry.digest())
+    assert bench.book.was_acknowledged("a", lease.token)
+    bench.finish(again)
+    bench.leases.acknowledge(bench.select(consumer="two")[0].held())
+    assert bench.book.was_acknowledged("a", lease.token)
+
+
 async def test_sent_again_what_failed_too_often_may_fail_as_often_again() -> None:
     bench = SteppedLedger()
     entry = bench.insert("a")

@@ -107,6 +107,17 @@ async def test_too_many_failures_drop_an_entry(
     assert caplog.messages == ["entry 'a' failed in 2 consumers and is dropped"]
 
 
+async def test_a_query_that_is_cancelled_has_not_failed_with_its_entry() -> None:
+    bench = SteppedLedger()
+    entry = bench.insert("a")
+    for _ in range(3):
+        holder, waiter = bench.select()
+        bench.leases.reach(holder.held())
+        bench.leases.forget(waiter)
+    assert bench.select()[0].entry_id == "a"
+    assert entry.failures == 0
+
+
 async def test_who_held_an_entry_that_left_can_have_it_when_it_is_sent_again() -> None:
     bench = SteppedLedger()
     first = bench.insert("a", deliveries=3)
@@ -145,8 +156,7 @@ async def test_who_holds_too_long_loses_the_entry(
     bench = SteppedLedger(max_hold_s=0.001)
     bench.insert("a")
     holder, _ = bench.select(streams=True)
-    for _ in range(2):  # told twice, it counts from the first time
-        bench.leases.reach(holder.held())
+    bench.leases.reach(holder.held())
     next_holder, _ = bench.select()
     await until(lambda: next_holder.entry_id == "a")
     assert holder.heard[-1] == "aborted lapsed"
@@ -200,17 +210,38 @@ async def test_10_000_queries_for_one_id_are_served_without_a_scan_each() -> Non
     assert all(holder.entry_id == "a" for holder in holders)
 
 
+class Clock:
+    """Lets the loop's time jump."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        loop, self._late_s = asyncio.get_running_loop(), 0.0
+        now = loop.time
+        monkeypatch.setattr(loop, "time", lambda: now() + self._late_s)
+
+    async def jump(self, seconds: float) -> None:
+        self._late_s += seconds
+        for _ in range(3):
+            await asyncio.sleep(0)
+
+
 async def test_a_delivery_that_ended_never_lapses(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    loop, late_s = asyncio.get_running_loop(), 0.0
-    now = loop.time
-    monkeypatch.setattr(loop, "time", lambda: now() + late_s)
-    bench = SteppedLedger(max_hold_s=100)
+    clock, bench = Clock(monkeypatch), SteppedLedger(max_hold_s=100)
     bench.insert("a")
     bench.leases.give_back(bench.select()[0].held(), reached=False)
     bench.leases.acknowledge(bench.select()[0].held())
-    late_s = 200.0
-    for _ in range(3):
-        await asyncio.sleep(0)
+    await clock.jump(200)
     assert bench.ledger.counters.lapsed == 0
+
+
+async def test_the_time_of_a_holder_runs_from_when_it_first_had_the_entry(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock, bench = Clock(monkeypatch), SteppedLedger(max_hold_s=100)
+    bench.insert("a")
+    holder, _ = bench.select()
+    for lapsed in (0, 0, 1):
+        await clock.jump(60)
+        assert bench.ledger.counters.lapsed == lapsed
+        bench.leases.reach(holder.held())

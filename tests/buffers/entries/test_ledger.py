@@ -132,6 +132,25 @@ async def test_closing_ends_queries_and_what_no_application_holds() -> None:
     assert bench.arena.used_bytes == 0
 
 
+async def test_closing_ends_a_stream_that_an_application_reads() -> None:
+    bench = SteppedLedger()
+    bench.insert("read")
+    stream, _ = bench.select(streams=True)
+    bench.leases.reach(stream.held())
+    bench.ledger.close()
+    assert stream.heard[-1] == "aborted closed"
+    assert bench.arena.used_bytes == 0
+
+
+async def test_what_somebody_holds_cannot_be_withdrawn() -> None:
+    bench = SteppedLedger()
+    bench.insert("a")
+    holder, _ = bench.select()
+    assert not bench.ledger.withdraw("a")
+    bench.leases.give_back(holder.held(), reached=False)
+    assert bench.ledger.withdraw("a") and not bench.ledger.withdraw("a")
+
+
 async def test_after_closing_nothing_given_back_stays_and_nobody_waits() -> None:
     bench = SteppedLedger()
     bench.insert("held")

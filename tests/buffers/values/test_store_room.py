@@ -76,6 +76,17 @@ async def test_who_is_cancelled_lets_the_next_go_on() -> None:
     assert len(store.room) == 0
 
 
+async def test_what_a_put_got_as_it_was_cancelled_is_free_again() -> None:
+    store = Store()
+    waiting = store.reserve(100)
+    await until_blocked(waiting)
+    store.ledger.discard(store.taken)
+    waiting.cancel()
+    await asyncio.wait({waiting})
+    assert waiting.cancelled()
+    assert store.room.reserve_nowait(_NAME, _spec(100)) is not None
+
+
 async def test_a_wait_ends_with_the_ledger() -> None:
     store = Store()
     waiting = store.reserve(10)
