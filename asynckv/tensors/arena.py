@@ -227,13 +227,18 @@ class Arena(abc.ABC):
         """Bytes that the application took and has not forgotten yet: not counted."""
         return 0
 
+    @property
+    def free_bytes(self) -> int:
+        """Bytes that are neither used nor pinned."""
+        return self.max_bytes - self.used_bytes - self.pinned_bytes
+
     def could_ever_fit(self, sizes: Sequence[int], charges: Sequence[int] = ()) -> bool:
         """Would regions of these sizes fit if the arena were empty?"""
         return sum(sizes) + sum(charges) <= self.max_bytes
 
     def fits(self, sizes: Sequence[int], charges: Sequence[int] = ()) -> bool:
         """Would regions of these sizes fit now?"""
-        return self.used_bytes + sum(sizes) + sum(charges) <= self.max_bytes
+        return sum(sizes) + sum(charges) <= self.free_bytes
 
     @abc.abstractmethod
     def allocate(

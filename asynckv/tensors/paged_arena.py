@@ -261,7 +261,7 @@ class PagedArena(Arena):
     def fits(self, sizes: Sequence[int], charges: Sequence[int] = ()) -> bool:
         self.collect()
         total = sum(sizes)
-        if not self._may_charge(total + sum(charges)):
+        if total + sum(charges) > self.free_bytes:
             return False
         return self.pages.fits(sizes) or self._is_for_heap(total) or self._may_spill
 
@@ -270,7 +270,7 @@ class PagedArena(Arena):
     ) -> list[Region] | None:
         self.collect()
         total, charged = sum(sizes), sum(charges)
-        if not self._may_charge(total + charged):
+        if total + charged > self.free_bytes:
             return None
         taken = None if self._is_for_heap(total) else self._take(sizes)
         if taken is not None:
@@ -318,7 +318,7 @@ class PagedArena(Arena):
         self.collect()
         sizes = [region.nbytes for region in regions]
         total = sum(sizes)
-        if not self._may_charge(total):
+        if total > self.free_bytes:
             return False
         sizes = sizes[: len(sizes) - charges]
         if not self._is_for_heap(sum(sizes)):
@@ -399,9 +399,6 @@ class PagedArena(Arena):
     def _charge_pinned(self, nbytes: int) -> None:
         self.used_bytes += nbytes
         self._unmap_if_over()
-
-    def _may_charge(self, nbytes: int) -> bool:
-        return self.used_bytes + self.pinned_bytes + nbytes <= self.max_bytes
 
     def _unmap_if_over(self) -> None:
         if self.is_closed and not self.used_bytes:

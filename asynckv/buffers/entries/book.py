@@ -79,8 +79,7 @@ class EntryMemory:
 
     def is_growing_for(self, entry: StoredEntry) -> bool:
         """Whether it waits for nobody, but for memory that the system is asked for."""
-        free_nbytes = self._arena.max_bytes - self._arena.used_bytes
-        return self._arena.is_growing and entry.nbytes <= free_nbytes
+        return self._arena.is_growing and entry.nbytes <= self._arena.free_bytes
 
     def place(self, entry: StoredEntry) -> bool:
         """Take memory for an entry that waits for room, if it fits.

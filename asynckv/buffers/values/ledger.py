@@ -151,21 +151,19 @@ class StoreLedger:
 
     def is_growing_for(self, spec: TensorSpec) -> bool:
         """Whether it waits for nobody, but for memory that the system is asked for."""
-        free_nbytes = self._arena.max_bytes - self._arena.used_bytes
-        return self._arena.is_growing and spec.nbytes <= free_nbytes
+        return self._arena.is_growing and spec.nbytes <= self._arena.free_bytes
 
     def reserve(self, name: StoreName, spec: TensorSpec) -> PendingPut | None:
         """Take memory for a value, dropping what was used least recently.
 
         The value that is stored as ``name`` now goes last. ``None``, and nothing
-        dropped, if too much of the arena is being read or written, or if the arena
-        is about to grow.
+        dropped, if too much of the arena is being read or written. ``None`` also if
+        the arena is about to grow: no more is dropped then than its bound asks for.
         """
-        free_nbytes = self._arena.max_bytes - self._arena.used_bytes
-        if spec.nbytes > free_nbytes + self._idle.nbytes:
+        if spec.nbytes > self._arena.free_bytes + self._idle.nbytes:
             return None
         while (regions := self._arena.allocate([spec.nbytes])) is None:
-            if self._arena.is_growing and spec.nbytes <= free_nbytes:
+            if self.is_growing_for(spec):
                 return None
             victim = self._idle.victim(spare=name)
             if victim is None:

@@ -99,6 +99,39 @@ def test_nothing_is_reserved_where_free_bytes_are_not_in_one_piece() -> None:
     assert keys_in(ledger) == "b"
 
 
+class ArenaWithLess(HeapArena):
+    """One that has 60 of its bytes; views may have some of what was given back."""
+
+    is_growing = False
+    pinned_bytes = 0
+
+    def allocate(
+        self, sizes: Sequence[int], charges: Sequence[int] = ()
+    ) -> list[Region] | None:
+        nbytes = self.used_bytes + self.pinned_bytes + sum(sizes)
+        return None if nbytes > 60 else super().allocate(sizes)
+
+
+def test_while_the_arena_grows_no_more_is_dropped_than_it_could_ever_hold() -> None:
+    arena = ArenaWithLess(_MAX_BYTES)
+    ledger = StoreLedger(arena, lambda: None)
+    for key in "abc":
+        store(ledger, key, 10)
+    reserve(ledger, "d", 30)
+    arena.is_growing = True
+    assert ledger.reserve(name_of("e"), TensorSpec((45,), "uint8")) is None
+    assert keys_in(ledger) == "bc"
+
+
+def test_nothing_is_dropped_for_what_views_of_dropped_values_leave_no_room() -> None:
+    arena = ArenaWithLess(_MAX_BYTES)
+    ledger = StoreLedger(arena, lambda: None)
+    store(ledger, "a", 30)
+    arena.pinned_bytes = 30
+    assert ledger.reserve(name_of("b"), TensorSpec((71,), "uint8")) is None
+    assert keys_in(ledger) == "a"
+
+
 def test_the_replaced_value_is_dropped_last() -> None:
     ledger = make_ledger()
     store(ledger, "a", 40)
