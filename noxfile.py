@@ -20,7 +20,10 @@ nox.options.sessions = ["lint", "types", "tests"]
 ROOT = Path(__file__).parent
 # One more than there are cores: tests wait for a third of their time.
 PROCESSES = ("-n", str(1 + min(os.cpu_count() or 1, 8)))
-COVERING = ("tests/protocol", "tests/sharing", "tests/transfers", "tests/buffers")
+COVERING = tuple(
+    f"tests/{folder}"
+    for folder in ("protocol", "sharing", "transfers", "buffers", "waits")
+)
 FUZZED = ("wire", "greeting", "chunks", "manifest", "urls", "peer")
 # Where processes that are started by hand find harness.
 HARNESS = {"PYTHONPATH": str(ROOT / "tests")}
@@ -82,7 +85,7 @@ def tests(session: nox.Session) -> None:
 
 @nox.session
 def coverage(session: nox.Session) -> None:
-    """Fail where tests of protocol, transfers or buffers leave out a branch of them."""
+    """Fail where tests of what moves and waits leave out a branch of it."""
     # Python 3.11 does not trace what follows an exception that is thrown into an
     # await, so coverage.py misses it; slipcover writes its marks into the bytecode.
     install(session, ".[test]", "slipcover")
