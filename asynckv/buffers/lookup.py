@@ -19,7 +19,7 @@ from asynckv.abc import (
     TokenIds,
 )
 from asynckv.abc.closing import async_with_only
-from asynckv.buffers.entries.admission import Admission, Room
+from asynckv.buffers.entries.admission import Admission
 from asynckv.buffers.entries.entries import make_draft, specs_in
 from asynckv.buffers.entries.ledger import Ledger
 from asynckv.buffers.in_memory import InMemoryBuffer
@@ -84,27 +84,18 @@ class LookupBuffer(InMemoryBuffer, KVLookupBuffer):
         self.fingerprint = KVFingerprint.of(fingerprint)
         super().__init__(max_bytes, lambda: self.room.change(), device)
         self._drain_s = drain_s
-        self.room = Room(
-            give_room=lambda entry: self.ledger.give_room(entry),
-            adopt=lambda entry: self.ledger.adopt(entry),
-            bound=f"a buffer of {self._arena.max_bytes} bytes",
-            check_size=lambda entry: self.ledger.book.memory.check_size(entry),
-        )
         self.ledger = Ledger(
-            self._arena,
-            max_deliver=max_deliver,
-            max_hold_s=max_hold_s,
-            changed=self.room.change,
-            waiting=lambda: [*self.room],
+            self._arena, max_deliver=max_deliver, max_hold_s=max_hold_s
         )
+        self.room = self.ledger.room
+        self.admission = Admission(self.ledger)
         self._ending: asyncio.Task[None] | None = None
-        self.admission = Admission(self.ledger, self.room)
         self._consumer = LocalConsumer(
             self.ledger.leases, self.pool, self.fingerprint, self._check_loop
         )
 
     def __repr__(self) -> str:
-        entries = len(self.ledger.book.entries) - self.room.waiting
+        entries = len(self.ledger.book.entries) - self.ledger.waiting_inserts
         return self._shown(f"{entries} entries")
 
     @property
@@ -144,7 +135,7 @@ class LookupBuffer(InMemoryBuffer, KVLookupBuffer):
             fingerprint=self.fingerprint,
             lent=self.growth.lending.regions_of(tensors.values()),
         )
-        self.admission.check_open()
+        self.ledger.check_open()
         source = LocalSource(tensors, self.pool)
         digest = None
         # What is new here need not be read once more to know whether it goes on.
@@ -269,7 +260,7 @@ class LookupBuffer(InMemoryBuffer, KVLookupBuffer):
     def statistics(self) -> LookupStatistics:
         ledger = self.ledger
         now = self._loop.time() if self._loop is not None else 0.0
-        waiting = self.room.waiting
+        waiting = self.ledger.waiting_inserts
         counters = {
             name: getattr(ledger.counters, name) for name in ledger.counters.__slots__
         }
@@ -303,29 +294,23 @@ class LookupBuffer(InMemoryBuffer, KVLookupBuffer):
         await self._close(self._drain_s if exc_type is None else 0)
 
     def abort(self) -> None:
-        self.room.closed = True
         self.ledger.close()
-        self.room.change()
         self._close_memory()
 
     async def _close(self, drain_s: float) -> None:
         self._check_loop()
         try:
-            await self.room.aclose()
+            self.ledger.refuse_inserts()
             with anyio.move_on_after(drain_s):
                 await self.room.until(
                     lambda: not self.ledger.book.entries or self.is_closed
                 )
+            self.abort()
+            ending = self._end()
+            await asyncio.wait({ending})
         except BaseException:
             self.abort()
             await wait_shielded(self._end(), timeout_s=_CANCELLED_S)
-            raise
-        self.abort()
-        ending = self._end()
-        try:
-            await asyncio.wait({ending})
-        except asyncio.CancelledError:
-            await wait_shielded(ending, timeout_s=_CANCELLED_S)
             raise
         ending.result()
 

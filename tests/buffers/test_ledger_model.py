@@ -239,7 +239,6 @@ class LedgerAgainstBruteForce(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         def close() -> None:
-            self.bench.room.closed = True
             self.bench.ledger.close()
 
         self.run(close)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from asynckv.buffers.entries.admission import Room
 from asynckv.buffers.entries.entries import StoredEntry, Waiter
 from asynckv.buffers.entries.ledger import Ledger
 from asynckv.tensors.arena import HeapArena
@@ -24,16 +23,10 @@ class SteppedLedger:
         self, max_bytes: int = 100, *, max_hold_s: float | None = None
     ) -> None:
         self.arena = HeapArena(max_bytes)
-        self.ledger = Ledger(
-            self.arena,
-            max_deliver=2,
-            max_hold_s=max_hold_s,
-            changed=lambda: self.room.change(),
-            waiting=lambda: [*self.room],
-        )
+        self.ledger = Ledger(self.arena, max_deliver=2, max_hold_s=max_hold_s)
         self.book = self.ledger.book
         self.leases = self.ledger.leases
-        self.room = Room(self.ledger.give_room, self.ledger.adopt)
+        self.room = self.ledger.room
 
     def begin(
         self,
@@ -56,8 +49,7 @@ class SteppedLedger:
                 ttl_s=ttl_s,
             )
         )
-        if not self.room.join(entry):
-            self.ledger.announce(entry)
+        self.ledger.ask_for_room(entry)
         return entry
 
     def finish(self, entry: StoredEntry) -> None:

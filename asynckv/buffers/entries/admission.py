@@ -1,9 +1,8 @@
 """How an entry gets in: room first, then its bytes, then the commit.
 
-Local and remote inserts differ only in their :class:`Source`. Room is given first come,
-first served, on one Condition, which plain functions notify. Tickets are the entries
-themselves: one that somebody selected while it waited needs no room for now and lets
-others pass, but keeps its place.
+Local and remote inserts differ only in their :class:`Source`. What is waited for is a
+change of the :class:`~asynckv.buffers.entries.ledger.Ledger`, on one Condition that its
+plain functions notify.
 """
 
 from __future__ import annotations
@@ -13,110 +12,19 @@ from typing import Protocol
 
 from asynckv.buffers.entries.entries import Draft, EntryState, StoredEntry
 from asynckv.buffers.entries.ledger import Ledger
-from asynckv.errors import BufferClosed, EntryAborted, EntryTooLarge
+from asynckv.errors import BufferClosed, EntryAborted
 from asynckv.observability.waits import LoggedWait
 from asynckv.tensors.views import no_memory
-from asynckv.waits.line import FairLine
 
 __all__ = (
     "Admission",
     "Landed",
-    "Room",
     "Source",
     "check_not_aborted",
 )
 
 
 _ENDS_WITH = "a drop_select, a withdraw or aclose"
-
-
-class Room(FairLine[StoredEntry]):
-    """The line of entries that have no room in the arena yet.
-
-    ``give_room`` and ``adopt`` try to take memory for the first in line, and
-    ``check_size`` raises ``EntryTooLarge`` for what can have none any more;
-    ``bound`` says in logs what it is that has no room.
-    """
-
-    def __init__(
-        self,
-        give_room: Callable[[StoredEntry], bool],
-        adopt: Callable[[StoredEntry], bool],
-        bound: str = "the buffer",
-        *,
-        check_size: Callable[[StoredEntry], None] = lambda entry: None,
-    ) -> None:
-        super().__init__(self._through, self._is_selected)
-        self._give_room = give_room
-        self._adopt = adopt
-        self._check_size = check_size
-        self._bound = bound
-        self.closed = False
-
-    @property
-    def waiting(self) -> int:
-        """How many of them have no room, and were not selected without."""
-        return sum(entry.state is EntryState.WAITING for entry in self)
-
-    def join(self, entry: StoredEntry) -> bool:
-        """Get in line; ``True`` if nobody was before it and room was had at once.
-
-        :raises BufferClosed: no more entries are taken
-        """
-        if self.closed:
-            raise BufferClosed("the buffer takes no more entries")
-        return super().join(entry) and entry.state is not EntryState.WAITING
-
-    async def turn(self, entry: StoredEntry) -> None:
-        """Wait until the entry has room, or was selected without.
-
-        Cancelling leaves the entry in line: whoever cancels calls :meth:`quit`.
-
-        :raises BufferClosed: the buffer was closed meanwhile
-        :raises EntryAborted: the entry was withdrawn meanwhile
-        :raises EntryTooLarge: it can never fit, since memory was refused
-        """
-        if entry.state is EntryState.WAITING and not self.closed:
-            who = f"insert of {entry.entry_id} ({entry.nbytes} bytes)"
-            with LoggedWait(who, f"room in {self._bound}", _ENDS_WITH):
-                await self.until(
-                    lambda: (
-                        entry.state is not EntryState.WAITING
-                        or self.closed
-                        or entry not in self
-                    )
-                )
-        check_not_aborted(entry)
-        if entry.state is EntryState.WAITING:
-            if not self.closed:
-                self._check_size(entry)
-            raise BufferClosed("the buffer was closed while the insert waited")
-
-    def _through(self, entry: StoredEntry) -> bool:
-        if entry.state is EntryState.WAITING:
-            moved = not self.closed and self._give_room(entry)
-        elif entry.state is not EntryState.GONE and not entry.in_arena:
-            moved = self._adopt(entry)
-        else:
-            moved = True
-        return moved or not (self.closed or self._could_fit(entry))
-
-    def _could_fit(self, entry: StoredEntry) -> bool:
-        try:
-            self._check_size(entry)
-        except EntryTooLarge:
-            return False
-        return True
-
-    @staticmethod
-    def _is_selected(entry: StoredEntry) -> bool:
-        return entry.state is EntryState.DIRECT
-
-    async def aclose(self) -> None:
-        """Refuse whoever waits or comes. Waits for the last notification."""
-        self.closed = True
-        self.change()
-        await super().aclose()
 
 
 def check_not_aborted(entry: StoredEntry) -> None:
@@ -149,10 +57,10 @@ class Source(Protocol):
 class Admission:
     """Takes entries into one buffer's ledger."""
 
-    def __init__(self, ledger: Ledger, room: Room) -> None:
+    def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
         self._book = ledger.book
-        self._room = room
+        self._room = ledger.room
 
     async def insert(
         self, draft: Draft, source: Source, digest: bytes | None = None
@@ -164,7 +72,7 @@ class Admission:
         inserted before. What is under way under its id it waits for. Cancelled, it
         leaves as :meth:`Ledger.forsake` says.
         """
-        self.check_open()
+        self._ledger.check_open()
         await self._until_decided(draft.entry_id)
         if digest is not None and digest == self._book.known_digest(draft.entry_id):
             return
@@ -188,7 +96,7 @@ class Admission:
         What is under way under its id it waits for first. A cancelled call leaves no
         trace.
         """
-        self.check_open()
+        self._ledger.check_open()
         await self._until_decided(draft.entry_id)
         entry = self._book.admit(draft)
         try:
@@ -250,21 +158,33 @@ class Admission:
         return entry.state in (EntryState.READY, EntryState.GONE)
 
     async def _wait_for_room(self, entry: StoredEntry) -> None:
-        if entry not in self._room and self._room.join(entry):
-            return
-        self._ledger.announce(entry)
-        if entry.state is EntryState.WAITING:
-            is_full = not self._book.memory.is_growing_for(entry)
-            self._ledger.counters.room_waits += is_full
-        await self._room.turn(entry)
+        """Wait until the entry has room, or was selected without.
 
-    def check_open(self) -> None:
-        """Refuse new entries once the buffer is being closed.
+        Cancelling leaves the entry in line: whoever cancels takes it out.
 
-        :raises BufferClosed: it is
+        :raises BufferClosed: the buffer takes no more entries, or is closed meanwhile
+        :raises EntryAborted: the entry was withdrawn meanwhile
+        :raises EntryTooLarge: it can never fit, since memory was refused
         """
-        if self._room.closed:
-            raise BufferClosed("the buffer takes no more entries")
+        ledger, memory = self._ledger, self._book.memory
+        if ledger.ask_for_room(entry):
+            return
+        if entry.state is EntryState.WAITING:
+            who = f"insert of {entry.entry_id} ({entry.nbytes} bytes)"
+            what = f"room in a buffer of {memory.max_bytes} bytes"
+            with LoggedWait(who, what, _ENDS_WITH):
+                await self._room.until(
+                    lambda: (
+                        entry.state is not EntryState.WAITING
+                        or ledger.is_closing
+                        or entry not in self._room
+                    )
+                )
+        check_not_aborted(entry)
+        if entry.state is EntryState.WAITING:
+            if not ledger.is_closing:
+                memory.check_size(entry)
+            raise BufferClosed("the buffer was closed while the insert waited")
 
     async def _until_decided(self, entry_id: str) -> None:
         """Wait while another insert under that id is under way, or ending."""
@@ -273,9 +193,9 @@ class Admission:
         what = "the end of another insert under that id"
         with LoggedWait(f"insert of {entry_id}", what, "its commit or its cancel"):
             await self._room.until(
-                lambda: self._room.closed or not self._book.is_undecided(entry_id)
+                lambda: self._ledger.is_closing or not self._book.is_undecided(entry_id)
             )
-        self.check_open()
+        self._ledger.check_open()
 
     def _check_owned(self, entry: StoredEntry) -> None:
         check_not_aborted(entry)

@@ -64,12 +64,21 @@ class EntryMemory:
         self._account_bytes = 0
         self._entries = 0
 
+    @property
+    def max_bytes(self) -> int:
+        """What entries may take of the arena."""
+        return self._arena.max_bytes
+
+    def could_ever_fit(self, entry: StoredEntry) -> bool:
+        """Could it be in the arena if that were empty?"""
+        return self._arena.could_ever_fit(entry.sizes, entry.charges)
+
     def check_size(self, entry: StoredEntry) -> None:
         """Refuse what could not be in the arena if it were empty.
 
         :raises EntryTooLarge: it could never fit, or since memory was refused
         """
-        if not self._arena.could_ever_fit(entry.sizes, entry.charges):
+        if not self.could_ever_fit(entry):
             is_short = self._arena.refused_slabs
             raise EntryTooLarge(
                 nbytes=entry.nbytes,

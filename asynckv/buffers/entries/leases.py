@@ -12,7 +12,7 @@ import collections
 import itertools
 import logging
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Final
 
 from asynckv.buffers.entries.book import EntryBook
@@ -325,12 +325,6 @@ class Leases:
         self._matchmaker.show(entry)
         while (found := self._matchmaker.next_for(entry)) is not None:
             self._lease(entry, found[0], found[1])
-
-    def offer_waiting(self, entries: Iterable[StoredEntry]) -> None:
-        """A consumer's receive bound has room again: look at waiting entries."""
-        for entry in entries:
-            if entry.state is EntryState.WAITING:
-                self.offer(entry)
 
     def acknowledge(self, lease: Lease) -> None:
         """The delivery counts. The entry leaves with its last one.

@@ -2,18 +2,22 @@
 
 Rule of this file: every function is plain. Nothing here waits, copies payload
 or talks to a peer; :class:`~asynckv.buffers.entries.admission.Admission` does.
+Room is given first come, first served. Tickets of the line are the entries themselves:
+one that somebody selected while it waited needs no room for now and lets others pass,
+but keeps its place.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable
 
 from asynckv.buffers.entries.book import EntryBook, EntryMemory
 from asynckv.buffers.entries.entries import EntryState, StoredEntry
 from asynckv.buffers.entries.leases import Leases, Matchmaker
 from asynckv.buffers.statistics import Counters
+from asynckv.errors import BufferClosed
 from asynckv.tensors.arena import Arena
+from asynckv.waits.line import FairLine
 
 __all__ = ("Ledger",)
 
@@ -21,26 +25,22 @@ __all__ = ("Ledger",)
 class Ledger:
     """The entries in the ``book``, the ``leases`` on them, and what happened.
 
-    ``changed`` is called whenever room or a state may have changed; ``waiting``
-    returns the entries that have no room, the first one first.
+    ``room`` is the line of entries that have no room in the arena yet; it is told of
+    each change of room, or of a state. None joins it once the ledger ``is_closing``.
     """
 
     def __init__(
-        self,
-        arena: Arena,
-        *,
-        max_deliver: int,
-        max_hold_s: float | None,
-        changed: Callable[[], None],
-        waiting: Callable[[], Iterable[StoredEntry]],
+        self, arena: Arena, *, max_deliver: int, max_hold_s: float | None
     ) -> None:
         matchmaker = Matchmaker()
         self.counters = Counters()
+        self.is_closing = False
+        self.room: FairLine[StoredEntry] = FairLine(self._is_through, _is_selected)
         self.book = EntryBook(
             EntryMemory(arena, self.counters, self.offer_waiting_soon),
             self.counters,
             hide=matchmaker.hide,
-            changed=changed,
+            changed=self.room.change,
         )
         self.leases = Leases(
             self.book,
@@ -49,27 +49,43 @@ class Ledger:
             max_deliver=max_deliver,
             max_hold_s=max_hold_s,
         )
-        self._changed = changed
-        self._waiting = waiting
         self._is_offering = False
 
-    def announce(self, entry: StoredEntry) -> None:
-        """The entry waits for room: from now on it can be selected."""
+    @property
+    def waiting_inserts(self) -> int:
+        """How many entries have no room, and were not selected without."""
+        return sum(entry.state is EntryState.WAITING for entry in self.room)
+
+    def check_open(self) -> None:
+        """Refuse new entries once the buffer is being closed.
+
+        :raises BufferClosed: it is
+        """
+        if self.is_closing:
+            raise BufferClosed("the buffer takes no more entries")
+
+    def ask_for_room(self, entry: StoredEntry) -> bool:
+        """Let an entry have room; ``False`` if it has to wait for that, in line.
+
+        Without room it can be selected as well.
+
+        :raises BufferClosed: the buffer takes no more entries
+        """
+        if entry not in self.room:
+            self.check_open()
+            if self.room.join(entry) and entry.state is not EntryState.WAITING:
+                return True
         self.leases.offer(entry)
+        if entry.state is EntryState.WAITING:
+            is_full = not self.book.memory.is_growing_for(entry)
+            self.counters.room_waits += is_full
+        return False
 
     def give_room(self, entry: StoredEntry) -> bool:
         """Take memory for a waiting entry, if it fits."""
         if not self.book.memory.place(entry):
             return False
         self.leases.offer(entry)
-        return True
-
-    def adopt(self, entry: StoredEntry) -> bool:
-        """Move a streaming entry that began outside into the arena, if it fits."""
-        if not self.book.memory.move_in(entry):
-            return False
-        for lease in entry.leases.values():
-            lease.uncharge()
         return True
 
     def landed(self, entry: StoredEntry, index: int, digest: bytes) -> None:
@@ -93,7 +109,7 @@ class Ledger:
         for lease in list(entry.leases.values()):
             lease.holder.completed(lease)
         self.leases.offer(entry)
-        self._changed()  # another insert under its id may wait for that
+        self.room.change()  # another insert under its id may wait for that
 
     def forsake(self, entry: StoredEntry) -> None:
         """The insert was cancelled or failed.
@@ -132,15 +148,46 @@ class Ledger:
             self._is_offering = True
             asyncio.get_running_loop().call_soon(self._offer_waiting)
 
+    def refuse_inserts(self) -> None:
+        """No entry comes in any more; those that wait for room learn it."""
+        self.is_closing = True
+        self.room.change()
+
     def close(self) -> None:
         """Every query ends, and entries leave; see :meth:`Leases.close`."""
+        self.is_closing = True
         self.leases.close()
         self.book.close()
-        self._changed()
+        self.room.change()
 
     def _offer_waiting(self) -> None:
         self._is_offering = False
-        self.leases.offer_waiting(self._waiting())
+        for entry in list(self.room):
+            if entry.state is EntryState.WAITING:
+                self.leases.offer(entry)
+
+    def _is_through(self, entry: StoredEntry) -> bool:
+        if entry.state is EntryState.WAITING:
+            has_room = not self.is_closing and self.give_room(entry)
+        elif entry.state is not EntryState.GONE and not entry.in_arena:
+            has_room = self._move_in(entry)
+        else:
+            return True
+        return has_room or not (
+            self.is_closing or self.book.memory.could_ever_fit(entry)
+        )
+
+    def _move_in(self, entry: StoredEntry) -> bool:
+        """Charge the arena for a streaming entry that began outside, if it fits."""
+        if not self.book.memory.move_in(entry):
+            return False
+        for lease in entry.leases.values():
+            lease.uncharge()
+        return True
+
+
+def _is_selected(entry: StoredEntry) -> bool:
+    return entry.state is EntryState.DIRECT
 
 
 def _is_its_consumers(entry: StoredEntry) -> bool:

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from asynckv.buffers.entries.admission import Admission, Landed, Room
+from asynckv.buffers.entries.admission import Admission, Landed
 from asynckv.buffers.entries.entries import EntryState, StoredEntry
 from asynckv.buffers.entries.ledger import Ledger
 from asynckv.errors import BufferClosed, EntryAborted, EntryTooLarge
@@ -25,22 +25,9 @@ class Bench:
         self.may_fill = asyncio.Event()
         self.may_fill.set()
         self.arena = HeapArena(100)
-        self.room = Room(
-            lambda e: self.ledger.give_room(e),
-            lambda e: self.adopt(e),
-            check_size=lambda e: self.ledger.book.memory.check_size(e),
-        )
-        self.ledger = Ledger(
-            self.arena,
-            max_deliver=5,
-            max_hold_s=None,
-            changed=self.room.change,
-            waiting=lambda: [*self.room],
-        )
-        self.admission = Admission(self.ledger, self.room)
-
-    def adopt(self, entry: StoredEntry) -> bool:
-        return self.ledger.adopt(entry)
+        self.ledger = Ledger(self.arena, max_deliver=5, max_hold_s=None)
+        self.room = self.ledger.room
+        self.admission = Admission(self.ledger)
 
     async def fill(self, entry: StoredEntry, landed: Landed) -> None:
         self.fills += 1
@@ -217,7 +204,7 @@ async def test_an_insert_that_was_withdrawn_says_so() -> None:
 async def test_closing_refuses_those_who_wait_and_those_who_come() -> None:
     bench = await full_bench()
     insert = await bench.started("a")
-    await bench.room.aclose()
+    bench.ledger.refuse_inserts()
     for refused in (insert, bench.insert("b")):
         with pytest.raises(BufferClosed):
             await refused

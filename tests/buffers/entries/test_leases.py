@@ -145,7 +145,7 @@ async def test_who_was_being_sent_an_entry_can_have_it_when_it_is_sent_again() -
     bench.ledger.forsake(entry)
     again = bench.book.admit(entry.draft)
     bench.book.resume(again, entry.delivered_digest)
-    bench.ledger.announce(again)
+    bench.leases.offer(again)
     bench.select(consumer="done")
     assert held.held().entry is again
 

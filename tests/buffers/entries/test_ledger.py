@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 
 from asynckv.buffers.entries.entries import EntryState
@@ -44,7 +46,8 @@ async def test_a_consumer_whose_bound_is_full_gets_no_direct_delivery() -> None:
     bench.leases.select(ONE, holder, None)
     assert holder.entry_id is None
     holder.bound = 58
-    bench.leases.offer_waiting(list(bench.book.entries.values()))
+    bench.ledger.offer_waiting_soon()
+    await asyncio.sleep(0)
     assert holder.entry_id == "a"
 
 

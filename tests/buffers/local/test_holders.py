@@ -18,13 +18,7 @@ class Bench:
     """A ledger and one local query of it."""
 
     def __init__(self, *, streams: bool = False) -> None:
-        self.ledger = Ledger(
-            HeapArena(1000),
-            max_deliver=5,
-            max_hold_s=None,
-            changed=lambda: None,
-            waiting=list,
-        )
+        self.ledger = Ledger(HeapArena(1000), max_deliver=5, max_hold_s=None)
         self.holder = LocalHolder(self.ledger.leases, streams=streams)
         self.holder.select(make_query([1], None), None)
 

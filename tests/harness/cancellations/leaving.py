@@ -147,7 +147,7 @@ async def a_lookup_buffers_end(ground: Ground, sweeper: Sweeper, nbytes: int) ->
         await until(lambda: own.statistics().waiting_selects == 1)
 
     async def drain() -> None:
-        await until(lambda: own.room.closed)
+        await until(lambda: own.ledger.is_closing)
         await sweeper.pause()
         await own.drop_select(TOKENS)
 
