@@ -12,7 +12,7 @@ from asynckv.abc import KVStoreBuffer
 from asynckv.abc.closing import async_with_only
 from asynckv.buffers.in_memory import InMemoryBuffer
 from asynckv.buffers.statistics import StoreStatistics
-from asynckv.buffers.values.stored import StoredValues
+from asynckv.buffers.values import StoredValues
 from asynckv.tensors.views import check_into, check_landing_place, spec_of
 from asynckv.transfers.queries import as_keys
 from asynckv.types import KVFingerprint

@@ -13,8 +13,7 @@ from asynckv.buffers.serving.service import (
     Service,
     answer_at_once,
 )
-from asynckv.buffers.values.ledger import PendingPut, PinnedValue
-from asynckv.buffers.values.stored import StoredValues
+from asynckv.buffers.values import PendingPut, PinnedValue, StoredValues
 from asynckv.errors import BufferClosed, ChecksumError, PeerLost, RemoteProtocolError
 from asynckv.links.link import Link, LinkStream
 from asynckv.links.requests import StreamHandler

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from asynckv.buffers.values.stored import StoredValues
+from asynckv.buffers.values import StoredValues
 from asynckv.errors import BufferClosed, EntryTooLarge
 from asynckv.tensors.arena import HeapArena
 from asynckv.types import KVFingerprint, TensorSpec

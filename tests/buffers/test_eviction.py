@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from hypothesis import given, strategies as st
 
-from asynckv.buffers.values.ledger import EvictionOrder
+from asynckv.buffers.values import EvictionOrder
 
 
 def order_of(*keys: str) -> EvictionOrder[str]:

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from asynckv.buffers.values.ledger import PendingPut, StoreLedger, StoreRoom
+from asynckv.buffers.values import PendingPut, StoreLedger, StoreRoom
 from asynckv.errors import BufferClosed
 from asynckv.tensors.arena import HeapArena
 from asynckv.testing import until_blocked

@@ -7,7 +7,7 @@ from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from hypothesis.strategies import integers, sampled_from
 
-from asynckv.buffers.values.ledger import (
+from asynckv.buffers.values import (
     PendingPut,
     PinnedValue,
     StoreLedger,

@@ -1,5 +1,0 @@
-"""What a store buffer holds."""
-
-from __future__ import annotations
-
-__all__: tuple[str, ...] = ()
