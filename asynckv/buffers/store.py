@@ -49,7 +49,7 @@ class StoreBuffer(InMemoryBuffer, KVStoreBuffer):
         self.values = StoredValues(self._arena, self._check_loop)
 
     def __repr__(self) -> str:
-        return self._shown(f"{len(self.values.ledger)} keys")
+        return self._shown(f"{len(self.values)} keys")
 
     async def put(self, key: str, value: torch.Tensor | None) -> None:
         if value is None:
@@ -106,7 +106,7 @@ class StoreBuffer(InMemoryBuffer, KVStoreBuffer):
                     self.values.release(one)
 
     def statistics(self) -> StoreStatistics:
-        ledger, room = self.values.ledger, self.values.room
+        values = self.values
         now = self._loop.time() if self._loop is not None else 0.0
         return StoreStatistics(
             max_bytes=self._arena.max_bytes,
@@ -116,10 +116,10 @@ class StoreBuffer(InMemoryBuffer, KVStoreBuffer):
             handed_out_bytes=self._arena.handed_out_bytes,
             refused_slabs=self._arena.refused_slabs,
             late_views=self.growth.late_views,
-            keys=len(ledger),
-            waiting_puts=len(room),
-            oldest_put_wait_s=room.longest_wait_s(now),
-            **dataclasses.asdict(ledger.counters),
+            keys=len(values),
+            waiting_puts=len(values.room),
+            oldest_put_wait_s=values.room.longest_wait_s(now),
+            **dataclasses.asdict(values.counters),
         )
 
     async def aclose(self) -> None:
@@ -130,7 +130,7 @@ class StoreBuffer(InMemoryBuffer, KVStoreBuffer):
             await self._wait_closed()
 
     def abort(self) -> None:
-        self.values.ledger.close()
+        self.values.close()
         self._close_memory()
 
 

@@ -1,9 +1,8 @@
-"""What a store buffer holds, and every change of it.
+"""What a store buffer holds, for whoever asks for it: the store itself, or its peers.
 
 A value is charged to the arena until it is no longer stored *and* nobody reads it. A
 value is replaced whole: readers keep the one they began with. Puts wait for room first
-come, first served; which key is dropped to make room is pure state, without memory or
-waiting.
+come, first served; every other function is plain.
 """
 
 from __future__ import annotations
@@ -25,9 +24,7 @@ __all__ = (
     "EvictionOrder",
     "PendingPut",
     "PinnedValue",
-    "StoreLedger",
     "StoreName",
-    "StoreRoom",
     "StoredValues",
 )
 
@@ -104,77 +101,90 @@ class _StoredValue:
 class PinnedValue:
     """One reader's hold on a value: its memory stays as it is until released."""
 
+    spec: TensorSpec
+    region: Region
+    digest: bytes
     _value: _StoredValue
     is_held: bool = True
 
-    @property
-    def spec(self) -> TensorSpec:
-        return self._value.spec
 
-    @property
-    def region(self) -> Region:
-        return self._value.region
+@dataclasses.dataclass(slots=True, eq=False)
+class _Ticket:
+    """One put's place in the line; ``pending`` is what it waited for.
 
-    @property
-    def digest(self) -> bytes:
-        return self._value.digest
+    Through without it, it can never have any.
+    """
+
+    name: StoreName
+    spec: TensorSpec
+    pending: PendingPut | None = None
 
 
-class StoreLedger:
-    """The values of one store buffer by name, in one arena.
+class StoredValues:
+    """The values of one store buffer in ``arena``, by name.
 
-    ``changed`` is called whenever room may have appeared.
+    A name is a key, with the fingerprint of who put the value. ``check_loop`` is called
+    first by what only the store's own loop may do.
     """
 
     def __init__(
-        self, arena: Arena, changed: Callable[[], None], max_keys: int = MAX_KEYS
+        self, arena: Arena, check_loop: Callable[[], object], max_keys: int = MAX_KEYS
     ) -> None:
+        self.counters = StoreCounters()
+        self.closed = False
+        self.room: FairLine[_Ticket] = FairLine(self._is_through)
         self._arena = arena
-        self._changed = changed
+        self._check_loop = check_loop
         self._max_keys = max_keys
         self._values: dict[StoreName, _StoredValue] = {}
         self._idle: EvictionOrder[StoreName] = EvictionOrder()
-        self.counters = StoreCounters()
-        self.closed = False
 
     def __len__(self) -> int:
         return len(self._values)
 
-    def __contains__(self, name: object) -> bool:
-        return name in self._values
+    async def reserve(
+        self, key: str, spec: TensorSpec, fingerprint: KVFingerprint | None
+    ) -> PendingPut:
+        """Take memory for a value to be written there, then committed.
 
-    @property
-    def max_bytes(self) -> int:
-        return self._arena.max_bytes
+        Waits, last in line, only while readers and other puts hold too much. A
+        cancelled call leaves no trace but the keys dropped to make room.
 
-    def could_ever_fit(self, spec: TensorSpec) -> bool:
-        """Would there be room for it if nothing else was here?"""
-        return self._arena.could_ever_fit([spec.nbytes])
-
-    def is_growing_for(self, spec: TensorSpec) -> bool:
-        """Whether it waits for nobody, but for memory that the system is asked for."""
-        return self._arena.is_growing and spec.nbytes <= self._arena.free_bytes
-
-    def reserve(self, name: StoreName, spec: TensorSpec) -> PendingPut | None:
-        """Take memory for a value, dropping what was used least recently.
-
-        The value that is stored as ``name`` now goes last. ``None``, and nothing
-        dropped, if too much of the arena is being read or written. ``None`` also if
-        the arena is about to grow: no more is dropped then than its bound asks for.
+        :raises EntryTooLarge: it could never fit, or since memory was refused
+        :raises BufferClosed: the buffer is closed, or was closed meanwhile
         """
-        if spec.nbytes > self._arena.free_bytes + self._idle.nbytes:
-            return None
-        while (regions := self._arena.allocate([spec.nbytes])) is None:
-            if self.is_growing_for(spec):
-                return None
-            victim = self._idle.victim(spare=name)
-            if victim is None:
-                return None
-            self._evict(victim)
-        return PendingPut(name, spec, regions[0])
+        pending = self.reserve_nowait(key, spec, fingerprint)
+        if pending is not None:
+            return pending
+        ticket = _Ticket((key, fingerprint), spec)
+        self.counters.room_waits += not self._is_growing_for(spec)
+        who = f"put of {key!r} ({spec.nbytes} bytes)"
+        try:
+            if not self.room.join(ticket):
+                await self.room.until_through(
+                    ticket, who, "room", "the end of a get or put, or aclose"
+                )
+            if self.closed:
+                raise BufferClosed("the buffer was closed while the put waited")
+        except BaseException:
+            if not self.room.quit(ticket) and ticket.pending is not None:
+                self.discard(ticket.pending)
+            raise
+        if ticket.pending is None:
+            raise EntryTooLarge(nbytes=spec.nbytes, max_bytes=self._arena.max_bytes)
+        return ticket.pending
+
+    def reserve_nowait(
+        self, key: str, spec: TensorSpec, fingerprint: KVFingerprint | None
+    ) -> PendingPut | None:
+        """As :meth:`reserve`; ``None`` where that would wait."""
+        self.check_usable(key)
+        if not self._arena.could_ever_fit([spec.nbytes]):
+            raise EntryTooLarge(nbytes=spec.nbytes, max_bytes=self._arena.max_bytes)
+        return None if self.room else self._reserve((key, fingerprint), spec)
 
     def commit(self, pending: PendingPut, digest: bytes) -> None:
-        """Make the value that was written what is stored by its name.
+        """Replace what is stored by that name with what was written.
 
         :raises BufferClosed: the buffer was closed meanwhile; it is discarded
         :raises RuntimeError: it was committed or discarded before
@@ -195,30 +205,28 @@ class StoreLedger:
         self._values[name] = _StoredValue(name, pending.spec, pending.region, digest)
         self._idle.add(name, pending.region.nbytes)
         self.counters.puts += 1
-        self._changed()
+        self.room.change()
 
     def discard(self, pending: PendingPut) -> None:
         """Give the memory of a put back; nothing happens after a commit."""
         if pending.is_open:
             pending.is_open = False
             pending.region.release()
-            self._changed()
+            self.room.change()
 
-    def pin(self, name: StoreName) -> PinnedValue | None:
-        """Hold the value stored as ``name`` for one reader, if there is one."""
-        pinned = self.hold(name)
+    def lookup(self, key: str, fingerprint: KVFingerprint | None) -> PinnedValue | None:
+        """Hold what is stored under ``key``, if anything, until it is released."""
+        (pinned,) = self.hold([key], fingerprint)
         self.counters.misses += pinned is None
         self.counters.hits += pinned is not None
         return pinned
 
-    def hold(self, name: StoreName) -> PinnedValue | None:
-        """As :meth:`pin`, for somebody who does not read it: that is no hit or miss."""
-        value = self._values.get(name)
-        if value is None:
-            return None
-        value.readers += 1
-        self._idle.discard(name)
-        return PinnedValue(value)
+    def hold(
+        self, keys: Sequence[str], fingerprint: KVFingerprint | None
+    ) -> list[PinnedValue | None]:
+        """As :meth:`lookup`, for each of ``keys``; no hit or miss of what is there."""
+        self._check_open()
+        return [self._hold((key, fingerprint)) for key in keys]
 
     def release(self, pinned: PinnedValue) -> None:
         """End one reader's hold; a second call does nothing."""
@@ -233,169 +241,30 @@ class StoreLedger:
             self._idle.add(value.name, value.region.nbytes)
         else:
             value.region.release()
-        self._changed()
+        self.room.change()
 
-    def delete(self, name: StoreName) -> bool:
-        """Forget ``name``; ``True`` if it was there."""
-        if name not in self._values:
+    def remove(self, key: str, fingerprint: KVFingerprint | None) -> bool:
+        """Forget ``key``; ``True`` if it was there."""
+        self._check_open()
+        if not self._remove((key, fingerprint)):
             return False
-        self._remove(name)
         self.counters.deletes += 1
-        self._changed()
+        self.room.change()
         return True
+
+    def has(
+        self, keys: Sequence[str], fingerprint: KVFingerprint | None
+    ) -> tuple[bool, ...]:
+        """Tell of each key if whoever has ``fingerprint`` finds it."""
+        self._check_open()
+        return tuple((key, fingerprint) in self._values for key in keys)
 
     def close(self) -> None:
         """Forget everything; what is being read goes when its readers go."""
         self.closed = True
         for name in list(self._values):
             self._remove(name)
-        self._changed()
-
-    def _evict(self, name: StoreName) -> None:
-        self._remove(name)
-        self.counters.evictions += 1
-
-    def _remove(self, name: StoreName) -> None:
-        value = self._values.pop(name, None)
-        if value is None:
-            return
-        self._idle.discard(name)
-        value.is_stored = False
-        if not value.readers:
-            value.region.release()
-
-
-@dataclasses.dataclass(slots=True, eq=False)
-class _Ticket:
-    """One put's place in the line; ``pending`` is what it waited for.
-
-    Through without it, it can never have any.
-    """
-
-    name: StoreName
-    spec: TensorSpec
-    pending: PendingPut | None = None
-
-
-class StoreRoom(FairLine[_Ticket]):
-    """The line before a store's ledger."""
-
-    def __init__(self, ledger: StoreLedger) -> None:
-        super().__init__(self._reserve)
-        self._ledger = ledger
-
-    def reserve_nowait(self, name: StoreName, spec: TensorSpec) -> PendingPut | None:
-        """Take memory for a value; ``None`` where there is none, or a line for it."""
-        return None if len(self) else self._ledger.reserve(name, spec)
-
-    async def reserve(self, name: StoreName, spec: TensorSpec) -> PendingPut:
-        """Wait for memory, last in line. A cancelled call leaves no trace.
-
-        :raises BufferClosed: the ledger was closed meanwhile
-        :raises EntryTooLarge: it can never fit, since memory was refused
-        """
-        ticket = _Ticket(name, spec)
-        self._ledger.counters.room_waits += not self._ledger.is_growing_for(spec)
-        who = f"put of {name[0]!r} ({spec.nbytes} bytes)"
-        try:
-            if not self.join(ticket):
-                await self.until_through(
-                    ticket, who, "room", "the end of a get or put, or aclose"
-                )
-            if self._ledger.closed:
-                raise BufferClosed("the buffer was closed while the put waited")
-        except BaseException:
-            if not self.quit(ticket) and ticket.pending is not None:
-                self._ledger.discard(ticket.pending)
-            raise
-        if ticket.pending is None:
-            raise EntryTooLarge(nbytes=spec.nbytes, max_bytes=self._ledger.max_bytes)
-        return ticket.pending
-
-    def _reserve(self, ticket: _Ticket) -> bool:
-        if self._ledger.closed:
-            return True
-        ticket.pending = self._ledger.reserve(ticket.name, ticket.spec)
-        is_given = ticket.pending is not None
-        return is_given or not self._ledger.could_ever_fit(ticket.spec)
-
-
-class StoredValues:
-    """Keeps values in ``arena``, by key and by the fingerprint of who put them.
-
-    ``check_loop`` is called first by what only the store's own loop may do.
-    """
-
-    def __init__(self, arena: Arena, check_loop: Callable[[], object]) -> None:
-        self._arena = arena
-        self._check_loop = check_loop
-        self.ledger = StoreLedger(arena, lambda: self.room.change())
-        self.room = StoreRoom(self.ledger)
-
-    async def reserve(
-        self, key: str, spec: TensorSpec, fingerprint: KVFingerprint | None
-    ) -> PendingPut:
-        """Take memory for a value to be written there, then committed.
-
-        Waits only while readers and other puts hold too much. A cancelled call
-        leaves no trace but the keys dropped to make room.
-
-        :raises EntryTooLarge: it could never fit
-        :raises BufferClosed: the buffer is closed, or was closed meanwhile
-        """
-        pending = self.reserve_nowait(key, spec, fingerprint)
-        if pending is not None:
-            return pending
-        self._check_loop()
-        return await self.room.reserve((key, fingerprint), spec)
-
-    def reserve_nowait(
-        self, key: str, spec: TensorSpec, fingerprint: KVFingerprint | None
-    ) -> PendingPut | None:
-        """As :meth:`reserve`; ``None`` where that would wait."""
-        self.check_usable(key)
-        if not self._arena.could_ever_fit([spec.nbytes]):
-            raise EntryTooLarge(nbytes=spec.nbytes, max_bytes=self._arena.max_bytes)
-        return self.room.reserve_nowait((key, fingerprint), spec)
-
-    def commit(self, pending: PendingPut, digest: bytes) -> None:
-        """Replace what is stored by that key with what was written.
-
-        :raises BufferClosed: the buffer was closed meanwhile; it is discarded
-        """
-        self.ledger.commit(pending, digest)
-
-    def discard(self, pending: PendingPut) -> None:
-        """Give the memory back; nothing happens after a commit. Never waits."""
-        self.ledger.discard(pending)
-
-    def lookup(self, key: str, fingerprint: KVFingerprint | None) -> PinnedValue | None:
-        """Hold what is stored under ``key`` until it is released. Never waits."""
-        self._check_open()
-        return self.ledger.pin((key, fingerprint))
-
-    def hold(
-        self, keys: Sequence[str], fingerprint: KVFingerprint | None
-    ) -> list[PinnedValue | None]:
-        """As :meth:`lookup`, for each of ``keys``; no use of what is there."""
-        self._check_open()
-        return [self.ledger.hold((key, fingerprint)) for key in keys]
-
-    def release(self, pinned: PinnedValue) -> None:
-        """End the hold of :meth:`lookup`. Never waits; may be called again."""
-        self.ledger.release(pinned)
-
-    def remove(self, key: str, fingerprint: KVFingerprint | None) -> bool:
-        """Forget what whoever has ``fingerprint`` put under ``key``. Never waits."""
-        self._check_open()
-        return self.ledger.delete((key, fingerprint))
-
-    def has(
-        self, keys: Sequence[str], fingerprint: KVFingerprint | None
-    ) -> tuple[bool, ...]:
-        """Tell of each key if whoever has ``fingerprint`` finds it. Never waits."""
-        self._check_open()
-        return tuple((key, fingerprint) in self.ledger for key in keys)
+        self.room.change()
 
     def check_usable(self, key: str) -> None:
         """Refuse what is no key, another loop, and any call after the end."""
@@ -404,5 +273,56 @@ class StoredValues:
 
     def _check_open(self) -> None:
         self._check_loop()
-        if self.ledger.closed:
+        if self.closed:
             raise BufferClosed("the buffer is closed")
+
+    def _is_growing_for(self, spec: TensorSpec) -> bool:
+        """Whether it waits for nobody, but for memory that the system is asked for."""
+        return self._arena.is_growing and spec.nbytes <= self._arena.free_bytes
+
+    def _reserve(self, name: StoreName, spec: TensorSpec) -> PendingPut | None:
+        """Take memory for a value, dropping what was used least recently.
+
+        The value that is stored as ``name`` now goes last. ``None``, and nothing
+        dropped, if too much of the arena is being read or written. ``None`` also if
+        the arena is about to grow: no more is dropped then than its bound asks for.
+        """
+        if spec.nbytes > self._arena.free_bytes + self._idle.nbytes:
+            return None
+        while (regions := self._arena.allocate([spec.nbytes])) is None:
+            if self._is_growing_for(spec):
+                return None
+            victim = self._idle.victim(spare=name)
+            if victim is None:
+                return None
+            self._evict(victim)
+        return PendingPut(name, spec, regions[0])
+
+    def _is_through(self, ticket: _Ticket) -> bool:
+        if self.closed:
+            return True
+        ticket.pending = self._reserve(ticket.name, ticket.spec)
+        could_fit = self._arena.could_ever_fit([ticket.spec.nbytes])
+        return ticket.pending is not None or not could_fit
+
+    def _hold(self, name: StoreName) -> PinnedValue | None:
+        value = self._values.get(name)
+        if value is None:
+            return None
+        value.readers += 1
+        self._idle.discard(name)
+        return PinnedValue(value.spec, value.region, value.digest, value)
+
+    def _evict(self, name: StoreName) -> None:
+        self._remove(name)
+        self.counters.evictions += 1
+
+    def _remove(self, name: StoreName) -> bool:
+        value = self._values.pop(name, None)
+        if value is None:
+            return False
+        self._idle.discard(name)
+        value.is_stored = False
+        if not value.readers:
+            value.region.release()
+        return True

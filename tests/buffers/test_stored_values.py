@@ -44,7 +44,7 @@ async def test_what_can_never_fit_is_refused_at_once() -> None:
 
 async def test_once_it_is_closed_every_call_says_so() -> None:
     values = await stored(None)
-    values.ledger.close()
+    values.close()
     for call in (
         lambda: values.check_usable("a"),
         lambda: values.lookup("a", None),

@@ -94,7 +94,7 @@ def _of_buffers(local: LookupBuffer, store: StoreBuffer) -> Iterator[tuple[str, 
     yield "inserts", lookup.waiting_inserts
     yield "selects", lookup.waiting_selects
     now = store.statistics()
-    stored = sum(value.region.nbytes for value in store.values.ledger._values.values())
+    stored = sum(value.region.nbytes for value in store.values._values.values())
     yield "bytes of no value", now.used_bytes - stored
     yield "puts", now.waiting_puts
 

@@ -116,7 +116,7 @@ class StoreGround:
         :raises AssertionError: something is left, and what
         """
         await self.scheduler.finder.holds.let_go()
-        for key, _ in list(self.store.values.ledger._values):
+        for key, _ in list(self.store.values._values):
             await self.store.delete(key)
         lines = self.saver._line, self.loader._line, self.scheduler.finder.line
         peers = tuple(
