@@ -29,7 +29,7 @@ from asynckv.errors import GPUUnavailable
 from asynckv.links.link import LinkStream
 from asynckv.protocol.codec import Buffer
 from asynckv.protocol.frames import Frame
-from asynckv.protocol.transfer_frames import SentDevices
+from asynckv.protocol.transfer_frames import Sent
 from asynckv.sharing import gpu_channel
 from asynckv.tensors.devices import Device
 from asynckv.testing.cancellation import trail
@@ -389,13 +389,13 @@ def lacking_nccl(
 
 
 @pytest.fixture
-def sent_devices(monkeypatch: pytest.MonkeyPatch) -> list[SentDevices]:
+def sent_devices(monkeypatch: pytest.MonkeyPatch) -> list[Sent]:
     """All that is said of what was sent from GPU to GPU."""
-    said: list[SentDevices] = []
+    said: list[Sent] = []
     send = LinkStream.send
 
     def listen(stream: LinkStream, frame: Frame, body: Buffer = b"") -> None:
-        if isinstance(frame, SentDevices):
+        if isinstance(frame, Sent) and frame.route != "link":
             said.append(frame)
         send(stream, frame, body)
 

@@ -14,10 +14,10 @@ from asynckv.pipes.gpu_side import GpuSide
 from asynckv.pipes.map_sharing import MapSharing
 from asynckv.protocol.frames import Push
 from asynckv.protocol.transfer_frames import (
-    GrantDevices,
+    Grant,
     PushMapped,
     PushShared,
-    SentDevices,
+    Sent,
 )
 from asynckv.sharing.gpu_channel import NcclRoute
 from asynckv.tensors.cuda import DeviceMemory
@@ -129,7 +129,7 @@ class Arrival:
         self._reading = mapping.begin_read(self.mapped, self.tensor, self._read)
         return True
 
-    def land_on_gpu(self, link: Link, gpus: GpuSide) -> GrantDevices | None:
+    def land_on_gpu(self, link: Link, gpus: GpuSide) -> Grant | None:
         """Let it land in memory of the GPU, if there is a way and room; only once.
 
         Returns what the peer is told then. Never waits.
@@ -143,9 +143,9 @@ class Arrival:
         self._may_come_by_gpu = False
         self.reception = Reception(link, self.transfer, self)
         self.reception.begin_by(by_gpu, place)
-        return GrantDevices(self.transfer, by_gpu.digest)
+        return by_gpu.grant(self.transfer)
 
-    def on_sent_devices(self, frame: SentDevices) -> None:
+    def on_routed_sent(self, frame: Sent) -> None:
         """The peer has sent it, from GPU to GPU.
 
         :raises RemoteProtocolError: it was not to, or not so

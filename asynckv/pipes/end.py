@@ -26,15 +26,13 @@ from asynckv.protocol.frames import (
     Read,
 )
 from asynckv.protocol.transfer_frames import (
-    Done,
     Grant,
-    GrantDevices,
     Mappable,
     OpenDevices,
     OpenIpc,
     PushMapped,
     PushShared,
-    SentDevices,
+    Sent,
 )
 from asynckv.sharing.gpu_channel import DeviceStream
 from asynckv.sharing.handshake import GPU_OF_BOTH, HOST_OF_BOTH, Handshake
@@ -174,18 +172,18 @@ class PipeEnd:
         match frame:
             case Push():
                 self.inbound.on_push(frame, body)
-            case Done():
-                self.inbound.granting.on_done(frame)
-            case Grant():
+            case Sent(route="link"):
+                self.inbound.granting.on_sent(frame)
+            case Sent(route="nccl"):
+                self.inbound.granting.on_routed_sent(frame)
+            case Grant(route="link"):
                 self.outbound.leaving.on_grant(frame)
+            case Grant(route="nccl"):
+                self.outbound.leaving.on_routed_grant(frame)
             case PushShared():
                 self.inbound.on_push_shared(frame, body)
             case PushMapped():
                 self.inbound.on_push_mapped(frame, body)
-            case GrantDevices():
-                self.outbound.leaving.on_grant_devices(frame)
-            case SentDevices():
-                self.inbound.granting.on_sent_devices(frame)
             case Read():
                 self.outbound.has_room(frame.nbytes, frame.tensors)
             case Failure():

@@ -26,11 +26,10 @@ from asynckv.pipes.read_ahead import ReadAhead
 from asynckv.protocol.codec import Buffer
 from asynckv.protocol.frames import Flushed, Frame, Push, PushSmall, Read
 from asynckv.protocol.transfer_frames import (
-    Done,
     Grant,
     PushMapped,
     PushShared,
-    SentDevices,
+    Sent,
 )
 from asynckv.protocol.wire import digest_of
 from asynckv.tensors.growth import Growth
@@ -150,19 +149,19 @@ class Granting:
             raise RemoteProtocolError("a tensor in memory that is not mapped")
         self.mapping.claim(frame)
 
-    def on_done(self, frame: Done) -> None:
+    def on_sent(self, frame: Sent) -> None:
         """The peer has sent a tensor's last byte."""
         arrival = self._landing.get(frame.transfer)
         if arrival is None or arrival.reception is None:
-            raise RemoteProtocolError("a Done for what was never granted")
-        arrival.reception.on_done(frame)
+            raise RemoteProtocolError("a Sent for what was never granted")
+        arrival.reception.on_sent(frame)
 
-    def on_sent_devices(self, frame: SentDevices) -> None:
+    def on_routed_sent(self, frame: Sent) -> None:
         """The peer has sent a tensor's last byte from its GPU to this one's."""
         arrival = self._landing.get(frame.transfer)
         if arrival is None:
             raise RemoteProtocolError("a tensor of a GPU that was never granted")
-        arrival.on_sent_devices(frame)
+        arrival.on_routed_sent(frame)
 
     def landed(self, arrival: Arrival) -> None:
         """It is whole."""

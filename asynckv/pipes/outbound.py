@@ -36,12 +36,10 @@ from asynckv.protocol.codec import Buffer
 from asynckv.protocol.frames import Frame, Push
 from asynckv.protocol.handshake import DigestMode, strictest
 from asynckv.protocol.transfer_frames import (
-    Done,
     Grant,
-    GrantDevices,
     PushMapped,
     PushShared,
-    SentDevices,
+    Sent,
 )
 from asynckv.tensors.growth import Growth
 from asynckv.tensors.views import bytes_of
@@ -119,7 +117,7 @@ class Leaving:
         else:
             self._send_by_link(parcel)
 
-    def on_grant_devices(self, frame: GrantDevices) -> None:
+    def on_routed_grant(self, frame: Grant) -> None:
         """The peer's memory of its GPU is ready for a tensor.
 
         If this side's way is over, the peer will hear of that, and grant it again.
@@ -132,8 +130,8 @@ class Leaving:
         parcel = self._waiting.pop(transfer, None)
         is_here = parcel is not None and parcel.memory is None
         if parcel is None or not is_here or gpus is None or way is None:
-            raise RemoteProtocolError("a GrantDevices for what waits for none")
-        kind = strictest(gpus.digest, frame.kind)
+            raise RemoteProtocolError("a Grant for what waits for none")
+        kind = strictest(gpus.digest, frame.digest)
         self._by_gpu[transfer] = parcel
 
         def sent(_: bytes, error: BaseException | None) -> None:
@@ -200,7 +198,8 @@ class Leaving:
         digest = await self._digest(gpus, parcel, kind)
         if self._by_gpu.get(parcel.transfer) is parcel:
             parcel.is_sent = True
-            self._send(SentDevices(parcel.transfer, 0, kind, digest), _NOTHING)
+            sent = Sent(parcel.transfer, 0, digest, kind, "nccl")
+            self._send(sent, _NOTHING)
 
     async def _digest(self, gpus: GpuSide, parcel: Parcel, kind: DigestMode) -> bytes:
         if kind == "off":
@@ -233,7 +232,7 @@ class Leaving:
             self._lent.discard(parcel.transfer)
             if error is None:
                 parcel.memory, parcel.is_sent = None, True
-                self._send(Done(parcel.transfer, 0, digest), _NOTHING)
+                self._send(Sent(parcel.transfer, 0, digest), _NOTHING)
 
         view = bytes_of(parcel.memory)
         digest = parcel.digest or None

@@ -15,9 +15,8 @@ import msgspec
 
 from asynckv.protocol.transfer_frames import (
     DeviceFrame,
-    Done,
+    Eager,
     Grant,
-    GrantDevices,
     IpcFrame,
     Mappable,
     Mapped,
@@ -25,11 +24,11 @@ from asynckv.protocol.transfer_frames import (
     OpenIpc,
     OpenMap,
     PushMapped,
-    Riders,
-    SentDevices,
+    Sent,
     ShowIpc,
 )
 from asynckv.protocol.values import (
+    Base,
     Count,
     Digest,
     Id,
@@ -39,6 +38,7 @@ from asynckv.protocol.values import (
     Name,
     PeerIdentity,
     Port,
+    Request,
     Text,
     Token,
 )
@@ -97,27 +97,23 @@ __all__ = (
 )
 
 
-class _Base(msgspec.Struct, frozen=True, tag_field="t", forbid_unknown_fields=True):
-    """Shared wire settings. Not a public base class."""
-
-
-class Pin(_Base, frozen=True, tag="pin"):
+class Pin(Request, frozen=True, tag="pin"):
     """Keep what is stored under these names until this stream ends."""
 
     keys: Annotated[tuple[Name, ...], msgspec.Meta(max_length=4096)]
 
 
-class Pinned(_Base, frozen=True, tag="pinned"):
+class Pinned(Base, frozen=True, tag="pinned"):
     """Which of them are there, and kept. Not the last frame."""
 
     flags: Annotated[tuple[bool, ...], msgspec.Meta(max_length=4096)] = ()
 
 
-PROTOCOL_MAJOR: Final = 1
+PROTOCOL_MAJOR: Final = 2
 PROTOCOL_MINOR: Final = 0
 
 
-class Hello(_Base, frozen=True, tag="hello"):
+class Hello(Base, frozen=True, tag="hello"):
     """The dialling side introduces itself. With a ``nonce`` it shares a secret."""
 
     major: Count
@@ -132,7 +128,7 @@ class Hello(_Base, frozen=True, tag="hello"):
     nonce: Annotated[bytes, msgspec.Meta(max_length=64)] = b""
 
 
-class Welcome(_Base, frozen=True, tag="welcome"):
+class Welcome(Base, frozen=True, tag="welcome"):
     """The listening side accepts; both are connected from here on.
 
     ``link_token`` lets payload lanes attach themselves to this link.
@@ -150,19 +146,19 @@ class Welcome(_Base, frozen=True, tag="welcome"):
     payload_description: Annotated[bytes, msgspec.Meta(max_length=4096)] = b""
 
 
-class Challenge(_Base, frozen=True, tag="challenge"):
+class Challenge(Base, frozen=True, tag="challenge"):
     """The listening side wants a :class:`Proof` of the shared secret."""
 
     nonce: Annotated[bytes, msgspec.Meta(max_length=64)] = b""
 
 
-class Proof(_Base, frozen=True, tag="proof"):
+class Proof(Base, frozen=True, tag="proof"):
     """A side shares the secret: the dialling one, or, after its Welcome, the other."""
 
     mac: Mac
 
 
-class Refuse(_Base, frozen=True, tag="refuse"):
+class Refuse(Base, frozen=True, tag="refuse"):
     """The peer is not let in, or broke the protocol; nothing follows."""
 
     code: Id
@@ -170,7 +166,7 @@ class Refuse(_Base, frozen=True, tag="refuse"):
     field: Id = ""
 
 
-class Attach(_Base, frozen=True, tag="attach"):
+class Attach(Base, frozen=True, tag="attach"):
     """First frame of a payload lane's own connection."""
 
     link_token: Annotated[bytes, msgspec.Meta(max_length=32)]
@@ -178,36 +174,36 @@ class Attach(_Base, frozen=True, tag="attach"):
     proof: Mac = b""
 
 
-class Attached(_Base, frozen=True, tag="attached"):
+class Attached(Base, frozen=True, tag="attached"):
     """The lane belongs to its link; from here on it carries chunks only."""
 
     proof: Mac = b""
 
 
-class Ping(_Base, frozen=True, tag="ping"):
+class Ping(Base, frozen=True, tag="ping"):
     """Application heartbeat. It renews every lease of its link."""
 
     nonce: Count
 
 
-class Pong(_Base, frozen=True, tag="pong"):
+class Pong(Base, frozen=True, tag="pong"):
     """The answer to a :class:`Ping`, from the peer's event loop."""
 
     nonce: Count
 
 
-class Goodbye(_Base, frozen=True, tag="goodbye"):
+class Goodbye(Base, frozen=True, tag="goodbye"):
     """This side closes cleanly: it opens no more streams and then hangs up."""
 
     reason: Text = ""
 
 
-class Insert(_Base, frozen=True, tag="insert"):
+class Insert(Request, frozen=True, tag="insert"):
     """Commit an entry. Body: :class:`Contents`, tokens, roi, inline tensors.
 
     ``streaming``: tensors come one by one, each announced by a :class:`Push`.
     ``digest`` is the entry's, when the sender knows it already. ``on_gpu``: all that
-    does not ride lies on the sender's GPU.
+    is not eager lies on the sender's GPU.
     """
 
     entry_id: Id
@@ -220,7 +216,7 @@ class Insert(_Base, frozen=True, tag="insert"):
     on_gpu: bool = False
 
 
-class Select(_Base, frozen=True, tag="select"):
+class Select(Request, frozen=True, tag="select"):
     """Lease the best matching entry. Body: the query's key.
 
     ``has_key`` is false for "any entry"; ``stream`` asks for tensors as they
@@ -234,32 +230,32 @@ class Select(_Base, frozen=True, tag="select"):
     stream: bool = False
 
 
-class Peek(_Base, frozen=True, tag="peek"):
+class Peek(Request, frozen=True, tag="peek"):
     """How many tokens could be matched now? Body: the query's key."""
 
     has_key: bool
 
 
-class Taken(_Base, frozen=True, tag="taken"):
+class Taken(Request, frozen=True, tag="taken"):
     """Answer when the entry has left by its last acknowledgement."""
 
     entry_id: Id
 
 
-class Withdraw(_Base, frozen=True, tag="withdraw"):
+class Withdraw(Request, frozen=True, tag="withdraw"):
     """Remove the entry if nobody holds it."""
 
     entry_id: Id
 
 
-class Settle(_Base, frozen=True, tag="settle"):
+class Settle(Request, frozen=True, tag="settle"):
     """Was this delivery's acknowledgement accepted? Asked after a reconnect."""
 
     entry_id: Id
     token: Token
 
 
-class Put(_Base, frozen=True, tag="put"):
+class Put(Request, frozen=True, tag="put"):
     """Store one tensor by name. Body: the tensor's bytes if ``inline``.
 
     Without ``spec`` the name is deleted.
@@ -272,31 +268,31 @@ class Put(_Base, frozen=True, tag="put"):
     digest: Digest = b""
 
 
-class Get(_Base, frozen=True, tag="get"):
+class Get(Request, frozen=True, tag="get"):
     """Send what is stored by that name."""
 
     key: Name
 
 
-class Delete(_Base, frozen=True, tag="delete"):
+class Delete(Request, frozen=True, tag="delete"):
     """Forget that name."""
 
     key: Name
 
 
-class Contains(_Base, frozen=True, tag="contains"):
+class Contains(Request, frozen=True, tag="contains"):
     """Which of these names are stored?"""
 
     keys: Annotated[tuple[Name, ...], msgspec.Meta(max_length=4096)]
 
 
-class OpenPipe(_Base, frozen=True, tag="pipe"):
+class OpenPipe(Request, frozen=True, tag="pipe"):
     """This link is a pipe from here on. ``name`` is for groups."""
 
     name: Id = ""
 
 
-class JoinGroup(_Base, frozen=True, tag="join"):
+class JoinGroup(Request, frozen=True, tag="join"):
     """That rank of a group has come, and takes pipes at ``port``. Asked of rank 0.
 
     On the host that it comes from: nobody is told of an address in a request.
@@ -307,26 +303,26 @@ class JoinGroup(_Base, frozen=True, tag="join"):
     port: Port
 
 
-class Missing(_Base, frozen=True, tag="missing"):
+class Missing(Base, frozen=True, tag="missing"):
     """Group: who has not come yet, as rank 0 knows it."""
 
     ranks: Annotated[tuple[Count, ...], msgspec.Meta(max_length=1024)]
 
 
-class Members(_Base, frozen=True, tag="members"):
+class Members(Base, frozen=True, tag="members"):
     """Group: all have come. Where each rank takes pipes that say ``group_id``."""
 
     group_id: Id
     urls: Annotated[tuple[Name, ...], msgspec.Meta(max_length=1024)]
 
 
-class Arrived(_Base, frozen=True, tag="arrived"):
+class Arrived(Base, frozen=True, tag="arrived"):
     """Group: this rank is at its barrier of that number; from rank 0: all are."""
 
     number: Count
 
 
-class Push(_Base, frozen=True, tag="push"):
+class Push(Request, frozen=True, tag="push"):
     """One tensor follows: of a streaming entry, or a large one of a pipe.
 
     The body holds its bytes if ``inline``; otherwise it comes by payload, as
@@ -342,7 +338,7 @@ class Push(_Base, frozen=True, tag="push"):
     on_gpu: bool = False
 
 
-class PushSmall(_Base, frozen=True, tag="pushsmall", omit_defaults=True):
+class PushSmall(Request, frozen=True, tag="pushsmall"):
     """Pipe: one tensor of at most 64 KiB, or the value None. The body holds its bytes.
 
     ``flushed_tensors`` says of the other direction what a :class:`Flushed` would, if it
@@ -354,7 +350,7 @@ class PushSmall(_Base, frozen=True, tag="pushsmall", omit_defaults=True):
     flushed_tensors: Count = 0
 
 
-class Read(_Base, frozen=True, tag="read"):
+class Read(Base, frozen=True, tag="read"):
     """Pipe: there is room for this many more bytes and tensors.
 
     The first one says how much there is in all, and the others what the
@@ -365,18 +361,18 @@ class Read(_Base, frozen=True, tag="read"):
     tensors: Count
 
 
-class Flushed(_Base, frozen=True, tag="flushed"):
+class Flushed(Base, frozen=True, tag="flushed"):
     """Pipe: everything up to this many tensors is verified in our memory."""
 
     tensors: Count
 
 
-class Offer(_Base, frozen=True, tag="offer"):
+class Offer(Base, frozen=True, tag="offer"):
     """A lease. Body: :class:`Contents`, tokens, roi, inline tensors.
 
     An offer that is not ``complete`` may still be retracted; its parts come as
     they land, then a :class:`Complete`. ``attempt`` counts deliveries. What is
-    ``mapped`` is read where it lies. ``on_gpu``: all that does not ride lies on the
+    ``mapped`` is read where it lies. ``on_gpu``: all that is not eager lies on the
     sender's GPU.
     """
 
@@ -391,23 +387,23 @@ class Offer(_Base, frozen=True, tag="offer"):
     on_gpu: bool = False
 
 
-class Complete(_Base, frozen=True, tag="complete"):
+class Complete(Base, frozen=True, tag="complete"):
     """Every part of an offer that began incomplete has landed: it is committed."""
 
     transfer: Count
 
 
-class Commit(_Base, frozen=True, tag="commit"):
+class Commit(Base, frozen=True, tag="commit"):
     """Every tensor of a streaming insert was pushed."""
 
 
-class Retract(_Base, frozen=True, tag="retract"):
+class Retract(Base, frozen=True, tag="retract"):
     """The offer is void and the stream waits for another; or the push is void."""
 
     transfer: Count
 
 
-class Ack(_Base, frozen=True, tag="ack"):
+class Ack(Base, frozen=True, tag="ack"):
     """The delivery was verified (plain) or used (``async with``).
 
     With ``confirm`` the requester can still cancel: it counts when a
@@ -418,7 +414,7 @@ class Ack(_Base, frozen=True, tag="ack"):
     confirm: bool = False
 
 
-class Took(_Base, frozen=True, tag="took"):
+class Took(Base, frozen=True, tag="took"):
     """A small delivery, or a value, was verified and is used: nothing answers it.
 
     The last frame of its stream, and the only one that the requester says last.
@@ -427,45 +423,45 @@ class Took(_Base, frozen=True, tag="took"):
     token: Token
 
 
-class Noted(_Base, frozen=True, tag="noted"):
+class Noted(Base, frozen=True, tag="noted"):
     """The acknowledgement came; it counts when a :class:`Reached` follows."""
 
 
-class Reached(_Base, frozen=True, tag="reached"):
+class Reached(Base, frozen=True, tag="reached"):
     """The application has the delivery from now on."""
 
     token: Token
 
 
-class Nack(_Base, frozen=True, tag="nack"):
+class Nack(Base, frozen=True, tag="nack"):
     """The delivery is given back. ``reached``: the application had it and failed."""
 
     token: Token
     reached: bool = False
 
 
-class Accepted(_Base, frozen=True, tag="accepted"):
+class Accepted(Base, frozen=True, tag="accepted"):
     """The entry is in (or was before), or the acknowledgement counted."""
 
 
-class Cancel(_Base, frozen=True, tag="cancel"):
+class Cancel(Base, frozen=True, tag="cancel"):
     """The requester no longer wants it. Answered by the stream's last frame."""
 
 
-class Cancelled(_Base, frozen=True, tag="cancelled"):
+class Cancelled(Base, frozen=True, tag="cancelled"):
     """Last frame of a cancelled stream. ``committed``: the cancel came too late."""
 
     committed: bool = False
 
 
-class Result(_Base, frozen=True, tag="result"):
+class Result(Base, frozen=True, tag="result"):
     """Last frame of a question: a number, or one bit a name."""
 
     value: Count = 0
     flags: Annotated[tuple[bool, ...], msgspec.Meta(max_length=4096)] = ()
 
 
-class Failure(_Base, frozen=True, tag="failure"):
+class Failure(Base, frozen=True, tag="failure"):
     """Last frame of a stream that ended by an error; see ``protocol.failures``."""
 
     code: Id
@@ -508,15 +504,13 @@ Frame: TypeAlias = (
     | Goodbye
     | OpeningFrame
     | DeviceFrame
-    | GrantDevices
-    | SentDevices
     | Mappable
     | Mapped
     | PushMapped
     | IpcFrame
     | Grant
-    | Done
-    | Riders
+    | Sent
+    | Eager
     | Push
     | PushSmall
     | Read

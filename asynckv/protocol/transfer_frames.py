@@ -15,14 +15,11 @@ So is memory of a GPU: :class:`OpenIpc`, :class:`Exported`, :class:`Imported`, t
 before the ``Accepted``. :class:`PushShared` belongs to the pipe's own stream. A peer
 that inserts into a buffer shows memory of its own by :class:`ShowIpc`, with its
 :class:`Exported` right behind; it hears an :class:`Imported`, then ``Accepted`` or a
-``Failure``. :class:`GrantShared` and :class:`SentShared` belong to the stream of an
-insert.
+``Failure``.
 
 Payload from GPU to GPU by NCCL has one stream a link, too: :class:`OpenDevices`,
 :class:`Devices`, and then for each of two *pipes*, one a direction, what makes both
 sides post the same operation or none. Numbers count a pipe's operations.
-:class:`GrantDevices` and :class:`SentDevices` belong to the stream of a delivery, or of
-a pipe.
 """
 
 from __future__ import annotations
@@ -31,11 +28,11 @@ from typing import Annotated, Final, Literal, TypeAlias
 
 import msgspec
 
-from asynckv.protocol.values import Count, Digest, Id, Place, Token
+from asynckv.protocol.values import Base, Count, Digest, Id, Place, Request, Token
 from asynckv.types import TensorSpec
 
 __all__ = (
-    "MAX_RIDERS",
+    "MAX_EAGER",
     "DeviceDone",
     "DeviceFrame",
     "DeviceGrant",
@@ -46,11 +43,9 @@ __all__ = (
     "DeviceWithdraw",
     "Devices",
     "DevicesFinish",
-    "Done",
+    "Eager",
     "Exported",
     "Grant",
-    "GrantDevices",
-    "GrantShared",
     "Imported",
     "IpcFrame",
     "Mappable",
@@ -62,54 +57,73 @@ __all__ = (
     "PrepareDevice",
     "PushMapped",
     "PushShared",
-    "Riders",
-    "SentDevices",
-    "SentShared",
+    "RouteName",
+    "Sent",
     "ShowIpc",
 )
 
 
-MAX_RIDERS: Final = 1024
-"""So many parts ride with one frame."""
+MAX_EAGER: Final = 1024
+"""So many parts come with one frame."""
+
+RouteName: TypeAlias = Literal["link", "nccl", "cuda_ipc"]
+"""By what large parts come: the link's payload, or from one GPU to another."""
 
 
-class _Base(msgspec.Struct, frozen=True, tag_field="t", forbid_unknown_fields=True):
-    """Shared wire settings. Not a public base class."""
+class Grant(Base, frozen=True, tag="grant"):
+    """The receiver's memory is ready: all that is not eager may come by ``route``.
 
-
-class Grant(_Base, frozen=True, tag="grant"):
-    """The receiver's memory is ready for this transfer."""
+    By ``cuda_ipc`` it is read where it lies. ``digest`` is what the receiver wants to
+    be compared of what comes from a GPU; the stricter one counts. A later grant asks
+    for all that was not verified once more, by another route.
+    """
 
     transfer: Count
+    route: RouteName = "link"
+    digest: Literal["full", "edges", "off"] = "full"
 
 
-class Done(_Base, frozen=True, tag="done"):
-    """The last byte of one part was sent; this is its digest."""
+class Sent(Base, frozen=True, tag="sent"):
+    """The last byte of one part was sent by ``route``, or can be read where it lies.
+
+    ``digest`` is of what ``kind`` says: of all its bytes, of the first and last ones,
+    or there is none.
+
+    What is read lies at ``offset`` of the memory that the sender has exported, or else
+    where the offer said; if neither says so, all of the transfer is to be granted
+    otherwise. It stays there until the receiver is through with it.
+
+    From the receiver it confirms a part that a push has brought from GPU to GPU: it is
+    verified. The writer says the same of it then, once it knows.
+    """
 
     transfer: Count
     part: Count
     digest: Digest = b""
+    kind: Literal["full", "edges", "off"] = "full"
+    route: RouteName = "link"
+    offset: Count | None = None
 
 
-class Riders(_Base, frozen=True, tag="riders"):
+class Eager(Base, frozen=True, tag="eager"):
     """Small parts of a transfer: their bytes are the body, one after the other.
 
     There are as many ``digests``, or none where the link carries none.
     """
 
     transfer: Count
-    parts: Annotated[tuple[Count, ...], msgspec.Meta(max_length=MAX_RIDERS)]
-    digests: Annotated[tuple[Digest, ...], msgspec.Meta(max_length=MAX_RIDERS)] = ()
+    parts: Annotated[tuple[Count, ...], msgspec.Meta(max_length=MAX_EAGER)]
+    digests: Annotated[tuple[Digest, ...], msgspec.Meta(max_length=MAX_EAGER)] = ()
 
 
-class OpenMap(_Base, frozen=True, tag="openmap"):
+class OpenMap(Request, frozen=True, tag="openmap"):
     """May this peer map the memory that the lookup buffer's entries are in?
 
     Of a pipe: that which the other side sends from.
     """
 
 
-class Mappable(_Base, frozen=True, tag="mappable"):
+class Mappable(Base, frozen=True, tag="mappable"):
     """Ask at that abstract socket for the file, which has so many bytes.
 
     ``ticket`` is good for one connection. ``digest`` is what this side wants to be
@@ -122,7 +136,7 @@ class Mappable(_Base, frozen=True, tag="mappable"):
     digest: Literal["full", "edges", "off"] = "edges"
 
 
-class Mapped(_Base, frozen=True, tag="mapped"):
+class Mapped(Base, frozen=True, tag="mapped"):
     """What was read through the mapping, at the file's last page."""
 
     found: Annotated[bytes, msgspec.Meta(max_length=64)]
@@ -131,7 +145,7 @@ class Mapped(_Base, frozen=True, tag="mapped"):
 _Uuid = Annotated[str, msgspec.Meta(max_length=64)]
 
 
-class OpenIpc(_Base, frozen=True, tag="openipc"):
+class OpenIpc(Request, frozen=True, tag="openipc"):
     """May this peer open the GPU memory that the lookup buffer's entries are in?
 
     Of a pipe: that which the other side sends from.
@@ -142,13 +156,13 @@ class OpenIpc(_Base, frozen=True, tag="openipc"):
     uuid: _Uuid
 
 
-class ShowIpc(_Base, frozen=True, tag="showipc"):
+class ShowIpc(Request, frozen=True, tag="showipc"):
     """Will the buffers' side open memory of that GPU that this peer puts from?"""
 
     uuid: _Uuid
 
 
-class Exported(_Base, frozen=True, tag="exported"):
+class Exported(Base, frozen=True, tag="exported"):
     """The handle of one allocation of that GPU, which has so many bytes in all.
 
     ``ticket`` is good for one connection to that abstract socket, which is to be open
@@ -163,13 +177,13 @@ class Exported(_Base, frozen=True, tag="exported"):
     digest: Literal["full", "edges", "off"] = "edges"
 
 
-class Imported(_Base, frozen=True, tag="imported"):
+class Imported(Base, frozen=True, tag="imported"):
     """What was read at the end of the allocation."""
 
     found: Annotated[bytes, msgspec.Meta(max_length=64)]
 
 
-class PushShared(_Base, frozen=True, tag="pushshared"):
+class PushShared(Request, frozen=True, tag="pushshared"):
     """Pipe: one tensor lies in the memory that this side has exported.
 
     It begins at ``offset``, and stays there until it is flushed. ``digest`` is of what
@@ -183,7 +197,7 @@ class PushShared(_Base, frozen=True, tag="pushshared"):
     digest: Digest = b""
 
 
-class PushMapped(_Base, frozen=True, tag="pushmapped"):
+class PushMapped(Request, frozen=True, tag="pushmapped"):
     """Pipe: one tensor lies in the memory file that this side shows, and stays there.
 
     Until it is flushed, or the peer has closed the file. ``digest`` is of what both
@@ -197,33 +211,7 @@ class PushMapped(_Base, frozen=True, tag="pushmapped"):
     digest: Digest = b""
 
 
-class GrantShared(_Base, frozen=True, tag="grantshared"):
-    """The receiver's memory is ready: it reads all that does not ride where it lies.
-
-    ``kind`` says what digest the receiver wants; the stricter one counts.
-    """
-
-    transfer: Count
-    kind: Literal["full", "edges", "off"]
-
-
-class SentShared(_Base, frozen=True, tag="sentshared"):
-    """One part lies in the memory that this side has exported, at ``offset``.
-
-    It stays there until the receiver has said that it has it, or is through with it.
-    Without an offset the part is elsewhere: all of the transfer is to be granted
-    otherwise. ``digest`` is of all its bytes, of the first and last ones, or there is
-    none.
-    """
-
-    transfer: Count
-    part: Count
-    kind: Literal["full", "edges", "off"]
-    offset: Count | None = None
-    digest: Digest = b""
-
-
-IpcFrame: TypeAlias = Exported | Imported | PushShared | GrantShared | SentShared
+IpcFrame: TypeAlias = Exported | Imported | PushShared
 
 
 _Description = Annotated[bytes, msgspec.Meta(max_length=4096)]
@@ -231,27 +219,27 @@ _Pipe = Annotated[int, msgspec.Meta(ge=0, le=1)]
 _UniqueId = Annotated[bytes, msgspec.Meta(max_length=128)]
 
 
-class OpenDevices(_Base, frozen=True, tag="opendevices"):
+class OpenDevices(Request, frozen=True, tag="opendevices"):
     """May payload go from GPU to GPU? This is mine."""
 
     description: _Description
 
 
-class Devices(_Base, frozen=True, tag="devices"):
+class Devices(Base, frozen=True, tag="devices"):
     """It may. This is mine."""
 
     description: _Description
 
 
-class PrepareDevice(_Base, frozen=True, tag="prepare"):
+class PrepareDevice(Base, frozen=True, tag="prepare"):
     """Both pipes are to be opened, and my GPU's worker is free for it. Is yours?"""
 
 
-class DeviceReady(_Base, frozen=True, tag="ready"):
+class DeviceReady(Base, frozen=True, tag="ready"):
     """My GPU's worker is free for it."""
 
 
-class MeetDevice(_Base, frozen=True, tag="meet"):
+class MeetDevice(Base, frozen=True, tag="meet"):
     """Open this pipe now. The unique id lets in who knows it: a secret."""
 
     pipe: _Pipe
@@ -261,13 +249,13 @@ class MeetDevice(_Base, frozen=True, tag="meet"):
         return f"MeetDevice(pipe={self.pipe}, <hidden>)"
 
 
-class DeviceMet(_Base, frozen=True, tag="met"):
+class DeviceMet(Base, frozen=True, tag="met"):
     """The pipe is open on this side, and its first byte has moved."""
 
     pipe: _Pipe
 
 
-class DeviceOffer(_Base, frozen=True, tag="doffer"):
+class DeviceOffer(Base, frozen=True, tag="doffer"):
     """One operation's bytes are ready to be sent, by the pipe of whoever says so."""
 
     number: Count
@@ -277,54 +265,32 @@ class DeviceOffer(_Base, frozen=True, tag="doffer"):
     nbytes: Count
 
 
-class DeviceGrant(_Base, frozen=True, tag="dgrant"):
+class DeviceGrant(Base, frozen=True, tag="dgrant"):
     """There is a place for it: both sides post it from here on, whatever happens."""
 
     number: Count
 
 
-class DeviceSkip(_Base, frozen=True, tag="dskip"):
+class DeviceSkip(Base, frozen=True, tag="dskip"):
     """Nobody wants it (any more): neither side posts it."""
 
     number: Count
 
 
-class DeviceWithdraw(_Base, frozen=True, tag="dwithdraw"):
+class DeviceWithdraw(Base, frozen=True, tag="dwithdraw"):
     """The offer is void, if it was not granted yet: answered by a skip, or late."""
 
     number: Count
 
 
-class DeviceDone(_Base, frozen=True, tag="ddone"):
+class DeviceDone(Base, frozen=True, tag="ddone"):
     """The operation's bytes have landed, and its place is free again."""
 
     number: Count
 
 
-class DevicesFinish(_Base, frozen=True, tag="dfinish"):
+class DevicesFinish(Base, frozen=True, tag="dfinish"):
     """I offer nothing more; said by both sides, each when all of its own is done."""
-
-
-class GrantDevices(_Base, frozen=True, tag="grantdevices"):
-    """The receiver's memory is ready: all that does not ride may go from GPU to GPU.
-
-    ``kind`` says what digest the receiver wants; the stricter one counts.
-    """
-
-    transfer: Count
-    kind: Literal["full", "edges", "off"]
-
-
-class SentDevices(_Base, frozen=True, tag="sentdevices"):
-    """The last byte of one part was sent from GPU to GPU.
-
-    ``digest`` is of all its bytes, of the first and last ones, or there is none.
-    """
-
-    transfer: Count
-    part: Count
-    kind: Literal["full", "edges", "off"]
-    digest: Digest = b""
 
 
 DeviceFrame: TypeAlias = (

@@ -1,4 +1,4 @@
-"""What frames are made of: bounded fields, limits, identities, an entry's contents.
+"""What frames are made of: settings, bounded fields, limits, identities, a manifest.
 
 Values only, for :mod:`asynckv.protocol.frames`.
 """
@@ -12,6 +12,7 @@ import msgspec
 from asynckv.types import TensorSpec
 
 __all__ = (
+    "Base",
     "Contents",
     "Count",
     "Digest",
@@ -23,6 +24,7 @@ __all__ = (
     "PeerIdentity",
     "Place",
     "Port",
+    "Request",
     "TensorRecord",
     "Text",
     "Token",
@@ -42,6 +44,26 @@ Mac = Annotated[bytes, msgspec.Meta(max_length=32)]
 _Line = Annotated[
     str, msgspec.Meta(max_length=256, pattern=r"\A[^\x00-\x1f\x7f-\x9f\u2028\u2029]*\Z")
 ]
+
+
+class Base(
+    msgspec.Struct,
+    frozen=True,
+    tag_field="t",
+    forbid_unknown_fields=True,
+    omit_defaults=True,
+):
+    """Wire settings of all frames. Not a frame."""
+
+
+class Request(Base, frozen=True, kw_only=True):
+    """What every request may carry. Not a frame.
+
+    ``trace`` is reserved for whoever follows a request from process to process: it is
+    read by nobody yet, and said again nowhere.
+    """
+
+    trace: Annotated[bytes, msgspec.Meta(max_length=64)] = b""
 
 
 class TensorRecord(msgspec.Struct, frozen=True, array_like=True, gc=False):

@@ -26,10 +26,9 @@ from asynckv.protocol.handshake import DigestMode, strictest
 from asynckv.protocol.transfer_frames import (
     DeviceFrame,
     Devices,
-    GrantDevices,
+    Grant,
     OpenDevices,
-    SentDevices,
-    SentShared,
+    Sent,
 )
 from asynckv.shielding import wait_shielded
 from asynckv.tensors.cuda import DeviceMemory
@@ -398,7 +397,7 @@ class _Part:
     transfer: int
     memory: DeviceMemory
     done: _Done
-    sent: SentDevices | None = None
+    sent: Sent | None = None
     has_landed: bool = False
 
 
@@ -422,9 +421,9 @@ class NcclRoute:
         self._is_stopped = False
         gpus.expect(self)
 
-    def grant(self, transfer: int) -> GrantDevices:
+    def grant(self, transfer: int) -> Grant:
         """Return what the peer is told once :meth:`receive` was called."""
-        return GrantDevices(transfer, self.digest)
+        return Grant(transfer, "nccl", self.digest)
 
     @property
     def progress(self) -> Progress:
@@ -457,14 +456,14 @@ class NcclRoute:
 
         self.gpus.transport.receive(transfer, part, target, landed)
 
-    def sent(self, frame: SentDevices | SentShared) -> None:
+    def sent(self, frame: Sent) -> None:
         """The peer has sent a part, and says what its digest is of.
 
         :raises RemoteProtocolError: there is no such part, it was sent before, less is
             to be compared than this side asks for, or it only lies there
         """
-        if isinstance(frame, SentShared):
-            raise RemoteProtocolError("a SentShared for what was granted otherwise")
+        if frame.route != "nccl":
+            raise RemoteProtocolError(f"sent by {frame.route}, granted otherwise")
         if self._is_stopped:
             return
         part = self._parts.get(frame.part)
@@ -507,7 +506,7 @@ class NcclRoute:
         del self._parts[number]
         self._comparing.own(self._compare(part, part.sent), "asynckv: digest")
 
-    async def _compare(self, part: _Part, sent: SentDevices) -> None:
+    async def _compare(self, part: _Part, sent: Sent) -> None:
         digest = b""
         try:
             with self.progress.working(part.transfer):

@@ -18,15 +18,7 @@ from asynckv.errors import RemoteProtocolError
 from asynckv.links.link import LinkStream
 from asynckv.links.progress import OWN_WORK_S, Progress
 from asynckv.protocol.frames import Frame
-from asynckv.protocol.transfer_frames import (
-    Done,
-    Grant,
-    GrantDevices,
-    GrantShared,
-    Riders,
-    SentDevices,
-    SentShared,
-)
+from asynckv.protocol.transfer_frames import Eager, Grant, Sent
 from asynckv.protocol.wire import digest_of
 from asynckv.sharing.gpu_channel import RouteLost, other_bytes
 from asynckv.shielding import wait_shielded
@@ -58,7 +50,7 @@ class DeviceRoute(Protocol):
     def is_given_up(self) -> bool:
         """May a GPU write for ever where something was to land?"""
 
-    def grant(self, transfer: int) -> GrantDevices | GrantShared:
+    def grant(self, transfer: int) -> Grant:
         """Return what the peer is told once :meth:`receive` was called."""
 
     def receive(
@@ -70,7 +62,7 @@ class DeviceRoute(Protocol):
     ) -> None:
         """Let the bytes of one part land in ``target``. Never waits."""
 
-    def sent(self, frame: SentDevices | SentShared) -> None:
+    def sent(self, frame: Sent) -> None:
         """The peer has sent a part, or says where it lies.
 
         :raises RemoteProtocolError: it makes no sense, or was granted otherwise
@@ -214,14 +206,14 @@ class Incoming:
         :raises RemoteProtocolError: it makes no sense
         """
         match frame:
-            case Done() | Riders() | SentDevices() | SentShared() if self._is_stopped:
+            case Sent() | Eager() if self._is_stopped:
                 pass
-            case Done():
-                self._on_done(frame)
-            case Riders():
-                self._on_eager(frame, body)
-            case SentDevices() | SentShared():
+            case Sent(route="link"):
                 self._on_sent(frame)
+            case Sent():
+                self._on_routed_sent(frame)
+            case Eager():
+                self._on_eager(frame, body)
             case _:
                 raise RemoteProtocolError(f"no {type(frame).__name__} belongs here")
 
@@ -356,14 +348,14 @@ class Incoming:
         else:
             self._judge(part, digest, said)
 
-    def _on_done(self, frame: Done) -> None:
+    def _on_sent(self, frame: Sent) -> None:
         part, digest = frame.part, frame.digest
         if part in self._unconfirmed:
             self._missing.remove(part)
             self._tell(part, self._unconfirmed.pop(part))
             return
         if part not in self._unsent:
-            raise RemoteProtocolError(f"a Done for part {part} makes no sense")
+            raise RemoteProtocolError(f"a Sent for part {part} makes no sense")
         self._unsent.remove(part)
         here = self._here.pop(part, None)
         if here is None:
@@ -371,11 +363,11 @@ class Incoming:
         else:
             self._judge(part, here, digest)
 
-    def _on_eager(self, frame: Riders, body: bytes) -> None:
+    def _on_eager(self, frame: Eager, body: bytes) -> None:
         digests = frame.digests or (b"",) * len(frame.parts)
         targets = [self._take_eager(part) for part in frame.parts]
         if len(digests) != len(targets) or sum(t.nbytes for t in targets) != len(body):
-            raise RemoteProtocolError("Riders that are not what their parts are")
+            raise RemoteProtocolError("Eager parts that are not what their parts are")
         self._link.progress.note(len(body))
         if not self._receiving and not self._eager:
             self._forget_link()
@@ -392,7 +384,7 @@ class Incoming:
     def _take_eager(self, part: int) -> Memory:
         target = self._eager.pop(part, None)
         if target is None:
-            raise RemoteProtocolError(f"part {part} came along, which makes no sense")
+            raise RemoteProtocolError(f"part {part} came eagerly, which makes no sense")
         return target
 
     def _judge(self, part: int, here: bytes, said: bytes) -> None:
@@ -450,7 +442,7 @@ class Incoming:
             route.receive(self.transfer, part, place, done)
             del place  # an error's traceback would keep the memory in use
 
-    def _on_sent(self, frame: SentDevices | SentShared) -> None:
+    def _on_routed_sent(self, frame: Sent) -> None:
         if self._is_lost:
             return  # it was said before the route was lost
         if self._route is None:
@@ -479,7 +471,7 @@ class Incoming:
             self._forget_route()
         if self._confirms:
             self._unconfirmed[part] = digest
-            self._stream.send(Done(self.transfer, part))
+            self._stream.send(Sent(self.transfer, part))
         else:
             self._verified(part, digest)
 

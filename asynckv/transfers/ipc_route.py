@@ -13,7 +13,7 @@ from typing import ClassVar
 from asynckv.errors import ChecksumError, GPUFailed, RemoteProtocolError
 from asynckv.links.progress import Progress
 from asynckv.protocol.handshake import DigestMode, strictest
-from asynckv.protocol.transfer_frames import GrantShared, SentDevices, SentShared
+from asynckv.protocol.transfer_frames import Grant, Sent
 from asynckv.sharing.gpu_channel import RouteLost, other_bytes
 from asynckv.sharing.imports import PeerMemory
 from asynckv.tensors.cuda import DeviceMemory
@@ -55,9 +55,9 @@ class IpcRoute:
         self._reading = OwnTasks()
         self._is_stopped = False
 
-    def grant(self, transfer: int) -> GrantShared:
+    def grant(self, transfer: int) -> Grant:
         """Return what the peer is told once :meth:`receive` was called."""
-        return GrantShared(transfer, self.digest)
+        return Grant(transfer, "cuda_ipc", self.digest)
 
     def receive(
         self, transfer: int, part: int, target: Memory | DeviceMemory, done: _Done
@@ -66,15 +66,15 @@ class IpcRoute:
             raise TypeError("memory of the host does not come this way")
         self._awaited[part] = target, done
 
-    def sent(self, frame: SentDevices | SentShared) -> None:
+    def sent(self, frame: Sent) -> None:
         """The peer says where a part lies, and what its digest is of.
 
         :raises RemoteProtocolError: there is no such part, or it was said before; it
             lies beyond what is shown; less is to be compared than this side asks for;
             or it was sent
         """
-        if isinstance(frame, SentDevices):
-            raise RemoteProtocolError("a SentDevices for what was granted otherwise")
+        if frame.route != "cuda_ipc":
+            raise RemoteProtocolError(f"sent by {frame.route}, granted otherwise")
         if self._is_stopped:
             return
         part, own = frame.part, self.digest
@@ -105,7 +105,7 @@ class IpcRoute:
         await self._reading.quiesce()
 
     def _read(
-        self, frame: SentShared, offset: int, target: DeviceMemory, done: _Done
+        self, frame: Sent, offset: int, target: DeviceMemory, done: _Done
     ) -> None:
         found = list[bytes]()
         nbytes = target.nbytes
@@ -124,7 +124,7 @@ class IpcRoute:
 
     async def _copy(
         self,
-        frame: SentShared,
+        frame: Sent,
         found: list[bytes],
         source: DeviceMemory,
         target: DeviceMemory,

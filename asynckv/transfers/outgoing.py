@@ -26,14 +26,11 @@ from asynckv.links.link import Link, LinkStream
 from asynckv.protocol.codec import BODY_PART_BYTES
 from asynckv.protocol.handshake import DigestMode, strictest
 from asynckv.protocol.transfer_frames import (
-    MAX_RIDERS,
-    Done,
+    MAX_EAGER,
+    Eager,
     Grant,
-    GrantDevices,
-    GrantShared,
-    Riders,
-    SentDevices,
-    SentShared,
+    RouteName,
+    Sent,
 )
 from asynckv.protocol.wire import digest_of
 from asynckv.sharing.exporter import Importer
@@ -49,7 +46,6 @@ from asynckv.transfers.targets import device_memory
 from asynckv.waits.own_tasks import OwnTasks
 
 __all__ = (
-    "AnyGrant",
     "EagerParts",
     "Exported",
     "GpuImporter",
@@ -57,8 +53,6 @@ __all__ = (
     "Routes",
     "ignore_grant",
 )
-
-AnyGrant: TypeAlias = Grant | GrantDevices | GrantShared
 
 _Parts: TypeAlias = Sequence[tuple[int, Source]]
 
@@ -156,7 +150,7 @@ class EagerParts:
         numbers, digests, sources = list[int](), list[bytes](), list[memoryview]()
         is_digested = self._link.digest != "off"
         total = 0
-        while parts and len(numbers) < MAX_RIDERS:
+        while parts and len(numbers) < MAX_EAGER:
             index, nbytes, read, digest = parts[0]
             if total + nbytes > BODY_PART_BYTES:
                 break
@@ -167,7 +161,7 @@ class EagerParts:
             sources.append(source)
             if is_digested:
                 digests.append(digest or digest_of(source))
-        frame = Riders(self._transfer, tuple(numbers), tuple(digests))
+        frame = Eager(self._transfer, tuple(numbers), tuple(digests))
         self._stream.send(frame, b"".join(sources))
         return total + 1
 
@@ -175,7 +169,7 @@ class EagerParts:
 _NEVER_OFFERED: Final = "a grant of what was never offered"
 
 
-def ignore_grant(frame: AnyGrant, link: Link) -> None:
+def ignore_grant(frame: Grant, link: Link) -> None:
     """Nothing stands that this could grant: it has crossed the end of what did.
 
     :raises RemoteProtocolError: it was never offered
@@ -228,7 +222,7 @@ class Outgoing:
         is_on_gpu: bool = False,
         exported: Exported | None = None,
         importer: Callable[[Link], GpuImporter | None] | None = None,
-        sent: Callable[[Done], None] | None = None,
+        sent: Callable[[Sent], None] | None = None,
         within: OwnTasks | None = None,
     ) -> None:
         self.transfer = transfer
@@ -239,7 +233,7 @@ class Outgoing:
         self._is_on_gpu = is_on_gpu
         self._exported = exported
         self._importer = importer
-        self._sent: Callable[[Done], None] = sent or stream.send
+        self._sent: Callable[[Sent], None] = sent or stream.send
         self._within = within
         self._tasks: OwnTasks | None = None
         self._sources = dict[int, Source]()
@@ -269,7 +263,7 @@ class Outgoing:
         if self._send is not None:
             self._send([(part, source)])
 
-    def on_grant(self, frame: AnyGrant) -> None:
+    def on_grant(self, frame: Grant) -> None:
         """The peer's memory is ready: send what is there. Never waits.
 
         If this side's route is over, the peer will hear of that, and grant it again.
@@ -281,7 +275,7 @@ class Outgoing:
             raise RemoteProtocolError(_NEVER_OFFERED)
         if self._is_stopped or frame.transfer < self.transfer:
             return
-        if isinstance(frame, Grant):
+        if frame.route == "link":
             self._begin(self._send_by_link)
         elif self._is_by_gpu:
             raise RemoteProtocolError("a second grant of a GPU's memory")
@@ -354,17 +348,18 @@ class Outgoing:
             self._tasks.cancel()
         self._copying.clear()
 
-    def _gpu_route(self, frame: GrantDevices | GrantShared) -> Callable[[_Parts], None]:
-        if isinstance(frame, GrantShared):
-            if self._importer is None:
-                raise RemoteProtocolError("a grant of what was never shown")
-            return partial(self._export, frame.kind, self._importer(self._link))
+    def _gpu_route(self, frame: Grant) -> Callable[[_Parts], None]:
+        digest = frame.digest
+        if frame.route == "nccl":
+            if self._routes is None or not self._is_on_gpu:
+                raise RemoteProtocolError("a grant of memory that nothing leads to")
+            return partial(self._send_by_nccl, digest, self._routes.nccl(self._link))
         if (exported := self._exported) is not None:
-            kind = strictest(exported.digest, frame.kind)
+            kind = strictest(exported.digest, digest)
             return partial(self._notify, kind, exported.importer)
-        if self._routes is None or not self._is_on_gpu:
-            raise RemoteProtocolError("a grant of memory that nothing leads to")
-        return partial(self._send_by_nccl, frame.kind, self._routes.nccl(self._link))
+        if self._importer is None:
+            raise RemoteProtocolError("a grant of what was never shown")
+        return partial(self._export, digest, self._importer(self._link))
 
     def _send_by_link(self, parts: _Parts) -> None:
         for part, source in parts:
@@ -403,7 +398,7 @@ class Outgoing:
         def done(digest: bytes, error: BaseException | None) -> None:
             self._in_lanes -= 1
             if error is None:  # else the link ends
-                self._sent(Done(self.transfer, part, digest))
+                self._sent(Sent(self.transfer, part, digest))
 
         self._in_lanes += 1
         if isinstance(memory, Feed):
@@ -433,7 +428,7 @@ class Outgoing:
         error: BaseException | None,
     ) -> None:
         if error is None:  # else the peer hears that the route is lost
-            self._say_sent(kind, part, source)
+            self._say_sent(kind, "nccl", part, source)
 
     def _notify(self, kind: DigestMode, importer: Importer, parts: _Parts) -> None:
         """Say of each part that it lies where the peer was told that it would."""
@@ -441,7 +436,7 @@ class Outgoing:
             if is_eager(source.nbytes):
                 self._send_by_link([(part, source)])
             elif importer.is_connected:
-                self._say_sent(kind, part, source)
+                self._say_sent(kind, "cuda_ipc", part, source)
             else:  # what it would read there may be another's by now
                 self._failed(
                     GPUFailed(
@@ -451,15 +446,17 @@ class Outgoing:
                 )
                 return
 
-    def _say_sent(self, kind: DigestMode, part: int, source: Source) -> None:
+    def _say_sent(
+        self, kind: DigestMode, route: RouteName, part: int, source: Source
+    ) -> None:
         if (known := _known(kind, source)) is not None:
-            self._stream.send(SentDevices(self.transfer, part, *known))
+            self._stream.send(Sent(self.transfer, part, *known, route))
         else:
-            self._start(partial(self._digest_sent, part, source))
+            self._start(partial(self._digest_sent, route, part, source))
 
-    async def _digest_sent(self, part: int, source: Source) -> None:
+    async def _digest_sent(self, route: RouteName, part: int, source: Source) -> None:
         digest = await self._d2h().digest(source)
-        self._stream.send(SentDevices(self.transfer, part, "full", digest))
+        self._stream.send(Sent(self.transfer, part, digest, route=route))
 
     def _export(
         self, kind: DigestMode, importer: GpuImporter | None, parts: _Parts
@@ -475,7 +472,7 @@ class Outgoing:
             if is_eager(source.nbytes):
                 self._send_by_link([(part, source)])
             elif importer is None or not isinstance(region, DeviceRegion):
-                self._stream.send(SentShared(self.transfer, part, "off"))
+                self._stream.send(Sent(self.transfer, part, b"", "off", "cuda_ipc"))
                 return
             else:
                 regions.append(region)
@@ -497,13 +494,14 @@ class Outgoing:
             edges = iter(await pool.edges(places))
         for part, source, offset in parts:
             if (known := _known(kind, source)) is not None:
-                said, digest = known
+                digest, said = known
             elif kind == "edges":
-                said, digest = kind, next(edges)
+                digest, said = next(edges), kind
             else:
-                said = "full"
-                (digest,) = await pool.digest([source.place()])
-            self._stream.send(SentShared(self.transfer, part, said, offset, digest))
+                (digest,), said = await pool.digest([source.place()]), "full"
+            self._stream.send(
+                Sent(self.transfer, part, digest, said, "cuda_ipc", offset)
+            )
 
     def _d2h(self) -> D2HCopier:
         if self._routes is None:
@@ -521,14 +519,14 @@ def _read(source: Source) -> memoryview:
     return joined(source.host())
 
 
-def _known(kind: DigestMode, source: Source) -> tuple[DigestMode, bytes] | None:
+def _known(kind: DigestMode, source: Source) -> tuple[bytes, DigestMode] | None:
     """Return what can be said of a part at once, to a peer that asks for ``kind``.
 
     A digest of all bytes says more than one of the edges, which is read in less time.
     """
     region = source.region
     if kind == "off":
-        return "off", b""
+        return b"", "off"
     if kind == "edges" and isinstance(region, DeviceRegion) and region.edges:
-        return "edges", region.edges
-    return ("full", source.digest) if source.digest else None
+        return region.edges, "edges"
+    return (source.digest, "full") if source.digest else None

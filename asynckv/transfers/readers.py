@@ -20,7 +20,7 @@ from asynckv.links.link import Link
 from asynckv.links.progress import Progress
 from asynckv.protocol.frames import Offer
 from asynckv.protocol.handshake import DigestMode, strictest
-from asynckv.protocol.transfer_frames import GrantDevices, SentDevices, SentShared
+from asynckv.protocol.transfer_frames import Grant, Sent
 from asynckv.protocol.values import MappedOffer, Place, TensorRecord
 from asynckv.protocol.wire import digest_of
 from asynckv.sharing.exporter import edges_in
@@ -358,9 +358,9 @@ class IpcStreamRoute:
         self._reading = OwnTasks()
         self._is_stopped = False
 
-    def grant(self, transfer: int) -> GrantDevices:
+    def grant(self, transfer: int) -> Grant:
         """Return what the peer is told once :meth:`receive` was called."""
-        return GrantDevices(transfer, self.digest)
+        return Grant(transfer, "cuda_ipc", self.digest)
 
     def receive(
         self,
@@ -377,14 +377,14 @@ class IpcStreamRoute:
         """Bytes of parts that are not whole yet: nobody knows."""
         return 0
 
-    def sent(self, frame: SentDevices | SentShared) -> None:
+    def sent(self, frame: Sent) -> None:
         """A part lies where the peer has offered it: begin to copy it. Never waits.
 
         :raises RemoteProtocolError: there is no such part, it was told of before, less
             is to be compared than this side asks for, or it is said to lie elsewhere
         """
-        if isinstance(frame, SentShared):
-            raise RemoteProtocolError("a SentShared for what was granted otherwise")
+        if frame.route != "cuda_ipc" or frame.offset is not None:
+            raise RemoteProtocolError(f"sent by {frame.route}, granted otherwise")
         if self._is_stopped:
             return
         if strictest(self.digest, frame.kind) != frame.kind:
@@ -412,7 +412,7 @@ class IpcStreamRoute:
         await self._reading.quiesce()
 
     async def _read(
-        self, source: DeviceMemory | None, awaited: _Awaited, frame: SentDevices
+        self, source: DeviceMemory | None, awaited: _Awaited, frame: Sent
     ) -> None:
         (target, done), kind = awaited, frame.kind
         try:

@@ -1,6 +1,6 @@
 """The receiving half of a pipe's transfer: one part, by the link or by a route.
 
-It counts when its bytes have landed, its ``Done`` has come, and the digests agree.
+It counts when its bytes have landed, its ``Sent`` has come, and the digests agree.
 What comes by a route is compared there.
 """
 
@@ -10,7 +10,7 @@ from typing import Protocol
 
 from asynckv.errors import RemoteProtocolError
 from asynckv.links.link import Link
-from asynckv.protocol.transfer_frames import Done
+from asynckv.protocol.transfer_frames import Sent
 from asynckv.sharing.gpu_channel import other_bytes
 from asynckv.tensors.cuda import DeviceMemory
 from asynckv.tensors.runs import Memory
@@ -57,7 +57,7 @@ class Reception:
         self._expect()
         route.receive(self._transfer, 0, place, self._has_come)
 
-    def on_done(self, frame: Done) -> None:
+    def on_sent(self, frame: Sent) -> None:
         """The peer says that it has sent the part.
 
         :raises RemoteProtocolError: there is no such part, or it was sent before
@@ -65,7 +65,7 @@ class Reception:
         if self._sink is None:
             return
         if frame.part or self._sent is not None or self._route is not None:
-            raise RemoteProtocolError(f"a Done for part {frame.part} makes no sense")
+            raise RemoteProtocolError(f"a Sent for part {frame.part} makes no sense")
         self._sent = frame.digest
         self._compare()
 

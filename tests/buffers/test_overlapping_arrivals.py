@@ -21,7 +21,7 @@ from asynckv.errors import GPUFailed
 from asynckv.links.dial import dial
 from asynckv.links.link import Link
 from asynckv.protocol.frames import Accepted, Failure
-from asynckv.protocol.transfer_frames import Done
+from asynckv.protocol.transfer_frames import Sent
 from asynckv.protocol.wire import digest_of
 from asynckv.tensors.views import bytes_of
 from asynckv.testing.blocked import until
@@ -174,7 +174,7 @@ async def putting(gpu: FakeDevice) -> AsyncIterator[tuple[LookupBuffer, Link]]:
 def put(link: Link, raw: RawInsert, part: int, digest: bytes | None = None) -> None:
     source = bytes_of(noise(MIB, part))
     link.payload.send(raw.transfer, part, source, lambda *_: None)
-    raw.stream.send(Done(raw.transfer, part, digest or digest_of(source)))
+    raw.stream.send(Sent(raw.transfer, part, digest or digest_of(source)))
 
 
 async def test_what_was_put_is_on_the_gpu_while_others_are_on_the_wire(

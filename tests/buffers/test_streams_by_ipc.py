@@ -17,7 +17,7 @@ from asynckv.buffers.serving import offer
 from asynckv.errors import ChecksumError, EntryAborted, GPUFailed, LeaseLost, PeerLost
 from asynckv.links.fd_socket import has_fd_sockets
 from asynckv.links.options import Digest
-from asynckv.protocol.transfer_frames import SentDevices
+from asynckv.protocol.transfer_frames import Sent
 from asynckv.sharing import exporter
 from asynckv.tensors.cuda import DeviceMemory
 from asynckv.tensors.device_regions import DeviceRegion
@@ -97,7 +97,7 @@ async def emptied(pair: GpuPair) -> None:
 
 
 async def test_layers_are_copied_within_the_gpu_as_they_come(
-    pair: GpuPair, sent_devices: list[SentDevices], copied: list[int]
+    pair: GpuPair, sent_devices: list[Sent], copied: list[int]
 ) -> None:
     async with (
         pair.buffer.open_insert([1], None, LAYERS) as writer,
@@ -116,7 +116,7 @@ async def test_layers_are_copied_within_the_gpu_as_they_come(
 
 
 async def test_layers_that_another_peer_puts_are_copied_there_too(
-    pair: GpuPair, sent_devices: list[SentDevices]
+    pair: GpuPair, sent_devices: list[Sent]
 ) -> None:
     async with (
         connect(pair.server.url) as producer,
@@ -131,7 +131,7 @@ async def test_layers_that_another_peer_puts_are_copied_there_too(
 
 
 async def test_a_whole_entry_is_streamed_from_where_it_lies(
-    pair: GpuPair, sent_devices: list[SentDevices]
+    pair: GpuPair, sent_devices: list[Sent]
 ) -> None:
     await fill(pair.buffer)
     expect_all(await read(pair.peer))
@@ -140,7 +140,7 @@ async def test_a_whole_entry_is_streamed_from_where_it_lies(
 
 
 async def test_layers_land_in_memory_of_the_gpu_that_the_caller_has(
-    pair: GpuPair, sent_devices: list[SentDevices]
+    pair: GpuPair, sent_devices: list[Sent]
 ) -> None:
     await fill(pair.buffer)
     into = pair.theirs.tensor(torch.zeros(MIB, dtype=torch.uint8))
@@ -152,7 +152,7 @@ async def test_layers_land_in_memory_of_the_gpu_that_the_caller_has(
 
 
 async def test_what_is_wanted_in_host_memory_comes_by_lanes(
-    pair: GpuPair, sent_devices: list[SentDevices]
+    pair: GpuPair, sent_devices: list[Sent]
 ) -> None:
     await fill(pair.buffer)
     into = torch.zeros(MIB, dtype=torch.uint8)
@@ -165,7 +165,7 @@ async def test_what_is_wanted_in_host_memory_comes_by_lanes(
 
 
 async def test_a_url_that_asks_for_lanes_gets_them(
-    pair: GpuPair, sent_devices: list[SentDevices]
+    pair: GpuPair, sent_devices: list[Sent]
 ) -> None:
     url, device = f"{pair.server.url}?payload=inline", pair.theirs.device
     async with connect(url, device=device, max_bytes="16MiB") as peer:
@@ -185,7 +185,7 @@ async def test_a_url_that_asks_for_lanes_gets_them(
 )
 async def test_the_stricter_digest_is_compared(
     gpus: FakeGpus,
-    sent_devices: list[SentDevices],
+    sent_devices: list[Sent],
     ours: Digest,
     theirs: Digest,
     kind: str,
@@ -203,7 +203,7 @@ async def test_the_stricter_digest_is_compared(
 
 
 async def test_what_has_no_known_edges_is_compared_whole(
-    pair: GpuPair, sent_devices: list[SentDevices]
+    pair: GpuPair, sent_devices: list[Sent]
 ) -> None:
     await fill(pair.buffer)
     entry = only(pair.buffer)
@@ -327,7 +327,7 @@ async def test_a_link_lost_in_mid_stream_gives_the_entry_back(pair: GpuPair) -> 
 
 
 async def test_a_peer_that_has_closed_the_memory_is_shown_nothing_more(
-    pair: GpuPair, sent_devices: list[SentDevices], caplog: pytest.LogCaptureFixture
+    pair: GpuPair, sent_devices: list[Sent], caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.WARNING, offer.__name__)
     async with pair.buffer.open_insert([1], None, LAYERS) as writer:
@@ -349,7 +349,7 @@ async def test_a_peer_that_has_closed_the_memory_is_shown_nothing_more(
 
 
 async def test_a_stream_that_was_entered_does_not_begin_again_by_itself(
-    pair: GpuPair, sent_devices: list[SentDevices]
+    pair: GpuPair, sent_devices: list[Sent]
 ) -> None:
     async with pair.buffer.open_insert([1], None, LAYERS) as writer:
         with pytest.raises(GPUFailed, match="closed the memory"):
@@ -369,7 +369,7 @@ async def test_a_stream_that_was_entered_does_not_begin_again_by_itself(
 
 
 async def test_a_peer_that_keeps_too_many_deliveries_gets_the_next_by_lanes(
-    pair: GpuPair, sent_devices: list[SentDevices], monkeypatch: pytest.MonkeyPatch
+    pair: GpuPair, sent_devices: list[Sent], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(exporter, "MAX_PINS", 0)
     await fill(pair.buffer)

@@ -19,6 +19,7 @@ from typing import Final, TypeAlias
 from asynckv.errors import AsyncKVError
 from asynckv.protocol.codec import encode_frame
 from asynckv.protocol.frames import (
+    PROTOCOL_MAJOR,
     Ack,
     Cancel,
     Get,
@@ -188,8 +189,8 @@ async def _say_nothing(connection: RawConnection) -> None:
 
 async def _greet_slowly(connection: RawConnection) -> None:
     """The first frame comes so slowly that it never comes."""
-    limits = Limits()
-    hello = Hello(1, 0, PeerIdentity(_new_id(), "1"), limits, ("inline",), 1)
+    who = PeerIdentity(_new_id(), "1")
+    hello = Hello(PROTOCOL_MAJOR, 0, who, Limits(), ("inline",), 1)
     for byte in encode_frame(0, hello)[0]:
         await connection.send(bytes([byte]))
         await asyncio.sleep(_SLOW_S)

@@ -10,7 +10,7 @@ import torch
 from asynckv.errors import ChecksumError
 from asynckv.pipes.inbound import Inbound
 from asynckv.protocol.frames import Frame, Push, PushSmall
-from asynckv.protocol.transfer_frames import Done
+from asynckv.protocol.transfer_frames import Sent
 from asynckv.protocol.wire import digest_of
 from asynckv.types import TensorSpec
 
@@ -82,7 +82,7 @@ class ReceivingHalf:
     def land(self, transfer: int = 1, *, sent: bytes = b"d") -> None:
         """All of a large one has landed; the peer says its digest is ``sent``."""
         self.link.landing[transfer](b"d", None)
-        self.half.granting.on_done(Done(transfer, 0, sent))
+        self.half.granting.on_sent(Sent(transfer, 0, sent))
 
     async def next(self) -> torch.Tensor | None:
         """Wait for the next tensor, and take it."""

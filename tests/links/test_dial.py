@@ -23,7 +23,7 @@ from asynckv.links.listen import LinkListener, listen
 from asynckv.links.sockets import bind
 from asynckv.protocol.codec import encode_frame
 from asynckv.protocol.failures import to_refuse
-from asynckv.protocol.frames import Frame, Peek, Welcome
+from asynckv.protocol.frames import PROTOCOL_MAJOR, Frame, Peek, Welcome
 from asynckv.protocol.values import Limits, PeerIdentity
 from asynckv.testing.blocked import until, until_blocked
 from asynckv.types import KVFingerprint
@@ -32,7 +32,7 @@ from harness.link_pairs import Hearer, ScriptedService, linked, name_of
 pytestmark = pytest.mark.both_loops
 
 ME = PeerIdentity("me", "1")
-WELCOME = Welcome(1, 0, ME, Limits(), "inline", 1, b"token")
+WELCOME = Welcome(PROTOCOL_MAJOR, 0, ME, Limits(), "inline", 1, b"token")
 
 
 @contextlib.asynccontextmanager

@@ -22,6 +22,7 @@ from asynckv.links.sockets import (
 )
 from asynckv.protocol.codec import encode_frame
 from asynckv.protocol.frames import (
+    PROTOCOL_MAJOR,
     Attach,
     Attached,
     Frame,
@@ -42,7 +43,9 @@ from harness.link_pairs import ScriptedService
 
 pytestmark = pytest.mark.both_loops
 
-HELLO = Hello(1, 0, PeerIdentity("stranger", "1"), Limits(), ("inline",), 2)
+HELLO = Hello(
+    PROTOCOL_MAJOR, 0, PeerIdentity("stranger", "1"), Limits(), ("inline",), 2
+)
 
 
 async def door(url: str = "tcp://:0", keyring: Keyring = NO_KEYS) -> LinkListener:
@@ -95,7 +98,7 @@ async def welcomed(listener: LinkListener) -> tuple[socket.socket, Welcome]:
         Ping(1),
         Attach(b"no such token", 0),
         Hello(9, 0, HELLO.identity, Limits(), ("inline",), 2),
-        Hello(1, 0, HELLO.identity, Limits(), ("carrier pigeon",), 2),
+        Hello(PROTOCOL_MAJOR, 0, HELLO.identity, Limits(), ("carrier pigeon",), 2),
         b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n",
         pack_header(TYPE_CONTROL, 4097, 0),
     ],

@@ -9,7 +9,7 @@ import pytest
 from asynckv.errors import RemoteProtocolError
 from asynckv.pipes.arrivals import Arrival
 from asynckv.protocol.frames import Push
-from asynckv.protocol.transfer_frames import SentDevices
+from asynckv.protocol.transfer_frames import Sent
 from asynckv.testing.pipe_checks import LARGE
 from asynckv.types import TensorSpec
 from harness.fake_gpus import FakeGpus
@@ -25,10 +25,10 @@ async def pair(two_gpus: FakeGpus) -> AsyncIterator[NcclPipes]:
 async def test_what_was_not_asked_for_does_not_come(pair: NcclPipes) -> None:
     inbound = pair.far._inbound
     with pytest.raises(RemoteProtocolError, match="never granted"):
-        inbound.granting.on_sent_devices(SentDevices(99, 0, "off"))
+        inbound.granting.on_routed_sent(Sent(99, 0, b"", "off", "nccl"))
     arrival = Arrival(inbound, Push(1, 0, False, TensorSpec((LARGE,), "uint8")))
     with pytest.raises(RemoteProtocolError, match="not asked for"):
-        arrival.on_sent_devices(SentDevices(1, 0, "off"))
+        arrival.on_routed_sent(Sent(1, 0, b"", "off", "nccl"))
 
 
 async def test_what_was_granted_again_may_have_been_sent_meanwhile(
@@ -43,5 +43,5 @@ async def test_what_was_granted_again_may_have_been_sent_meanwhile(
     assert arrival.reception is not None
     arrival.reception.stop()
     arrival.let_go()
-    arrival.on_sent_devices(SentDevices(1, 0, "edges"))
+    arrival.on_routed_sent(Sent(1, 0, b"", "edges", "nccl"))
     assert arrival.land_on_gpu(pair.far._link, gpus) is None

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from asynckv.errors import PeerLost, RemoteProtocolError
-from asynckv.protocol.transfer_frames import Done, Grant
+from asynckv.protocol.transfer_frames import Grant, Sent
 from asynckv.tensors import growth, growth as lending
 from asynckv.tensors.slabs import has_slabs
 from asynckv.testing import until, until_blocked
@@ -66,7 +66,7 @@ async def test_a_done_for_what_was_never_granted_is_a_lie() -> None:
     receiver = ReceivingHalf()
     receiver.push(2 * HALF_BYTES)
     with pytest.raises(RemoteProtocolError, match="never granted"):
-        receiver.half.granting.on_done(Done(1, 0))
+        receiver.half.granting.on_sent(Sent(1, 0))
 
 
 @in_slabs

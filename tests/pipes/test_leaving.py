@@ -8,7 +8,7 @@ import pytest
 
 from asynckv.errors import RemoteProtocolError
 from asynckv.links.options import Digest
-from asynckv.protocol.transfer_frames import Grant, GrantDevices, SentDevices
+from asynckv.protocol.transfer_frames import Grant, Sent
 from asynckv.testing.expectations import is_same, noise
 from asynckv.testing.pairs import open_pipe_pair
 from asynckv.testing.pipe_checks import LARGE
@@ -33,7 +33,7 @@ async def pair(two_gpus: FakeGpus) -> AsyncIterator[NcclPipes]:
 )
 async def test_the_stricter_digest_is_compared(
     two_gpus: FakeGpus,
-    sent_devices: list[SentDevices],
+    sent_devices: list[Sent],
     ours: Digest,
     theirs: Digest,
     kind: str,
@@ -49,8 +49,8 @@ async def test_the_stricter_digest_is_compared(
 
 async def test_what_was_never_sent_is_not_granted(pair: NcclPipes) -> None:
     leaving = pair.near._outbound.leaving
-    with pytest.raises(RemoteProtocolError, match="GrantDevices for what waits"):
-        leaving.on_grant_devices(GrantDevices(99, "off"))
+    with pytest.raises(RemoteProtocolError, match="Grant for what waits"):
+        leaving.on_routed_grant(Grant(99, "nccl", "off"))
     with pytest.raises(RemoteProtocolError, match="a Grant for what waits"):
         leaving.on_grant(Grant(99))
 
@@ -58,4 +58,4 @@ async def test_what_was_never_sent_is_not_granted(pair: NcclPipes) -> None:
 async def test_a_pipe_without_a_gpu_sends_from_none() -> None:
     async with open_pipe_pair() as (near, _):
         with pytest.raises(RemoteProtocolError, match="waits for none"):
-            near._outbound.leaving.on_grant_devices(GrantDevices(1, "off"))
+            near._outbound.leaving.on_routed_grant(Grant(1, "nccl", "off"))

@@ -12,7 +12,7 @@ from asynckv.pipes.outbound import Outbound
 from asynckv.pipes.parcels import MAX_TENSORS, Parcel
 from asynckv.protocol.codec import Buffer
 from asynckv.protocol.frames import Frame, Push, PushSmall
-from asynckv.protocol.transfer_frames import Done, Grant
+from asynckv.protocol.transfer_frames import Grant, Sent
 from asynckv.testing import until_blocked
 from asynckv.types import TensorSpec
 
@@ -123,7 +123,7 @@ async def test_a_large_tensor_is_announced_granted_and_done() -> None:
     await sender.put(LARGE)
     sender.deliver(1)
     spec = TensorSpec((LARGE,), "uint8")
-    assert sender.frames == [Push(1, 0, False, spec), Done(1, 0, b"d")]
+    assert sender.frames == [Push(1, 0, False, spec), Sent(1, 0, b"d")]
 
 
 async def test_bytes_are_in_flight_until_the_peer_has_them() -> None:

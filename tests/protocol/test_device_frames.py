@@ -14,11 +14,9 @@ from asynckv.protocol.transfer_frames import (
     Devices,
     DeviceSkip,
     DeviceWithdraw,
-    GrantDevices,
     MeetDevice,
     OpenDevices,
     PrepareDevice,
-    SentDevices,
 )
 
 DECODER = msgspec.msgpack.Decoder[Frame](Frame)
@@ -33,15 +31,12 @@ FRAMES: Final[tuple[msgspec.Struct, ...]] = (
     DeviceSkip(0),
     DeviceWithdraw(0),
     DeviceDone(0),
-    GrantDevices(0, "off"),
-    SentDevices(0, 0, "off"),
 )
 COUNT = ((0, -1), (2**62, 2**62 + 1))
 BOUNDS: dict[str, tuple[tuple[Any, Any], ...]] = {
     "description": ((b"d" * 4096, b"d" * 4097),),
     "unique_id": ((b"u" * 128, b"u" * 129),),
-    "kind": tuple((kind, "none") for kind in ("full", "edges", "off")),
-    "digest": ((b"d" * 16, b"d" * 17),),
+    "trace": ((b"t" * 64, b"t" * 65),),
     "pipe": ((0, -1), (1, 2)),
     **dict.fromkeys(("number", "transfer", "part", "offset", "nbytes"), COUNT),
 }

@@ -22,7 +22,7 @@ from asynckv.protocol.frames import (
     Select,
     Welcome,
 )
-from asynckv.protocol.transfer_frames import Done
+from asynckv.protocol.transfer_frames import Sent
 from asynckv.protocol.values import (
     Contents,
     Limits,
@@ -121,9 +121,29 @@ def test_an_unknown_tag_is_refused() -> None:
 @pytest.mark.parametrize(
     "frame",
     [
-        Done(transfer=-1, part=0),
-        Done(transfer=2**62 + 1, part=0),
-        Done(transfer=1, part=0, digest=b"x" * 17),
+        *get_args(OpeningFrame),
+        frames.Push,
+        frames.PushSmall,
+        map_frames.PushMapped,
+        ipc_frames.PushShared,
+    ],
+)
+def test_a_request_may_say_what_it_is_traced_by(frame: type[msgspec.Struct]) -> None:
+    plain = sample(frame)
+    assert b"trace" not in msgspec.msgpack.encode(plain)
+    traced = msgspec.structs.replace(plain, trace=b"t" * 64)
+    assert DECODER.decode(msgspec.msgpack.encode(traced)) == traced
+    traced = msgspec.structs.replace(plain, trace=b"t" * 65)
+    with pytest.raises(msgspec.ValidationError):
+        DECODER.decode(msgspec.msgpack.encode(traced))
+
+
+@pytest.mark.parametrize(
+    "frame",
+    [
+        Sent(transfer=-1, part=0),
+        Sent(transfer=2**62 + 1, part=0),
+        Sent(transfer=1, part=0, digest=b"x" * 17),
         Insert(entry_id="i" * 257, transfer=0, inline=True),
         Insert(entry_id="i", transfer=0, inline=True, deliveries=0),
         Insert(entry_id="i", transfer=0, inline=True, ttl_s=-1.0),
@@ -155,8 +175,8 @@ def test_a_value_outside_its_bounds_is_refused(frame: msgspec.Struct) -> None:
         (frames.Members, "urls", ("",) * 1024, ("",) * 1025),
         (Result, "flags", (True,) * 4096, (True,) * 4097),
         (map_frames.Mapped, "found", b"n" * 64, b"n" * 65),
-        (payload_frames.Riders, "parts", (0,) * 1024, (0,) * 1025),
-        (payload_frames.Riders, "digests", (b"",) * 1024, (b"",) * 1025),
+        (payload_frames.Eager, "parts", (0,) * 1024, (0,) * 1025),
+        (payload_frames.Eager, "digests", (b"",) * 1024, (b"",) * 1025),
         (pin_frames.Pin, "keys", ("k",) * 4096, ("k",) * 4097),
         (pin_frames.Pinned, "flags", (True,) * 4096, (True,) * 4097),
     ],

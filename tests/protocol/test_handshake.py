@@ -54,7 +54,7 @@ def test_a_hello_and_its_welcome_say_all_of_a_sides_terms() -> None:
     }
     ours = terms(payload_paths=("map",), **said)
     who = PeerIdentity("a", "1")
-    hello = Hello(1, 0, who, payload_paths=("map",), nonce=b"n" * 32, **said)
+    hello = Hello(2, 0, who, payload_paths=("map",), nonce=b"n" * 32, **said)
     assert hello_from(ours, b"n" * 32) == hello
     assert hello_from(ours).nonce == b""
     agreement = agree(ours, msgspec.structs.replace(hello, payload_description=b"d"))
@@ -65,7 +65,7 @@ def test_a_hello_and_its_welcome_say_all_of_a_sides_terms() -> None:
     assert welcome_to(
         ours, agreement, link_token=b"t", payload_description=b"w"
     ) == Welcome(
-        1, 0, who, payload_path="map", link_token=b"t", payload_description=b"w", **said
+        2, 0, who, payload_path="map", link_token=b"t", payload_description=b"w", **said
     )
 
 
@@ -86,8 +86,8 @@ def test_the_path_is_the_first_of_ours_that_is_theirs_too() -> None:
 
 
 def test_another_major_version_is_refused_by_name() -> None:
-    hello = msgspec.structs.replace(hello_from(terms()), major=2)
-    with pytest.raises(IncompatiblePeer, match=r"protocol 2\.0 there, 1\.0 here") as c:
+    hello = msgspec.structs.replace(hello_from(terms()), major=3)
+    with pytest.raises(IncompatiblePeer, match=r"protocol 3\.0 there, 2\.0 here") as c:
         agree(terms(), hello)
     assert c.value.field == "major"
     assert "same release" in c.value.hint

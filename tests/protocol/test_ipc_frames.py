@@ -8,11 +8,9 @@ import pytest
 from asynckv.protocol.frames import Frame
 from asynckv.protocol.transfer_frames import (
     Exported,
-    GrantShared,
     Imported,
     OpenIpc,
     PushShared,
-    SentShared,
     ShowIpc,
 )
 from asynckv.types import TensorSpec
@@ -24,8 +22,6 @@ FRAMES: Final[tuple[msgspec.Struct, ...]] = (
     Imported(b"n" * 16),
     PushShared(1, TensorSpec((8,), "uint8"), 0),
     ShowIpc("0" * 32),
-    GrantShared(1, "off"),
-    SentShared(1, 0, "off"),
 )
 BOUNDS: dict[str, tuple[tuple[Any, Any], ...]] = {
     "uuid": (("0" * 64, "0" * 65),),
@@ -36,14 +32,13 @@ BOUNDS: dict[str, tuple[tuple[Any, Any], ...]] = {
     "digest": (("off", "none"),),
     "found": ((b"n" * 64, b"n" * 65),),
     "transfer": ((0, -1), (2**62, 2**62 + 1)),
-    "part": ((0, -1), (2**62, 2**62 + 1)),
-    "kind": (("edges", "none"),),
+    "trace": ((b"t" * 64, b"t" * 65),),
     "offset": ((0, -1), (2**62, 2**62 + 1)),
 }
 
 
 def _bounds(frame: msgspec.Struct, field: str) -> tuple[tuple[Any, Any], ...]:
-    if isinstance(frame, PushShared | SentShared) and field == "digest":
+    if isinstance(frame, PushShared) and field == "digest":
         return ((b"d" * 16, b"d" * 17),)
     return BOUNDS[field]
 
@@ -70,7 +65,3 @@ def test_a_field_may_reach_its_bound_and_no_further(
 
 def test_both_sides_compare_the_edges_unless_told_otherwise() -> None:
     assert Exported("a", b"t", b"h", 1).digest == "edges"
-
-
-def test_a_part_that_lies_elsewhere_has_no_place() -> None:
-    assert SentShared(1, 0, "off").offset is None

@@ -10,7 +10,7 @@ import torch
 from asynckv.buffers.serving.offer import Offering
 from asynckv.errors import ChecksumError, GPUFailed, PeerLost, RemoteProtocolError
 from asynckv.links.options import Digest
-from asynckv.protocol.transfer_frames import GrantDevices, SentDevices
+from asynckv.protocol.transfer_frames import Grant, Sent
 from asynckv.sharing.gpu_channel import NcclRoute, RouteLost
 from asynckv.shielding import wait_shielded
 from asynckv.tensors.device_copying import DeviceCopyPool
@@ -40,7 +40,7 @@ async def take(pair: NcclBuffers) -> None:
 )
 async def test_the_stricter_digest_is_compared(
     two_gpus: FakeGpus,
-    sent_devices: list[SentDevices],
+    sent_devices: list[Sent],
     ours: Digest,
     theirs: Digest,
     kind: str,
@@ -52,7 +52,7 @@ async def test_the_stricter_digest_is_compared(
 
 
 async def test_a_part_without_a_digest_gets_one(
-    two_gpus: FakeGpus, sent_devices: list[SentDevices]
+    two_gpus: FakeGpus, sent_devices: list[Sent]
 ) -> None:
     async with open_nccl_buffers(two_gpus, digest="full") as pair:
         await pair.buffer.insert([1], None, noise(MIB), None, None)
@@ -128,7 +128,7 @@ async def test_all_digests_are_waited_for_however_often_the_wait_is_cancelled(
         place = pair.peer.pool.memory_of(pair.theirs.tensor(noise(8)))
         for part in range(2):
             arrivals.receive(1, part, place, lambda digest, error: None)
-            arrivals.sent(SentDevices(1, part, "full"))
+            arrivals.sent(Sent(1, part, b"", "full", "nccl"))
         await until(lambda: len(reading) == 2)
         quiescing = asyncio.create_task(arrivals.quiesce(1))
         await cancel_before_each(quiescing, reading[::order])
@@ -142,13 +142,13 @@ async def test_what_makes_no_sense_is_refused(two_gpus: FakeGpus) -> None:
         with pytest.raises(TypeError, match="memory of the host"):
             arrivals.receive(1, 0, memoryview(b""), lambda digest, error: None)
         with pytest.raises(RemoteProtocolError, match="makes no sense"):
-            arrivals.sent(SentDevices(1, 0, "full"))
+            arrivals.sent(Sent(1, 0, b"", "full", "nccl"))
         place = pair.peer.pool.memory_of(pair.theirs.tensor(noise(8)))
         arrivals.receive(1, 0, place, lambda digest, error: None)
         with pytest.raises(RemoteProtocolError, match="digests of edges"):
-            arrivals.sent(SentDevices(1, 0, "edges"))
+            arrivals.sent(Sent(1, 0, b"", "edges", "nccl"))
         await arrivals.quiesce(1)
-        arrivals.sent(SentDevices(1, 0, "full"))  # late, and of no interest
+        arrivals.sent(Sent(1, 0, b"", "full", "nccl"))  # late, and of no interest
 
 
 async def test_a_digest_that_takes_its_time_is_not_the_peers_delay(
@@ -177,8 +177,8 @@ async def test_a_digest_that_takes_its_time_is_not_the_peers_delay(
 async def test_a_part_that_nobody_asked_for_ends_the_link(
     two_gpus: FakeGpus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def lie(offering: Offering, frame: GrantDevices, *anything: object) -> None:
-        offering.stream.send(SentDevices(frame.transfer, 0, "off"))
+    def lie(offering: Offering, frame: Grant, *anything: object) -> None:
+        offering.stream.send(Sent(frame.transfer, 0, b"", "off", "nccl"))
 
     monkeypatch.setattr(Offering, "on_grant", lie)
     async with open_nccl_buffers(

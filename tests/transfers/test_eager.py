@@ -11,7 +11,7 @@ from asynckv.links.link import Link
 from asynckv.protocol.frames import (
     Get,
 )
-from asynckv.protocol.transfer_frames import Riders
+from asynckv.protocol.transfer_frames import Eager
 from asynckv.protocol.wire import digest_of
 from asynckv.testing.blocked import until
 from asynckv.transfers.manifest import EAGER_NBYTES, is_eager
@@ -28,11 +28,11 @@ class Ends(NamedTuple):
     riding: EagerParts
     service: ScriptedService
 
-    def riders(self) -> list[tuple[Riders, bytes]]:
+    def riders(self) -> list[tuple[Eager, bytes]]:
         (hearer,) = self.service.hearers
-        return [(frame, b) for frame, b in hearer.frames if isinstance(frame, Riders)]
+        return [(frame, b) for frame, b in hearer.frames if isinstance(frame, Eager)]
 
-    async def heard(self, count: int) -> list[tuple[Riders, bytes]]:
+    async def heard(self, count: int) -> list[tuple[Eager, bytes]]:
         await until(lambda: sum(len(f.parts) for f, _ in self.riders()) >= count)
         return self.riders()
 

@@ -11,7 +11,7 @@ import pytest
 from asynckv.links.fd_socket import has_fd_sockets
 from asynckv.protocol.frames import Cancel, Get
 from asynckv.protocol.handshake import DigestMode
-from asynckv.protocol.transfer_frames import GrantShared, Riders, SentShared
+from asynckv.protocol.transfer_frames import Eager, Grant, Sent
 from asynckv.protocol.wire import digest_of
 from asynckv.tensors.device_copying import EDGE_NBYTES
 from asynckv.tensors.views import bytes_of
@@ -54,7 +54,7 @@ def refuse(error: Exception) -> None:
     raise AssertionError(error)
 
 
-class Sent:
+class Granted:
     """One transfer, on a link of its own, and what is said of it."""
 
     def __init__(self, links: LinkPair, importer: GpuImporter | None) -> None:
@@ -80,12 +80,12 @@ async def granted(
     parts: Sequence[tuple[int, Source]],
     importer: GpuImporter | None,
     kind: DigestMode = "edges",
-) -> AsyncIterator[Sent]:
+) -> AsyncIterator[Granted]:
     async with linked("mem://", lambda *_: None) as links:
-        one = Sent(links, importer)
+        one = Granted(links, importer)
         for part, source in parts:
             one.outgoing.add(part, source)
-        one.outgoing.on_grant(GrantShared(3, kind))
+        one.outgoing.on_grant(Grant(3, "cuda_ipc", kind))
         yield one
         await one.outgoing.quiesce()
 
@@ -97,7 +97,7 @@ async def said_of(
 ) -> list[object]:
     async with granted(parts, importer, kind) as one:
         said = await one.said()
-        shared = [frame for frame in said if isinstance(frame, SentShared)]
+        shared = [frame for frame in said if isinstance(frame, Sent)]
         is_read = any(frame.offset is not None for frame in shared)
         assert one.outgoing.is_read is is_read
         one.outgoing.release()
@@ -128,7 +128,7 @@ async def test_a_part_is_told_of_with_its_place_and_digest(
     staged.digest = known or b""
     staged.region.edges = b""
     frames = await said_of([(2, staged)], importer_of(pair), kind)
-    assert frames == [SentShared(3, 2, said, staged.region.start, digest)]
+    assert frames == [Sent(3, 2, digest, said, "cuda_ipc", staged.region.start)]
 
 
 async def test_the_edges_of_several_parts_are_said_each_with_its_own(
@@ -140,8 +140,8 @@ async def test_the_edges_of_several_parts_are_said_each_with_its_own(
     frames = await said_of([(0, other), (1, staged)], importer_of(pair))
     offsets = other.region.start, staged.region.start
     assert frames == [
-        SentShared(3, 0, "full", offsets[0], b"known already..."),
-        SentShared(3, 1, "edges", offsets[1], EDGES),
+        Sent(3, 0, b"known already...", "full", "cuda_ipc", offsets[0]),
+        Sent(3, 1, EDGES, "edges", "cuda_ipc", offsets[1]),
     ]
     other.release()
 
@@ -152,7 +152,7 @@ async def test_edges_that_were_read_already_are_not_read_again(
     staged.digest, staged.region.edges = b"known already...", b"read already"
     (frame,) = await said_of([(0, staged)], importer_of(pair))
     offset = staged.region.start
-    assert frame == SentShared(3, 0, "edges", offset, b"read already")
+    assert frame == Sent(3, 0, b"read already", "edges", "cuda_ipc", offset)
 
 
 async def test_one_part_that_lies_elsewhere_is_all_that_is_said(
@@ -160,8 +160,10 @@ async def test_one_part_that_lies_elsewhere_is_all_that_is_said(
 ) -> None:
     parts: list[tuple[int, Source]]
     parts = [(0, staged), (1, HostSource(noise(MIB)))]
-    assert await said_of(parts, importer_of(pair)) == [SentShared(3, 1, "off")]
-    assert await said_of(parts, None) == [SentShared(3, 0, "off")]
+    assert await said_of(parts, importer_of(pair)) == [
+        Sent(3, 1, b"", "off", "cuda_ipc")
+    ]
+    assert await said_of(parts, None) == [Sent(3, 0, b"", "off", "cuda_ipc")]
     assert await said_of([], None) == []
 
 
@@ -170,8 +172,8 @@ async def test_small_parts_are_eager_all_the_same(
 ) -> None:
     small = HostSource(noise(8))
     said = await said_of([(0, small), (1, staged)], importer_of(pair), "off")
-    assert {type(frame) for frame in said} == {Riders, SentShared}
-    assert [type(frame) for frame in await said_of([(0, small)], None)] == [Riders]
+    assert {type(frame) for frame in said} == {Eager, Sent}
+    assert [type(frame) for frame in await said_of([(0, small)], None)] == [Eager]
 
 
 async def test_a_part_stays_until_the_reader_is_through(pair: GpuPair) -> None:

@@ -12,11 +12,9 @@ from asynckv.errors import PeerLost
 from asynckv.links.dial import dial
 from asynckv.protocol.frames import Accepted, Failure
 from asynckv.protocol.transfer_frames import (
-    Done,
+    Eager,
     Grant,
-    GrantDevices,
-    Riders,
-    SentDevices,
+    Sent,
 )
 from asynckv.protocol.wire import digest_of
 from asynckv.tensors.device_copying import DeviceCopyPool
@@ -36,7 +34,7 @@ DIGEST = digest_of(KEY)
 async def begin(pair: NcclBuffers) -> RawInsert:
     """Ask for a large tensor and a small one, and wait for memory of the GPU."""
     raw = RawInsert(pair.peer._linked(), MIB, 8, on_gpu=True)
-    assert await raw.hearer.next() == (GrantDevices(raw.transfer, "full"), b"")
+    assert await raw.hearer.next() == (Grant(raw.transfer, "nccl", "full"), b"")
     return raw
 
 
@@ -47,12 +45,12 @@ def send(pair: NcclBuffers, raw: RawInsert, digest: bytes = DIGEST) -> None:
     memory = pool.memory_of(pair.theirs.tensor(noise(MIB, 1)))
     place = dataclasses.replace(memory, ready=None)
     pair.near_way.transport.send(raw.transfer, 0, place, lambda *_: None)
-    raw.stream.send(SentDevices(raw.transfer, 0, "full", digest))
+    raw.stream.send(Sent(raw.transfer, 0, digest, "full", "nccl"))
 
 
 def ride(raw: RawInsert, digest: bytes | None = None) -> None:
     digests = (digest_of(LITTLE) if digest is None else digest,)
-    raw.stream.send(Riders(raw.transfer, (1,), digests), LITTLE)
+    raw.stream.send(Eager(raw.transfer, (1,), digests), LITTLE)
 
 
 async def check_is_in(pair: NcclBuffers, raw: RawInsert) -> None:
@@ -83,13 +81,13 @@ async def test_what_rides_comes_once_though_the_way_is_lost(
         if rides_first:
             ride(raw)
         pair.way._stalled(PeerLost("nothing has come for long"))
-        raw.stream.send(SentDevices(raw.transfer, 0, "full", DIGEST))  # late
+        raw.stream.send(Sent(raw.transfer, 0, DIGEST, "full", "nccl"))  # late
         if not rides_first:
             ride(raw)
         assert await raw.hearer.next() == (Grant(raw.transfer), b"")
         link = pair.peer._linked()
         link.payload.send(raw.transfer, 0, KEY, lambda *_: None)
-        raw.stream.send(Done(raw.transfer, 0, DIGEST))
+        raw.stream.send(Sent(raw.transfer, 0, DIGEST))
         await check_is_in(pair, raw)
 
 
@@ -111,7 +109,7 @@ async def test_what_comes_by_gpu_does_not_come_by_a_lane(two_gpus: FakeGpus) -> 
     async with open_nccl_buffers(two_gpus, reconnect_s=0) as pair:
         await pair.opened()
         raw = await begin(pair)
-        raw.stream.send(Done(raw.transfer, 0, DIGEST))
+        raw.stream.send(Sent(raw.transfer, 0, DIGEST))
         link = pair.peer._linked()
         await until(lambda: not link.is_open)
         assert "makes no sense" in str(link.error)
@@ -124,7 +122,7 @@ async def test_of_what_was_not_asked_for_nothing_is_sent_by_gpu(
         link = await dial(server.url, identity=name_of("producer"))
         raw = RawInsert(link, MIB)
         await raw.granted()
-        raw.stream.send(SentDevices(raw.transfer, 0, "off"))
+        raw.stream.send(Sent(raw.transfer, 0, b"", "off", "nccl"))
         await until(lambda: not link.is_open)
         assert "not asked for" in str(link.error)
         await link.aclose()

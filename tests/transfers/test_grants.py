@@ -14,11 +14,9 @@ from asynckv.links.link import Link
 from asynckv.protocol.frames import Cancel, Frame, Get
 from asynckv.protocol.handshake import DigestMode
 from asynckv.protocol.transfer_frames import (
-    Done,
+    Eager,
     Grant,
-    GrantDevices,
-    Riders,
-    SentDevices,
+    Sent,
 )
 from asynckv.sharing.gpu_channel import GpuLink
 from asynckv.tensors.arena import HeapArena, Region
@@ -95,7 +93,7 @@ async def ends() -> AsyncIterator[Ends]:
 async def test_a_grant_of_what_has_ended_sends_nothing(ends: Ends) -> None:
     outgoing = ends.outgoing(HostSource(noise(SMALL)))
     outgoing.on_grant(Grant(ends.transfer - 2))
-    outgoing.on_grant(GrantDevices(ends.transfer - 2, "full"))
+    outgoing.on_grant(Grant(ends.transfer - 2, "nccl", "full"))
     outgoing.stop()
     outgoing.on_grant(Grant(ends.transfer))
     assert await ends.said(outgoing) == []
@@ -119,7 +117,7 @@ async def test_what_is_there_later_leaves_then(ends: Ends) -> None:
     outgoing.add(0, HostSource(noise(SMALL)))
     outgoing.add(1, HostSource(noise(MIB)))
     said = await ends.said(outgoing)
-    assert {type(frame) for frame in said} == {Riders, Done}
+    assert {type(frame) for frame in said} == {Eager, Sent}
 
 
 async def test_a_second_grant_sends_everything_anew(ends: Ends) -> None:
@@ -128,8 +126,8 @@ async def test_a_second_grant_sends_everything_anew(ends: Ends) -> None:
         ends.receive(1)
         outgoing.on_grant(Grant(ends.transfer))
         said = await ends.said(outgoing)
-    assert [type(frame) for frame in said if isinstance(frame, Done)] == [Done] * 2
-    assert [type(frame) for frame in said if isinstance(frame, Riders)] == [Riders] * 2
+    assert [type(frame) for frame in said if isinstance(frame, Sent)] == [Sent] * 2
+    assert [type(frame) for frame in said if isinstance(frame, Eager)] == [Eager] * 2
 
 
 @pytest.mark.parametrize("is_on_gpu", [False, True])
@@ -139,7 +137,7 @@ async def test_where_nothing_leads_to_no_gpu_is_granted(
     routes = None if is_on_gpu else NoRoutes()
     outgoing = ends.outgoing(routes=routes, is_on_gpu=is_on_gpu)
     with pytest.raises(RemoteProtocolError, match="nothing leads to"):
-        outgoing.on_grant(GrantDevices(ends.transfer, "full"))
+        outgoing.on_grant(Grant(ends.transfer, "nccl", "full"))
 
 
 async def test_without_any_routes_nothing_is_read_on_a_gpu(
@@ -181,14 +179,14 @@ async def test_small_parts_leave_once_when_a_route_between_gpus_is_lost(
         large, small = [await on_gpu(arena, pool, n) for n in (MIB, SMALL)]
         in_host, routes = HostSource(noise(SMALL)), ByNccl(pool, None)
         outgoing = ends.outgoing(large, small, in_host, routes=routes, is_on_gpu=True)
-        outgoing.on_grant(GrantDevices(ends.transfer, "full"))
+        outgoing.on_grant(Grant(ends.transfer, "nccl", "full"))
         await asyncio.sleep(0)  # one small part has left, the other is being copied
         target = ends.receive(0)
         outgoing.on_grant(Grant(ends.transfer))
         said = await ends.said(outgoing)
-        eager = [frame.parts for frame in said if isinstance(frame, Riders)]
+        eager = [frame.parts for frame in said if isinstance(frame, Eager)]
         assert sorted(part for parts in eager for part in parts) == [1, 2]
-        assert [type(f) for f in said if not isinstance(f, Riders)] == [Done]
+        assert [type(f) for f in said if not isinstance(f, Eager)] == [Sent]
         assert torch.equal(torch.frombuffer(target, dtype=torch.uint8), noise(MIB))
         await outgoing.quiesce()
         arena.free([large.region, small.region])
@@ -206,7 +204,7 @@ async def test_of_what_was_not_sent_the_peer_hears_nothing(
     nccl.transport.abort()
     routes = ByNccl(buffer.pool, nccl)
     outgoing = ends.outgoing(source, routes=routes, is_on_gpu=True)
-    outgoing.on_grant(GrantDevices(ends.transfer, "full"))
+    outgoing.on_grant(Grant(ends.transfer, "nccl", "full"))
     place = source.place()
     nccl.transport.send(9, 0, place, lambda _, error: errors.append(error))  # type: ignore[arg-type]
     await until(lambda: bool(errors))
@@ -220,10 +218,10 @@ Say = Callable[[Outgoing, DigestMode, int, Source], None]
 @pytest.mark.parametrize(
     ("kind", "edges", "digest", "said"),
     [
-        ("off", b"", b"known", ("off", b"")),
-        ("edges", b"", b"known", ("full", b"known")),  # says more than the edges
-        ("edges", b"some", b"known", ("edges", b"some")),
-        ("full", b"some", b"known", ("full", b"known")),
+        ("off", b"", b"known", (b"", "off")),
+        ("edges", b"", b"known", (b"known", "full")),  # says more than the edges
+        ("edges", b"some", b"known", (b"some", "edges")),
+        ("full", b"some", b"known", (b"known", "full")),
     ],
 )
 async def test_a_part_is_said_to_be_sent_with_what_both_want(
@@ -233,7 +231,7 @@ async def test_a_part_is_said_to_be_sent_with_what_both_want(
     kind: DigestMode,
     edges: bytes,
     digest: bytes,
-    said: tuple[DigestMode, bytes],
+    said: tuple[bytes, DigestMode],
 ) -> None:
     with open_device_arena(gpu) as arena:
         region: Region = await filled_region(arena, pool, noise(MIB))
@@ -241,8 +239,8 @@ async def test_a_part_is_said_to_be_sent_with_what_both_want(
         region.edges = edges
         source = RegionSource(region, TensorSpec((MIB,), "uint8"), digest)
         outgoing = ends.outgoing(routes=ByNccl(pool, None))
-        outgoing._say_sent(kind, 1, source)
-        assert await ends.said(outgoing) == [SentDevices(ends.transfer, 1, *said)]
+        outgoing._say_sent(kind, "nccl", 1, source)
+        assert await ends.said(outgoing) == [Sent(ends.transfer, 1, *said, "nccl")]
         arena.free([region])
 
 
@@ -257,8 +255,10 @@ async def test_what_has_no_digest_is_said_when_it_has_one(
 
     (region,) = HeapArena(8).allocate([8]) or []
     outgoing = ends.outgoing(routes=NoRoutes(Digesting()))
-    outgoing._say_sent("full", 0, RegionSource(region, TensorSpec((8,), "uint8")))
+    outgoing._say_sent(
+        "full", "nccl", 0, RegionSource(region, TensorSpec((8,), "uint8"))
+    )
     if is_stopped:
         outgoing.stop()
-    said = [] if is_stopped else [SentDevices(ends.transfer, 0, "full", b"made")]
+    said = [] if is_stopped else [Sent(ends.transfer, 0, b"made", "full", "nccl")]
     assert await ends.said(outgoing) == said

@@ -15,11 +15,9 @@ import torch
 from asynckv.errors import ChecksumError, GPUFailed, RemoteProtocolError
 from asynckv.protocol.frames import Commit, Frame
 from asynckv.protocol.transfer_frames import (
-    Done,
+    Eager,
     Grant,
-    GrantDevices,
-    Riders,
-    SentDevices,
+    Sent,
 )
 from asynckv.protocol.wire import digest_of
 from asynckv.sharing.gpu_channel import RouteLost
@@ -61,8 +59,8 @@ class Moving:
     def sent(self, frame: Frame) -> None:
         self.sent_frames.append(frame)
 
-    def grant(self, transfer: int) -> GrantDevices:
-        return GrantDevices(transfer, "full")
+    def grant(self, transfer: int) -> Grant:
+        return Grant(transfer, "nccl", "full")
 
     def landed_bytes(self, transfer: int) -> int:
         return 5
@@ -133,7 +131,7 @@ class Transfer:
             b"wrong" if p in wrong else digest_of(piece)
             for p, piece in zip(parts, pieces, strict=True)
         )
-        self.say(Riders(7, parts, digests), b"".join(pieces))
+        self.say(Eager(7, parts, digests), b"".join(pieces))
 
 
 async def test_bytes_are_expected_until_all_have_landed_or_nobody_wants_them() -> None:
@@ -163,8 +161,8 @@ async def test_a_part_counts_when_it_has_landed_and_its_digest_agrees() -> None:
     transfer.incoming.grant()
     transfer.payload.done[1](b"digest", None)
     assert not transfer.told and not transfer.incoming.has_come
-    transfer.say(Done(7, 1, b"digest"))
-    transfer.say(Done(7, 0, b"other"))
+    transfer.say(Sent(7, 1, b"digest"))
+    transfer.say(Sent(7, 0, b"other"))
     assert transfer.told == [(1, b"digest")]
     transfer.payload.done[0](b"other", None)
     assert transfer.told == [(1, b"digest"), (0, b"other")]
@@ -175,7 +173,7 @@ async def test_what_has_all_landed_is_not_stopped_anywhere() -> None:
     transfer = Transfer(LARGE)
     transfer.incoming.grant()
     transfer.payload.done[0](b"digest", None)
-    transfer.say(Done(7, 0, b"digest"))
+    transfer.say(Sent(7, 0, b"digest"))
     transfer.incoming.stop()
     await transfer.incoming.quiesce()
     assert not transfer.payload.stopped and not transfer.payload.quiesced
@@ -185,7 +183,7 @@ async def test_other_bytes_than_were_sent_fail_and_stop_the_transfer() -> None:
     transfer = Transfer(LARGE, LARGE)
     transfer.incoming.grant()
     transfer.payload.done[0](b"landed", None)
-    transfer.say(Done(7, 0, b"sent"))
+    transfer.say(Sent(7, 0, b"sent"))
     assert not transfer.told and isinstance(transfer.errors[0], ChecksumError)
     assert transfer.payload.stopped == 1
     await transfer.incoming.quiesce()
@@ -196,16 +194,16 @@ async def test_other_bytes_than_were_sent_fail_and_stop_the_transfer() -> None:
 async def test_a_part_that_was_sent_or_does_not_exist_is_a_lie(part: int) -> None:
     transfer = Transfer(LARGE, LARGE)
     transfer.incoming.grant()
-    transfer.say(Done(7, 0, b""))
+    transfer.say(Sent(7, 0, b""))
     with pytest.raises(RemoteProtocolError, match="makes no sense"):
-        transfer.say(Done(7, part, b""))
+        transfer.say(Sent(7, part, b""))
 
 
 async def test_what_belongs_to_no_transfer_is_refused() -> None:
     with pytest.raises(RemoteProtocolError, match="no Commit belongs here"):
         Transfer(8).say(Commit())
-    with pytest.raises(RemoteProtocolError, match="no Done belongs here"):
-        hear_incoming(None, Done(7, 0), b"")
+    with pytest.raises(RemoteProtocolError, match="no Sent belongs here"):
+        hear_incoming(None, Sent(7, 0), b"")
 
 
 async def test_a_stopped_transfer_tells_nothing_more() -> None:
@@ -213,7 +211,7 @@ async def test_a_stopped_transfer_tells_nothing_more() -> None:
     transfer.incoming.grant()
     transfer.incoming.stop()
     transfer.payload.done[0](b"d", None)
-    transfer.say(Done(7, 0, b"d"))
+    transfer.say(Sent(7, 0, b"d"))
     transfer.ride(1)
     assert not transfer.told and not transfer.errors and not any(transfer.memory[1])
 
@@ -222,7 +220,7 @@ async def test_an_error_of_the_transport_is_left_to_the_link() -> None:
     transfer = Transfer(LARGE)
     transfer.incoming.grant()
     transfer.payload.done[0](b"", ConnectionError())
-    transfer.say(Done(7, 0, b""))
+    transfer.say(Sent(7, 0, b""))
     assert not transfer.told and not transfer.errors
 
 
@@ -244,7 +242,7 @@ async def test_it_forgets_who_is_told_when_nothing_more_is_to_be_told(end: str) 
         incoming.stop()
     else:
         transfer.payload.done[0](b"digest", None)
-        transfer.say(Done(7, 0, b"digest" if end == "whole" else b"other"))
+        transfer.say(Sent(7, 0, b"digest" if end == "whole" else b"other"))
     del owner
     assert is_gone() is None
 
@@ -268,7 +266,7 @@ async def test_small_parts_come_eagerly_and_large_ones_take_a_lane() -> None:
     assert transfer.payload.noted_bytes == EAGER_NBYTES + 8
     assert transfer.payload.expected == [7]
     transfer.payload.done[1](b"digest", None)
-    transfer.say(Done(7, 1, b"digest"))
+    transfer.say(Sent(7, 1, b"digest"))
     assert len(transfer.told) == 4 and not transfer.payload.expected
 
 
@@ -281,7 +279,7 @@ async def test_where_nothing_comes_eagerly_even_small_parts_take_a_lane() -> Non
 async def test_where_a_link_carries_no_digests_small_parts_have_none() -> None:
     transfer = Transfer(8, 8, digest="off")
     transfer.incoming.grant()
-    transfer.say(Riders(7, (0, 1)), bytes(16))
+    transfer.say(Eager(7, (0, 1)), bytes(16))
     assert transfer.told == [(0, b""), (1, b"")] and not transfer.payload.expected
 
 
@@ -306,7 +304,7 @@ async def test_small_parts_that_make_no_sense_end_the_link(
     transfer.incoming.grant()
     transfer.ride(1)
     with pytest.raises(RemoteProtocolError):
-        transfer.say(Riders(7, parts), bytes(nbytes))
+        transfer.say(Eager(7, parts), bytes(nbytes))
     assert not any(transfer.memory[0])
 
 
@@ -314,7 +312,7 @@ async def test_small_parts_have_a_digest_each() -> None:
     transfer = Transfer(8, 8)
     transfer.incoming.grant()
     with pytest.raises(RemoteProtocolError):
-        transfer.say(Riders(7, (0, 1), (b"one",)), bytes(16))
+        transfer.say(Eager(7, (0, 1), (b"one",)), bytes(16))
 
 
 @pytest.mark.parametrize("part", [0, 1], ids=["that comes", "that came"])
@@ -323,7 +321,7 @@ async def test_a_small_part_needs_no_done(part: int) -> None:
     transfer.incoming.grant()
     transfer.ride(1)
     with pytest.raises(RemoteProtocolError, match="makes no sense"):
-        transfer.say(Done(7, part, b""))
+        transfer.say(Sent(7, part, b""))
 
 
 async def test_who_waits_is_told_when_all_has_landed() -> None:
@@ -332,7 +330,7 @@ async def test_who_waits_is_told_when_all_has_landed() -> None:
     await until_blocked(receiving)
     transfer.ride(1)
     transfer.payload.done[0](b"digest", None)
-    transfer.say(Done(7, 0, b"digest"))
+    transfer.say(Sent(7, 0, b"digest"))
     await receiving
     assert len(transfer.told) == 2
 
@@ -343,7 +341,7 @@ async def test_who_waits_is_told_of_other_bytes_when_the_memory_is_quiet() -> No
     receiving = asyncio.create_task(transfer.incoming.receive())
     await until_blocked(receiving)
     transfer.payload.done[0](b"digest", None)
-    transfer.say(Done(7, 0, b"other"))
+    transfer.say(Sent(7, 0, b"other"))
     await until_blocked(receiving)
     transfer.payload.quiet.set()
     with pytest.raises(ChecksumError) as told:
@@ -357,7 +355,7 @@ async def test_a_failure_just_after_a_cancellation_is_no_matter() -> None:
     await until_blocked(receiving)
     receiving.cancel()
     transfer.payload.done[0](b"digest", None)
-    transfer.say(Done(7, 0, b"other"))
+    transfer.say(Sent(7, 0, b"other"))
     with pytest.raises(asyncio.CancelledError):
         await receiving
 
@@ -373,7 +371,7 @@ async def test_the_end_of_what_nobody_waits_for_any_more_is_no_matter(
     assert whole is not None
     whole.cancel()  # as a cancellation does, before the one who waits is woken
     transfer.payload.done[0](b"digest", None)
-    transfer.say(Done(7, 0, b"digest" if ends == "whole" else b"other"))
+    transfer.say(Sent(7, 0, b"digest" if ends == "whole" else b"other"))
     with pytest.raises(asyncio.CancelledError):
         await receiving
 
@@ -419,7 +417,7 @@ async def by_link(transfer: Transfer, part: int, piece: bytes) -> None:
     assert bounce is not None
     bounce.copy_(torch.frombuffer(bytearray(piece), dtype=torch.uint8))
     transfer.payload.done[part](digest_of(piece), None)
-    transfer.say(Done(7, part, digest_of(piece)))
+    transfer.say(Sent(7, part, digest_of(piece)))
 
 
 async def test_what_lands_in_host_memory_for_a_gpu_is_told_when_it_is_there() -> None:
@@ -532,7 +530,7 @@ async def test_what_is_here_already_may_come_again_when_all_else_is_there() -> N
     await by_link(transfer, 1, b"x" * LARGE)
     await until(lambda: len(transfer.told) == 2)
     transfer.payload.done[0](b"again", None)
-    transfer.say(Done(7, 0, b"again"))
+    transfer.say(Sent(7, 0, b"again"))
     assert len(transfer.told) == 2 and not transfer.errors
 
 
@@ -542,10 +540,10 @@ async def test_what_comes_by_a_route_is_told_at_once_and_small_parts_beside_it()
     route = Moving()
     transfer = Transfer(LARGE, 8, targets=OnGpu(LARGE, 8).targets, route=route)
     transfer.incoming.grant()
-    assert transfer.frames == [GrantDevices(7, "full")]
+    assert transfer.frames == [Grant(7, "nccl", "full")]
     assert [*route.done] == [0] and not transfer.payload.done
     assert route.expected == transfer.payload.expected == [7]
-    frame = SentDevices(7, 0, "full", b"digest")
+    frame = Sent(7, 0, b"digest", "full", "nccl")
     transfer.say(frame)
     assert route.sent_frames == [frame] and transfer.incoming.landed_bytes == 10
     route.working = True
@@ -575,7 +573,7 @@ async def test_where_there_is_no_route_all_comes_by_the_link() -> None:
     transfer.incoming.grant()
     assert transfer.frames == [Grant(7)] and [*transfer.payload.done] == [0]
     with pytest.raises(RemoteProtocolError, match="not asked for"):
-        transfer.say(SentDevices(7, 0, "off"))
+        transfer.say(Sent(7, 0, b"", "off", "nccl"))
     assert not transfer.incoming.reads_peer and not transfer.incoming.is_given_up
     assert transfer.incoming.landed_bytes == 5 and not transfer.incoming.is_working
 
@@ -604,7 +602,7 @@ async def test_what_a_route_has_lost_comes_by_the_link_in_place() -> None:
     route.quiet.set()
     await until(lambda: len(transfer.frames) == 2)
     assert transfer.frames[1] == Grant(7) and [*transfer.payload.done] == [0, 1]
-    transfer.say(SentDevices(7, 1, "full", b""))  # late
+    transfer.say(Sent(7, 1, b"", "full", "nccl"))  # late
     assert not route.sent_frames
     for part in (0, 1):
         await by_link(transfer, part, b"x" * LARGE)
@@ -642,7 +640,7 @@ async def test_a_route_that_is_lost_when_nobody_wants_it_is_no_matter() -> None:
     transfer.incoming.stop()
     route.quiet.set()
     await transfer.incoming.quiesce()
-    assert transfer.frames == [GrantDevices(7, "full")] and not transfer.errors
+    assert transfer.frames == [Grant(7, "nccl", "full")] and not transfer.errors
 
 
 @pytest.mark.parametrize("has_other", [True, False])
@@ -682,11 +680,11 @@ async def test_what_the_peer_confirms_is_told_when_it_has() -> None:
     transfer = Transfer(LARGE, targets=OnGpu(LARGE).targets, route=route, confirms=True)
     transfer.incoming.grant()
     with pytest.raises(RemoteProtocolError, match="makes no sense"):
-        transfer.say(Done(7, 0))
+        transfer.say(Sent(7, 0))
     route.done[0](b"digest", None)
-    assert transfer.frames[1:] == [Done(7, 0)] and not transfer.told
+    assert transfer.frames[1:] == [Sent(7, 0)] and not transfer.told
     assert not transfer.incoming.has_come
-    transfer.say(Done(7, 0))
+    transfer.say(Sent(7, 0))
     assert transfer.told == [(0, b"digest")] and transfer.incoming.has_come
     with pytest.raises(RemoteProtocolError, match="makes no sense"):
-        transfer.say(Done(7, 0))
+        transfer.say(Sent(7, 0))

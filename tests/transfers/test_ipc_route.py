@@ -11,7 +11,7 @@ import pytest
 from asynckv.errors import ChecksumError, RemoteProtocolError
 from asynckv.links.progress import Progress
 from asynckv.protocol.handshake import DigestMode
-from asynckv.protocol.transfer_frames import GrantShared, SentShared
+from asynckv.protocol.transfer_frames import Grant, Sent
 from asynckv.sharing.gpu_channel import RouteLost
 from asynckv.shielding import wait_shielded
 from asynckv.tensors.cuda import DeviceMemory
@@ -124,8 +124,8 @@ async def test_what_is_kept_has_the_digest_of_all_bytes_whatever_is_compared(
     asked: DigestMode, kind: DigestMode, digest: bytes, is_kept: bool
 ) -> None:
     transfer = Transfer(asked, is_kept=is_kept)
-    assert transfer.arrivals.grant(1) == GrantShared(1, asked)
-    transfer.arrivals.sent(SentShared(1, 0, kind, 64, digest))
+    assert transfer.arrivals.grant(1) == Grant(1, "cuda_ipc", asked)
+    transfer.arrivals.sent(Sent(1, 0, digest, kind, "cuda_ipc", 64))
     assert await transfer.told == (WHOLE if is_kept else b"", None)
     assert transfer.pool.digested == [is_kept or kind == "full"]
     assert transfer.progress._noted_bytes == TARGET.nbytes
@@ -135,13 +135,13 @@ async def test_what_is_kept_has_the_digest_of_all_bytes_whatever_is_compared(
 @pytest.mark.parametrize("kind", ["edges", "full"])
 async def test_other_bytes_than_were_shown_are_told(kind: DigestMode) -> None:
     transfer = Transfer()
-    transfer.arrivals.sent(SentShared(1, 0, kind, 64, b"of other bytes"))
+    transfer.arrivals.sent(Sent(1, 0, b"of other bytes", kind, "cuda_ipc", 64))
     assert isinstance(await transfer.end(), ChecksumError)
 
 
 async def test_a_part_that_the_peer_has_elsewhere_is_lost() -> None:
     transfer = Transfer("full")
-    transfer.arrivals.sent(SentShared(1, 0, "off"))
+    transfer.arrivals.sent(Sent(1, 0, b"", "off", "cuda_ipc"))
     error = await transfer.end()
     assert isinstance(error, RouteLost)
 
@@ -149,7 +149,7 @@ async def test_a_part_that_the_peer_has_elsewhere_is_lost() -> None:
 async def test_what_cannot_be_read_is_lost() -> None:
     transfer = Transfer()
     transfer.memory.error = OSError("gone")
-    transfer.arrivals.sent(SentShared(1, 0, "edges", 64, EDGES))
+    transfer.arrivals.sent(Sent(1, 0, EDGES, "edges", "cuda_ipc", 64))
     error = await transfer.end()
     assert isinstance(error, RouteLost) and "gone" in str(error)
 
@@ -157,21 +157,19 @@ async def test_what_cannot_be_read_is_lost() -> None:
 @pytest.mark.parametrize(
     ("frame", "reason"),
     [
-        (SentShared(1, 1, "edges", 64, EDGES), "part 1"),
-        (SentShared(1, 0, "off", 64), "digests of off"),
-        (SentShared(1, 0, "edges", 901, EDGES), "beyond"),
+        (Sent(1, 1, EDGES, "edges", "cuda_ipc", 64), "part 1"),
+        (Sent(1, 0, b"", "off", "cuda_ipc", 64), "digests of off"),
+        (Sent(1, 0, EDGES, "edges", "cuda_ipc", 901), "beyond"),
     ],
 )
-async def test_what_makes_no_sense_breaks_the_link(
-    frame: SentShared, reason: str
-) -> None:
+async def test_what_makes_no_sense_breaks_the_link(frame: Sent, reason: str) -> None:
     transfer = Transfer()
     with pytest.raises(RemoteProtocolError, match=reason):
         transfer.arrivals.sent(frame)
 
 
 async def test_a_part_is_shown_once() -> None:
-    transfer, frame = Transfer(), SentShared(1, 0, "edges", 64, EDGES)
+    transfer, frame = Transfer(), Sent(1, 0, EDGES, "edges", "cuda_ipc", 64)
     transfer.arrivals.sent(frame)
     with pytest.raises(RemoteProtocolError, match="part 0"):
         transfer.arrivals.sent(frame)
@@ -181,11 +179,11 @@ async def test_a_part_is_shown_once() -> None:
 async def test_what_is_stopped_is_not_read_and_nothing_is_told() -> None:
     transfer = Transfer()
     transfer.memory.is_stuck = True
-    transfer.arrivals.sent(SentShared(1, 0, "edges", 64, EDGES))
+    transfer.arrivals.sent(Sent(1, 0, EDGES, "edges", "cuda_ipc", 64))
     await asyncio.sleep(0)
     await transfer.arrivals.quiesce(1)
     assert not transfer.told.done() and not transfer.arrivals._reading
-    transfer.arrivals.sent(SentShared(1, 0, "edges", 64, EDGES))
+    transfer.arrivals.sent(Sent(1, 0, EDGES, "edges", "cuda_ipc", 64))
 
 
 @pytest.mark.parametrize("order", [1, -1])
@@ -202,7 +200,7 @@ async def test_all_reads_are_waited_for_however_often_the_wait_is_cancelled(
     monkeypatch.setattr(transfer.pool, "copy", copy)
     transfer.arrivals.receive(1, 1, TARGET, lambda *_: None)
     for part in range(2):
-        transfer.arrivals.sent(SentShared(1, part, "edges", 64, EDGES))
+        transfer.arrivals.sent(Sent(1, part, EDGES, "edges", "cuda_ipc", 64))
     await until(lambda: len(reading) == 2)
     quiescing = asyncio.create_task(transfer.arrivals.quiesce(1))
     await cancel_before_each(quiescing, reading[::order])
@@ -219,7 +217,7 @@ async def test_a_copy_that_takes_its_time_is_not_the_peers_delay() -> None:
     transfer = Transfer("off")
     transfer.progress.expect(1)
     transfer.pool.works.clear()
-    transfer.arrivals.sent(SentShared(1, 0, "off", 64))
+    transfer.arrivals.sent(Sent(1, 0, b"", "off", "cuda_ipc", 64))
     await until(lambda: not is_owed(transfer.progress))
     transfer.pool.works.set()
     await transfer.told

@@ -7,7 +7,7 @@ import pytest
 
 from asynckv.errors import ChecksumError, RemoteProtocolError
 from asynckv.links.fd_socket import has_fd_sockets
-from asynckv.protocol.transfer_frames import GrantDevices, SentDevices, SentShared
+from asynckv.protocol.transfer_frames import Grant, Sent
 from asynckv.protocol.values import Place
 from asynckv.sharing.imports import ImportedMemory
 from asynckv.shielding import wait_shielded
@@ -67,11 +67,11 @@ async def ground(gpus: FakeGpus) -> AsyncIterator[Ground]:
 
 async def test_a_part_is_read_once_it_is_there(ground: Ground) -> None:
     ground.receive(0, 2)
-    ground.arrivals.sent(SentDevices(2, 2, "edges", b"digest"))
+    ground.arrivals.sent(Sent(2, 2, b"digest", "edges", "cuda_ipc"))
     await until(lambda: len(ground.told) == 1)
     digest, error = ground.told[0]
     assert digest and isinstance(error, ChecksumError) and ground.memory.pins == 1
-    ground.arrivals.sent(SentDevices(2, 0, "edges", b"digest"))
+    ground.arrivals.sent(Sent(2, 0, b"digest", "edges", "cuda_ipc"))
     assert ground.parts.pin is None  # what is copied just now keeps the memory
     await until(lambda: len(ground.told) == 2)
     await until(lambda: not ground.memory.pins)
@@ -91,7 +91,7 @@ async def test_a_copy_that_takes_its_time_is_not_the_peers_delay(
     progress.expect(2)
     now_s = asyncio.get_running_loop().time()
     assert progress._is_owed(now_s)
-    ground.arrivals.sent(SentDevices(2, 0, "edges", b"digest"))
+    ground.arrivals.sent(Sent(2, 0, b"digest", "edges", "cuda_ipc"))
     await until(lambda: not progress._is_owed(now_s))
     works.set()
     await until(lambda: len(ground.told) == 1)
@@ -113,7 +113,7 @@ async def test_all_copies_are_waited_for_however_often_the_wait_is_cancelled(
     monkeypatch.setattr(ground.parts.pool, "copy", copy)
     ground.receive(0, 2)
     for part in (0, 2):
-        ground.arrivals.sent(SentDevices(2, part, "edges", b"digest"))
+        ground.arrivals.sent(Sent(2, part, b"digest", "edges", "cuda_ipc"))
     await until(lambda: len(copying) == 2)
     quiescing = asyncio.create_task(ground.arrivals.quiesce(2))
     await cancel_before_each(quiescing, copying[::order])
@@ -124,14 +124,14 @@ async def test_what_makes_no_sense_is_refused(ground: Ground) -> None:
     with pytest.raises(TypeError, match="memory of the host"):
         ground.arrivals.receive(2, 0, memoryview(b""), lambda *told: None)
     ground.receive(0)
-    for frame in (SentDevices(2, 2, "full"), SentDevices(2, 9, "full")):
+    for part in (2, 9):
         with pytest.raises(RemoteProtocolError, match="makes no sense"):
-            ground.arrivals.sent(frame)
+            ground.arrivals.sent(Sent(2, part, route="cuda_ipc"))
     with pytest.raises(RemoteProtocolError, match="digests of off, not of edges"):
-        ground.arrivals.sent(SentDevices(2, 0, "off"))
+        ground.arrivals.sent(Sent(2, 0, b"", "off", "cuda_ipc"))
     with pytest.raises(RemoteProtocolError, match="granted otherwise"):
-        ground.arrivals.sent(SentShared(2, 0, "edges", 0))
-    assert ground.arrivals.grant(2) == GrantDevices(2, "edges")
+        ground.arrivals.sent(Sent(2, 0, b"", "edges", "cuda_ipc", 0))
+    assert ground.arrivals.grant(2) == Grant(2, "cuda_ipc", "edges")
     assert not ground.arrivals.landed_bytes(2)
     with pytest.raises(ValueError, match="does not lie there"):
         ground.parts.source(1)
@@ -139,9 +139,9 @@ async def test_what_makes_no_sense_is_refused(ground: Ground) -> None:
 
 async def test_what_is_told_too_late_is_of_no_interest(ground: Ground) -> None:
     ground.receive(0, 2)
-    ground.arrivals.sent(SentDevices(2, 0, "full"))
+    ground.arrivals.sent(Sent(2, 0, b"", "full", "cuda_ipc"))
     ground.arrivals.stop(2)
-    ground.arrivals.sent(SentDevices(2, 2, "full"))
+    ground.arrivals.sent(Sent(2, 2, b"", "full", "cuda_ipc"))
     await ground.arrivals.quiesce(2)
     assert not ground.told and not ground.arrivals._reading
     with pytest.raises(ValueError, match="was let go"):

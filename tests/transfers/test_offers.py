@@ -15,11 +15,9 @@ from asynckv.errors import PeerLost, RemoteProtocolError
 from asynckv.links.link import Link
 from asynckv.protocol.frames import Frame, Offer, Select
 from asynckv.protocol.transfer_frames import (
-    Done,
+    Eager,
     Grant,
-    GrantDevices,
-    Riders,
-    SentDevices,
+    Sent,
 )
 from asynckv.protocol.values import MappedOffer, TensorRecord
 from asynckv.protocol.wire import digest_of
@@ -146,7 +144,7 @@ async def test_what_was_granted_lands_and_is_verified(ground: Ground) -> None:
     assert delivery.charged_bytes == ground.budget.used_bytes == MIB
     assert delivery.incoming is not None
     ground.links.far.payload.send(2, 0, data, lambda *_: None)
-    delivery.incoming.on_frame(Done(2, 0, digest_of(data)), b"")
+    delivery.incoming.on_frame(Sent(2, 0, digest_of(data)), b"")
     await until(lambda: ground.verified == ["key"])
     assert is_same(delivery.tensors["key"], noise(MIB))
 
@@ -157,7 +155,7 @@ async def test_what_is_small_comes_along(ground: Ground) -> None:
     await ground.accept(receiver, delivery)
     piece = bytes(bytes_of(noise(8)))
     assert delivery.incoming is not None
-    riders = Riders(2, (0,), (digest_of(piece),))
+    riders = Eager(2, (0,), (digest_of(piece),))
     delivery.incoming.on_frame(riders, piece)
     assert ground.verified == ["key"] and is_same(delivery.tensors["key"], noise(8))
 
@@ -195,20 +193,20 @@ async def test_a_part_that_was_not_asked_for_from_a_gpu_is_refused(
     await ground.accept(receiver, delivery)
     assert delivery.incoming is not None
     with pytest.raises(RemoteProtocolError, match="not asked for"):
-        delivery.incoming.on_frame(SentDevices(2, 0, "off"), b"")
+        delivery.incoming.on_frame(Sent(2, 0, b"", "off", "nccl"), b"")
 
 
 async def test_between_gpus_it_lands_on_the_gpu(between_gpus: Ground) -> None:
     receiver, delivery = between_gpus.receiver(), between_gpus.offer()
     await between_gpus.accept(receiver, delivery)
-    assert await between_gpus.heard() == [GrantDevices(2, "off")]
+    assert await between_gpus.heard() == [Grant(2, "nccl", "off")]
     gpus, incoming = between_gpus.gpus, delivery.incoming
     assert gpus is not None and incoming is not None
     assert isinstance(gpus.buffer.pool, DeviceCopyPool)
     memory = gpus.buffer.pool.memory_of(gpus.ours.tensor(noise(MIB)))
     source = await ready_memory(memory)
     gpus.way.transport.send(2, 0, source, lambda *_: None)
-    incoming.on_frame(SentDevices(2, 0, "off"), b"")
+    incoming.on_frame(Sent(2, 0, b"", "off", "nccl"), b"")
     await until(lambda: between_gpus.verified == ["key"])
     assert delivery.tensors["key"].is_cuda
     assert is_same(delivery.tensors["key"], noise(MIB))
@@ -240,7 +238,7 @@ async def test_an_offer_that_ends_while_the_gpu_is_at_its_place_is_not_granted(
     await accepting
     assert delivery.incoming is None and not between_gpus.budget.used_bytes
     await between_gpus.accept(receiver, between_gpus.offer(4))
-    assert await between_gpus.heard() == [GrantDevices(4, "off")]
+    assert await between_gpus.heard() == [Grant(4, "nccl", "off")]
 
 
 async def test_what_a_route_has_lost_is_charged_for_coming_through_the_host(
@@ -253,11 +251,11 @@ async def test_what_a_route_has_lost_is_charged_for_coming_through_the_host(
     await between_gpus.accept(receiver, delivery)
     assert not delivery.charged_bytes and delivery.incoming is not None
     gpus.near_way._stalled(PeerLost("nothing has come for long"))
-    assert await between_gpus.heard(2) == [GrantDevices(2, "off"), Grant(2)]
+    assert await between_gpus.heard(2) == [Grant(2, "nccl", "off"), Grant(2)]
     assert delivery.charged_bytes == between_gpus.budget.used_bytes == MIB
     data = bytes_of(noise(MIB, 1))
     between_gpus.links.far.payload.send(2, 0, data, lambda *_: None)
-    delivery.incoming.on_frame(Done(2, 0, digest_of(data)), b"")
+    delivery.incoming.on_frame(Sent(2, 0, digest_of(data)), b"")
     await until(lambda: between_gpus.verified == ["key"])
     assert delivery.tensors["key"] is key and is_same(key, noise(MIB, 1))
     await receiver.quiesce()
@@ -274,7 +272,7 @@ async def test_an_offer_that_ends_while_its_route_is_lost_is_charged_no_more(
     await between_gpus.accept(receiver, delivery)
     gpus.near_way._stalled(PeerLost("nothing has come for long"))
     await until_blocked()
-    assert await between_gpus.heard() == [GrantDevices(2, "off")]
+    assert await between_gpus.heard() == [Grant(2, "nccl", "off")]
     await receiver.quiesce()
     budget.release(budget.max_bytes)
     assert not budget.used_bytes and not delivery.charged_bytes

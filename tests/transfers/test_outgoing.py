@@ -20,12 +20,10 @@ from asynckv.buffers.serve import serve
 from asynckv.errors import GPUFailed
 from asynckv.protocol.frames import Accepted, Cancel, Frame, Put
 from asynckv.protocol.transfer_frames import (
-    Done,
+    Eager,
     Grant,
-    GrantDevices,
-    GrantShared,
-    Riders,
-    SentShared,
+    RouteName,
+    Sent,
 )
 from asynckv.testing.blocked import until, until_blocked
 from asynckv.testing.cancellation import CancelMode, Outcome, sweep_cancellation
@@ -44,7 +42,6 @@ from harness.no_routes import NoRoutes
 
 Work: TypeAlias = Callable[[], None]
 Ended: TypeAlias = BaseException | None
-_Grants: TypeAlias = type[Grant] | type[GrantDevices] | type[GrantShared]
 
 
 class Asked:
@@ -58,20 +55,14 @@ class Asked:
         )
         self.transfer = 0
 
-    async def grant(self, *frames: _Grants) -> None:
+    async def grant(self, *routes: RouteName) -> None:
         service = self.pair.service
         await until(lambda: bool(service.asked))
         stream, frame, _ = service.asked[0]
         assert isinstance(frame, Put)
         self.transfer = frame.transfer
-        for kind in frames:
-            number = frame.transfer
-            if kind is Grant:
-                stream.send(Grant(number))
-            elif kind is GrantShared:
-                stream.send(GrantShared(number, "full"))
-            else:
-                stream.send(GrantDevices(number, "full"))
+        for route in routes:
+            stream.send(Grant(frame.transfer, route))
 
     def said(self) -> list[Frame]:
         """What was sent of it by now."""
@@ -93,7 +84,7 @@ async def test_a_grant_that_makes_no_sense_breaks_the_link(
     routes: NoRoutes | None,
 ) -> None:
     async with asked(routes) as one:
-        await one.grant(GrantDevices, GrantDevices)
+        await one.grant("nccl", "nccl")
         await until(lambda: not one.pair.near.is_open)
         assert "nothing leads to" in str(one.pair.near.error)
 
@@ -103,7 +94,7 @@ async def test_a_grant_of_what_was_never_shown_breaks_the_link(
     routes: NoRoutes | None,
 ) -> None:
     async with asked(routes) as one:
-        await one.grant(GrantShared, GrantShared)
+        await one.grant("cuda_ipc", "cuda_ipc")
         await until(lambda: not one.pair.near.is_open)
         why = "never shown" if routes is None else "second grant"
         assert why in str(one.pair.near.error)
@@ -116,9 +107,9 @@ async def test_a_peer_without_a_gpu_shows_nothing() -> None:
 
 async def test_what_is_not_where_the_peer_reads_waits_for_another_grant() -> None:
     async with asked(NoRoutes()) as one:
-        await one.grant(GrantShared)
+        await one.grant("cuda_ipc")
         hearer = one.pair.service.hearers[0]
-        said = SentShared(one.transfer, 0, "off")
+        said = Sent(one.transfer, 0, b"", "off", "cuda_ipc")
         assert await hearer.next() == (said, b"") and one.sending.may_be_in
         one.pair.service.asked[0][0].send(Accepted())
         assert await one.sending.accepted()
@@ -153,16 +144,16 @@ async def test_what_is_queued_when_it_is_granted_again_leaves_once(
         leaving = one.pair.near.payload._leaving  # type: ignore[attr-defined]
         target, landed = memoryview(bytearray(MIB)), list[object]()
         with held_lanes(monkeypatch):
-            await one.grant(Grant)
+            await one.grant("link")
             await until(lambda: bool(leaving))
             (first,) = leaving._parts[one.transfer]
-            await one.grant(Grant)
+            await one.grant("link")
             await until(lambda: leaving._parts[one.transfer] != {first})
             payload = one.pair.far.payload
             payload.receive(one.transfer, 0, target, lambda *end: landed.append(end))
         await until(lambda: bool(landed) and bool(one.said()) and not leaving)
         assert is_same(torch.frombuffer(target, dtype=torch.uint8), one.value)
-        assert first.stopped and [type(frame) for frame in one.said()] == [Done]
+        assert first.stopped and [type(frame) for frame in one.said()] == [Sent]
 
 
 async def test_what_is_to_ride_when_it_is_granted_again_rides_once() -> None:
@@ -172,13 +163,13 @@ async def test_what_is_to_ride_when_it_is_granted_again_rides_once() -> None:
         await until(lambda: bool(one.pair.service.hearers))
         one.sending.cancel()
         await until(lambda: Cancel() in one.said())
-        assert [type(frame) for frame in one.said()] == [Riders, Cancel]
+        assert [type(frame) for frame in one.said()] == [Eager, Cancel]
 
 
 async def test_a_grant_that_crosses_the_cancellation_is_no_matter() -> None:
     async with asked(NoRoutes()) as one:
         one.sending.cancel()
-        await one.grant(GrantDevices, GrantShared, Grant)
+        await one.grant("nccl", "cuda_ipc", "link")
         await until(lambda: one.sending.may_be_in)
         assert one.pair.near.is_open
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from asynckv.errors import ChecksumError, RemoteProtocolError
-from asynckv.protocol.transfer_frames import Done
+from asynckv.protocol.transfer_frames import Sent
 from asynckv.tensors.cuda import DeviceMemory
 from asynckv.transfers.reception import Reception
 
@@ -74,7 +74,7 @@ def test_a_part_counts_when_it_has_landed_and_its_digest_agrees(
     if lands_first:
         sink.payload.done[0](b"digest", None)
     assert not sink.verified
-    sink.reception.on_done(Done(7, 0, b"digest"))
+    sink.reception.on_sent(Sent(7, 0, b"digest"))
     if not lands_first:
         assert not sink.verified
         sink.payload.done[0](b"digest", None)
@@ -84,7 +84,7 @@ def test_a_part_counts_when_it_has_landed_and_its_digest_agrees(
 def test_other_bytes_than_were_sent_fail_and_stop_the_transfer() -> None:
     sink = Sink()
     sink.payload.done[0](b"landed", None)
-    sink.reception.on_done(Done(7, 0, b"sent"))
+    sink.reception.on_sent(Sent(7, 0, b"sent"))
     assert not sink.verified and isinstance(sink.errors[0], ChecksumError)
     assert sink.payload.stopped == [7]
 
@@ -92,23 +92,23 @@ def test_other_bytes_than_were_sent_fail_and_stop_the_transfer() -> None:
 @pytest.mark.parametrize("part", [0, 1])
 def test_a_part_that_was_sent_or_does_not_exist_is_a_lie(part: int) -> None:
     sink = Sink()
-    sink.reception.on_done(Done(7, 0, b""))
+    sink.reception.on_sent(Sent(7, 0, b""))
     with pytest.raises(RemoteProtocolError, match="makes no sense"):
-        sink.reception.on_done(Done(7, part, b""))
+        sink.reception.on_sent(Sent(7, part, b""))
 
 
 def test_a_stopped_transfer_tells_nothing_more() -> None:
     sink = Sink()
     sink.reception.stop()
     sink.payload.done[0](b"d", None)
-    sink.reception.on_done(Done(7, 0, b"d"))
+    sink.reception.on_sent(Sent(7, 0, b"d"))
     assert not sink.verified and not sink.errors
 
 
 def test_an_error_of_the_transport_is_left_to_the_link() -> None:
     sink = Sink()
     sink.payload.done[0](b"", ConnectionError())
-    sink.reception.on_done(Done(7, 0, b""))
+    sink.reception.on_sent(Sent(7, 0, b""))
     assert not sink.verified and not sink.errors
 
 
@@ -116,7 +116,7 @@ def test_what_comes_by_a_route_counts_when_that_says_so() -> None:
     sink = Sink(is_routed=True)
     assert sink.route.expected == {7} and not sink.payload.done
     with pytest.raises(RemoteProtocolError, match="makes no sense"):
-        sink.reception.on_done(Done(7, 0, b""))
+        sink.reception.on_sent(Sent(7, 0, b""))
     sink.route.done[0](b"digest", None)
     assert sink.verified == [True] and not sink.route.expected
 
@@ -144,6 +144,6 @@ def test_it_forgets_who_owns_the_memory_when_nothing_more_is_to_be_told(
         reception.stop()
     else:
         link.payload.done[-1](b"digest", None)
-        reception.on_done(Done(8, 0, b"digest" if end == "whole" else b"other"))
+        reception.on_sent(Sent(8, 0, b"digest" if end == "whole" else b"other"))
     del owner.reception, owner
     assert is_gone() is None

@@ -11,13 +11,9 @@ from asynckv.links import progress
 from asynckv.links.fd_socket import has_fd_sockets
 from asynckv.protocol.frames import Cancel, Failure, Push, Retract
 from asynckv.protocol.transfer_frames import (
-    Done,
+    Eager,
     Grant,
-    GrantDevices,
-    GrantShared,
-    Riders,
-    SentDevices,
-    SentShared,
+    Sent,
 )
 from asynckv.protocol.wire import digest_of
 from asynckv.tensors.views import bytes_of
@@ -39,7 +35,7 @@ async def pair(gpus: FakeGpus) -> AsyncIterator[GpuPair]:
 
 async def begin(pair: GpuPair) -> RawInsert:
     raw = RawInsert(pair.peer._linked(), MIB)
-    assert await raw.hearer.next() == (GrantShared(raw.transfer, "edges"), b"")
+    assert await raw.hearer.next() == (Grant(raw.transfer, "cuda_ipc", "edges"), b"")
     return raw
 
 
@@ -47,7 +43,7 @@ async def push(raw: RawInsert, pair: GpuPair) -> int:
     """Announce a layer, and wait until it may be read."""
     transfer = pair.peer._linked().new_transfer()
     raw.stream.send(Push(transfer, 0, inline=False))
-    while await raw.hearer.next() != (GrantShared(transfer, "edges"), b""):
+    while await raw.hearer.next() != (Grant(transfer, "cuda_ipc", "edges"), b""):
         pass
     return transfer
 
@@ -60,14 +56,14 @@ async def refusal(pair: GpuPair) -> str:
 
 async def test_what_is_to_be_read_is_not_sent(pair: GpuPair) -> None:
     raw = await begin(pair)
-    raw.stream.send(SentDevices(raw.transfer, 0, "edges"))
+    raw.stream.send(Sent(raw.transfer, 0, b"", "edges", "nccl"))
     assert "granted otherwise" in await refusal(pair)
 
 
 async def test_a_layer_that_is_to_be_read_is_not_sent(pair: GpuPair) -> None:
     raw = RawInsert(pair.peer._linked(), MIB, streaming=True)
     await raw.granted()
-    raw.stream.send(SentDevices(await push(raw, pair), 0, "edges"))
+    raw.stream.send(Sent(await push(raw, pair), 0, b"", "edges", "nccl"))
     assert "granted otherwise" in await refusal(pair)
 
 
@@ -76,15 +72,15 @@ async def test_what_is_to_be_sent_is_not_shown(two_gpus: FakeGpus) -> None:
         await pair.opened()
         link = pair.peer._linked()
         raw = RawInsert(link, MIB, on_gpu=True)
-        assert await raw.hearer.next() == (GrantDevices(raw.transfer, "full"), b"")
-        raw.stream.send(SentShared(raw.transfer, 0, "full", 0))
+        assert await raw.hearer.next() == (Grant(raw.transfer, "nccl", "full"), b"")
+        raw.stream.send(Sent(raw.transfer, 0, b"", "full", "cuda_ipc", 0))
         await until(lambda: not link.is_open)
         assert "granted otherwise" in str(link.error)
 
 
 async def test_what_lies_beyond_the_memory_breaks_the_link(pair: GpuPair) -> None:
     raw = await begin(pair)
-    raw.stream.send(SentShared(raw.transfer, 0, "edges", 16 * MIB, b"d" * 16))
+    raw.stream.send(Sent(raw.transfer, 0, b"d" * 16, "edges", "cuda_ipc", 16 * MIB))
     assert "beyond" in await refusal(pair)
     await until(lambda: not pair.buffer.statistics().used_bytes)
 
@@ -93,9 +89,9 @@ async def test_what_lies_elsewhere_is_granted_for_lanes_and_shown_no_more(
     pair: GpuPair,
 ) -> None:
     raw = await begin(pair)
-    raw.stream.send(SentShared(raw.transfer, 0, "off"))
+    raw.stream.send(Sent(raw.transfer, 0, b"", "off", "cuda_ipc"))
     await raw.granted()
-    raw.stream.send(SentShared(raw.transfer, 0, "edges", 0))  # late: no matter
+    raw.stream.send(Sent(raw.transfer, 0, b"", "edges", "cuda_ipc", 0))  # late
     raw.stream.send(Cancel())
     await raw.last()
 
@@ -104,9 +100,9 @@ async def test_a_layer_that_lies_elsewhere_is_granted_for_lanes(pair: GpuPair) -
     raw = RawInsert(pair.peer._linked(), MIB, streaming=True)
     await raw.granted()
     transfer = await push(raw, pair)
-    raw.stream.send(SentShared(transfer, 0, "off"))
+    raw.stream.send(Sent(transfer, 0, b"", "off", "cuda_ipc"))
     await raw.granted(transfer)
-    raw.stream.send(SentShared(transfer, 0, "edges", 0))  # late: no matter
+    raw.stream.send(Sent(transfer, 0, b"", "edges", "cuda_ipc", 0))  # late
     raw.stream.send(Cancel())
     await raw.last()
 
@@ -119,7 +115,7 @@ async def test_a_layer_that_is_taken_back_is_let_go_when_nothing_reads_it(
     transfer = await push(raw, pair)
     raw.stream.send(Retract(transfer))
     assert await raw.hearer.next() == (Retract(transfer), b"")
-    raw.stream.send(Done(transfer, 0))
+    raw.stream.send(Sent(transfer, 0))
     assert await push(raw, pair) > transfer
     raw.stream.send(Cancel())
     await raw.last()
@@ -127,10 +123,10 @@ async def test_a_layer_that_is_taken_back_is_let_go_when_nothing_reads_it(
 
 async def test_other_bytes_than_were_shown_are_refused(pair: GpuPair) -> None:
     raw = await begin(pair)
-    raw.stream.send(SentShared(raw.transfer, 0, "edges", 0, b"of other bytes.."))
+    raw.stream.send(Sent(raw.transfer, 0, b"of other bytes..", "edges", "cuda_ipc", 0))
     last = await raw.last()
     assert isinstance(last, Failure) and last.code == "ChecksumError"
-    assert not any(isinstance(frame, Grant) for frame, _ in raw.hearer.frames)
+    assert Grant(raw.transfer) not in [frame for frame, _ in raw.hearer.frames]
     await until(lambda: not pair.buffer.statistics().used_bytes)
 
 
@@ -144,14 +140,14 @@ async def test_a_peer_that_falls_silent_after_some_is_not_waited_for(
     staged = await staging.staged(noise(MIB))
     assert staged is not None
     raw = RawInsert(pair.peer._linked(), MIB, 8)
-    assert await raw.hearer.next() == (GrantShared(raw.transfer, "edges"), b"")
+    assert await raw.hearer.next() == (Grant(raw.transfer, "cuda_ipc", "edges"), b"")
     if rides:
         little = bytes(8)
-        raw.stream.send(Riders(raw.transfer, (1,), (digest_of(little),)), little)
+        raw.stream.send(Eager(raw.transfer, (1,), (digest_of(little),)), little)
     else:
         whole = digest_of(bytes_of(noise(MIB)))
         place = staged.region.start
-        raw.stream.send(SentShared(raw.transfer, 0, "full", place, whole))
+        raw.stream.send(Sent(raw.transfer, 0, whole, "full", "cuda_ipc", place))
     async with asyncio.timeout(10):
         assert "stood still" in await refusal(pair)
     await until(lambda: not pair.buffer.statistics().used_bytes)
@@ -163,7 +159,7 @@ async def test_who_falls_silent_where_nothing_can_be_read_is_not_waited_for(
 ) -> None:
     monkeypatch.setattr(progress, "STALL_S", 0.1)
     raw = RawInsert(pair.peer._linked(), MIB, 8)
-    assert await raw.hearer.next() == (GrantShared(raw.transfer, "edges"), b"")
-    raw.stream.send(SentShared(raw.transfer, 0, "off"))
+    assert await raw.hearer.next() == (Grant(raw.transfer, "cuda_ipc", "edges"), b"")
+    raw.stream.send(Sent(raw.transfer, 0, b"", "off", "cuda_ipc"))
     async with asyncio.timeout(10):
         assert "stood still" in await refusal(pair)

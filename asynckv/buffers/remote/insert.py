@@ -27,7 +27,7 @@ from asynckv.protocol.frames import (
     Put,
     Retract,
 )
-from asynckv.protocol.transfer_frames import Done, Grant, GrantDevices, GrantShared
+from asynckv.protocol.transfer_frames import Grant, Sent
 from asynckv.protocol.values import TensorRecord
 from asynckv.protocol.wire import digest_of
 from asynckv.tensors.blocks import KVMemory
@@ -35,7 +35,6 @@ from asynckv.tensors.copying import CopyPool
 from asynckv.tensors.runs import joined
 from asynckv.transfers.manifest import INLINE_NBYTES, check_body, content_digest, pack
 from asynckv.transfers.outgoing import (
-    AnyGrant,
     GpuImporter,
     Outgoing,
     Routes,
@@ -133,7 +132,7 @@ class Sending:
 
     def on_frame(self, frame: Frame, body: bytes) -> None:
         match frame:
-            case Grant() | GrantDevices() | GrantShared():
+            case Grant():
                 self.may_be_in = True
                 self._on_grant(frame)
             case Accepted():
@@ -147,7 +146,7 @@ class Sending:
     def on_lost(self, error: PeerLost) -> None:
         self._answer.fail(error)
 
-    def _on_grant(self, frame: AnyGrant) -> None:
+    def _on_grant(self, frame: Grant) -> None:
         if self._sources is None:
             ignore_grant(frame, self._link)
             return
@@ -235,7 +234,7 @@ class WriterRoutes(InsertRoutes, Protocol):
         """Where else what goes there is made, if this side has memory of a GPU."""
 
 
-_OfOne: TypeAlias = Grant | GrantDevices | GrantShared | Retract | Done
+_OfOne: TypeAlias = Grant | Retract | Sent
 
 
 class _Push:
@@ -245,7 +244,7 @@ class _Push:
         self, writer: RemoteWriter, transfer: int, source: Source, *, is_on_gpu: bool
     ) -> None:
         self.granted: Reply[None] = Reply()
-        self.over: Reply[Done | None] = Reply()
+        self.over: Reply[Sent | None] = Reply()
         self.outgoing = Outgoing(
             writer.stream,
             transfer,
@@ -260,14 +259,14 @@ class _Push:
     def on_frame(self, frame: _OfOne) -> None:
         """The peer has memory for it; or does not need it, or has it on its GPU."""
         self.granted.give(None)
-        if isinstance(frame, Retract | Done):
+        if isinstance(frame, Retract | Sent):
             self.outgoing.release()
-            has_it = isinstance(frame, Done)
-            self.end(Done(frame.transfer, 0) if has_it else None)
+            has_it = isinstance(frame, Sent)
+            self.end(Sent(frame.transfer, 0) if has_it else None)
         else:
             self.outgoing.on_grant(frame)
 
-    def end(self, last: Done | None) -> None:
+    def end(self, last: Sent | None) -> None:
         """The peer has it, or does not need it."""
         self.granted.give(None)
         self.over.give(last)
@@ -366,12 +365,12 @@ class RemoteWriter(StagingWriter):
         match frame:
             case Grant(transfer=self._transfer):
                 self._room.give(None)
-            case Grant() | GrantDevices() | GrantShared() | Retract() | Done():
+            case Grant() | Retract() | Sent():
                 if (push := self._pushes.get(frame.transfer)) is not None:
                     push.on_frame(frame)
                 elif (outgoing := self._unread.pop(frame.transfer, None)) is not None:
                     outgoing.release()
-                elif not isinstance(frame, Retract | Done):
+                elif not isinstance(frame, Retract | Sent):
                     ignore_grant(frame, self._link)
             case Accepted():
                 self._release()

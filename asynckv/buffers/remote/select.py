@@ -42,7 +42,7 @@ from asynckv.protocol.frames import (
     Settle,
     Took,
 )
-from asynckv.protocol.transfer_frames import Done, Riders, SentDevices
+from asynckv.protocol.transfer_frames import Eager, Sent
 from asynckv.sharing.gpu_channel import Ways
 from asynckv.tensors.blocks import KVMemory
 from asynckv.tensors.copying import CopyPool
@@ -229,7 +229,7 @@ class Selecting:
         match frame:
             case Offer():
                 self._on_offer(frame, body)
-            case Done() | Riders() | SentDevices():
+            case Sent() | Eager():
                 incoming = None if delivery is None else delivery.incoming
                 if incoming is not None and incoming.transfer == frame.transfer:
                     incoming.on_frame(frame, body)

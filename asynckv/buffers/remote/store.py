@@ -33,7 +33,7 @@ from asynckv.protocol.frames import (
     Result,
     Took,
 )
-from asynckv.protocol.transfer_frames import Done, Riders
+from asynckv.protocol.transfer_frames import Eager, Sent
 from asynckv.protocol.wire import digest_of
 from asynckv.tensors.blocks import KVMemory
 from asynckv.tensors.copying import CopyPool
@@ -123,7 +123,7 @@ class Getting:
         match frame:
             case Offer():
                 self._on_offer(frame, body)
-            case Done() | Riders():
+            case Sent() | Eager():
                 incoming = None if self._delivery is None else self._delivery.incoming
                 if incoming is not None:  # else nothing was granted
                     incoming.on_frame(frame, body)

@@ -25,7 +25,7 @@ from asynckv.protocol.frames import (
     Push,
     Retract,
 )
-from asynckv.protocol.transfer_frames import Done, Grant, SentDevices, SentShared
+from asynckv.protocol.transfer_frames import Grant, Sent
 from asynckv.transfers.incoming import Incoming, hear_incoming
 from asynckv.transfers.manifest import Manifest, check_names, unpack, verify_inline
 from asynckv.transfers.queries import check_mask, check_tokens
@@ -184,7 +184,7 @@ class ServedWriter:
         match frame:
             case Push():
                 pushes.on_push(frame, body)
-            case Done() | SentDevices() | SentShared():
+            case Sent():
                 pushes.on_sent(frame)
             case Retract(transfer=transfer):
                 pushes.on_retract(transfer)

@@ -17,7 +17,7 @@ from asynckv.buffers.entries.entries import Lease, Shown, StoredEntry
 from asynckv.errors import RemoteProtocolError
 from asynckv.links.link import Link, LinkStream
 from asynckv.protocol.frames import Complete, Offer, Retract
-from asynckv.protocol.transfer_frames import Grant, GrantDevices
+from asynckv.protocol.transfer_frames import Grant
 from asynckv.protocol.values import MappedOffer, Place
 from asynckv.sharing.exporter import Importer, Pin, place_of
 from asynckv.tensors.arena import Region
@@ -215,7 +215,7 @@ class Offering(msgspec.Struct, eq=False):
 
     def on_grant(
         self,
-        frame: Grant | GrantDevices,
+        frame: Grant,
         routes: Routes,
         failed: Callable[[Exception], None],
         tasks: OwnTasks,

@@ -15,7 +15,7 @@ from asynckv.buffers.serving.service import Silence
 from asynckv.errors import ChecksumError, EntryTooLarge, GPUFailed, RemoteProtocolError
 from asynckv.links.link import LinkStream
 from asynckv.protocol.frames import Push, Retract
-from asynckv.protocol.transfer_frames import Done, SentDevices, SentShared
+from asynckv.protocol.transfer_frames import Sent
 from asynckv.protocol.wire import digest_of
 from asynckv.shielding import wait_shielded
 from asynckv.tensors.arena import Region
@@ -98,10 +98,10 @@ class ServedPushes:
             except EntryTooLarge as exc:  # memory was refused: no fault of the link
                 self.failed(exc)
 
-    def on_sent(self, frame: Done | SentDevices | SentShared) -> None:
+    def on_sent(self, frame: Sent) -> None:
         """A part was sent, or lies there; of one that was retracted, no matter.
 
-        Of one that has come from GPU to GPU a Done says that the writer knows that it
+        Of one that has come from GPU to GPU it says that the writer knows that it
         is here: it may be shown from now on.
         """
         push = self._pushes.get(frame.transfer)

@@ -41,7 +41,7 @@ from asynckv.protocol.frames import (
     Select,
     Took,
 )
-from asynckv.protocol.transfer_frames import Grant, GrantDevices
+from asynckv.protocol.transfer_frames import Grant
 from asynckv.sharing.exporter import Importer
 from asynckv.transfers.outgoing import Exported, ignore_grant
 from asynckv.transfers.queries import TOKEN_NBYTES, Query
@@ -135,7 +135,7 @@ class ServedSelect(msgspec.Struct, eq=False):
                 self._on_ack(token, confirm)
             case Cancel():
                 self._finish(Cancelled())
-            case Grant() | GrantDevices():
+            case Grant():
                 if self._offering is None:
                     ignore_grant(frame, self.payer.link)
                 else:

@@ -23,7 +23,7 @@ from asynckv.protocol.frames import (
     Result,
     Took,
 )
-from asynckv.protocol.transfer_frames import Done, Grant
+from asynckv.protocol.transfer_frames import Grant, Sent
 from asynckv.protocol.values import TensorRecord
 from asynckv.protocol.wire import digest_of
 from asynckv.tensors.copying import CopyPool
@@ -96,7 +96,7 @@ async def test_the_peer_is_told_when_the_value_has_landed(*, lent: bool) -> None
         value = asyncio.create_task(getting.value())
         stream, source = await granted(pair), memoryview(bytearray(b"1" * MIB))
         pair.far.payload.send(
-            2, 0, source, lambda digest, _: stream.send(Done(2, 0, digest))
+            2, 0, source, lambda digest, _: stream.send(Sent(2, 0, digest))
         )
         assert await pair.service.hearers[0].next() == (Took(b""), b"")
         tensor = await value
@@ -110,7 +110,7 @@ async def test_a_link_lost_before_the_last_byte_ends_the_wait(url: str) -> None:
     async with linked(url, lambda stream, *_: offer(stream, "value")) as pair:
         value = asyncio.create_task(getting_on(pair.near).value())
         stream = await granted(pair)
-        stream.send(Done(2, 0, b"digest"))
+        stream.send(Sent(2, 0, b"digest"))
         pair.far.abort()
         with pytest.raises(PeerLost):
             await value
@@ -121,7 +121,7 @@ async def test_bytes_that_changed_are_refused() -> None:
         value = asyncio.create_task(getting_on(pair.near).value())
         stream = await granted(pair)
         pair.far.payload.send(2, 0, memoryview(bytearray(MIB)), lambda *_: None)
-        stream.send(Done(2, 0, b"wrong"))
+        stream.send(Sent(2, 0, b"wrong"))
         with pytest.raises(ChecksumError):
             await value
 
@@ -145,7 +145,7 @@ async def test_a_value_of_several_tensors_breaks_the_link() -> None:
 
 async def test_a_done_of_what_was_not_granted_is_ignored() -> None:
     def answer(stream: LinkStream, *_: object) -> None:
-        stream.send(Done(2, 0, b""))
+        stream.send(Sent(2, 0, b""))
         stream.send(Result())
 
     async with linked("mem://", answer) as pair:

@@ -25,7 +25,7 @@ from asynckv.protocol.frames import (
     Retract,
     Took,
 )
-from asynckv.protocol.transfer_frames import Done, Grant, Riders
+from asynckv.protocol.transfer_frames import Eager, Grant, Sent
 from asynckv.protocol.values import TensorRecord
 from asynckv.protocol.wire import digest_of
 from asynckv.tensors.copying import CopyPool
@@ -87,7 +87,7 @@ async def small_delivery(
     selecting, delivered, stream = await begun(pair, budget)
     offer(stream, 2, 100, inline=False)
     assert await frames_of(pair, 1) == [Grant(2)]
-    stream.send(Riders(2, (0,), (digest_of(bytes(100)),)), bytes(100))
+    stream.send(Eager(2, (0,), (digest_of(bytes(100)),)), bytes(100))
     return selecting, await delivered
 
 
@@ -219,7 +219,7 @@ async def test_an_entry_may_be_complete_before_there_is_room_for_it() -> None:
         budget.release(10)
         assert await frames_of(pair, 1) == [Grant(2)]
         pair.far.payload.send(
-            2, 0, data, lambda digest, error: stream.send(Done(2, 0, digest))
+            2, 0, data, lambda digest, error: stream.send(Sent(2, 0, digest))
         )
         assert (await delivered).is_whole
         selecting.cancel()
@@ -256,10 +256,10 @@ async def test_what_belongs_to_no_standing_offer_is_ignored() -> None:
     budget = ReceiveBudget(MIB)
     async with linked("mem://", lambda *_: None) as pair:
         selecting, delivered, stream = await begun(pair, budget)
-        for late in (Done(1, 0, b""), Riders(1, (0,)), Complete(1), Retract(1)):
+        for late in (Sent(1, 0, b""), Eager(1, (0,)), Complete(1), Retract(1)):
             stream.send(late)
         offer(stream, 2, MIB, inline=False)
-        for late in (Done(1, 0, b""), Complete(1), Retract(1)):
+        for late in (Sent(1, 0, b""), Complete(1), Retract(1)):
             stream.send(late)
         assert await frames_of(pair, 1) == [Grant(2)]
         assert selecting.delivery is not None and not delivered.done()
@@ -271,8 +271,8 @@ async def test_what_comes_late_of_one_offer_is_not_of_the_next() -> None:
         _, delivered, stream = await begun(pair, ReceiveBudget(MIB))
         offer(stream, 2, 100, inline=False)
         assert await frames_of(pair, 1) == [Grant(2)]
-        stream.send(Riders(1, (0,), (b"another",)), bytes(100))
-        stream.send(Riders(2, (0,), (digest_of(bytes(100)),)), bytes(100))
+        stream.send(Eager(1, (0,), (b"another",)), bytes(100))
+        stream.send(Eager(2, (0,), (digest_of(bytes(100)),)), bytes(100))
         assert (await delivered).is_whole and pair.near.is_open
 
 
@@ -282,7 +282,7 @@ async def test_bytes_that_changed_on_a_lane_are_refused() -> None:
         offer(stream, 2, MIB, inline=False)
         await frames_of(pair, 1)
         pair.far.payload.send(2, 0, memoryview(bytearray(MIB)), lambda *_: None)
-        stream.send(Done(2, 0, b"wrong"))
+        stream.send(Sent(2, 0, b"wrong"))
         with pytest.raises(ChecksumError):
             await delivered
 
@@ -298,7 +298,7 @@ async def left_early(pair: LinkPair) -> tuple[Selecting, Delivery, LinkStream]:
 
 def send_wrong_bytes(pair: LinkPair, stream: LinkStream) -> None:
     pair.far.payload.send(2, 0, memoryview(bytearray(MIB)), lambda *_: None)
-    stream.send(Done(2, 0, b"wrong"))
+    stream.send(Sent(2, 0, b"wrong"))
 
 
 async def test_who_leaves_without_a_part_that_changed_has_acknowledged() -> None:

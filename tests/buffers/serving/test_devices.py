@@ -10,7 +10,7 @@ from asynckv.buffers.serve import Server, serve
 from asynckv.errors import ConfigError, LocalProtocolError, PeerLost
 from asynckv.links.dial import dial
 from asynckv.protocol.frames import Offer, Select
-from asynckv.protocol.transfer_frames import GrantDevices, OpenDevices
+from asynckv.protocol.transfer_frames import Grant, OpenDevices
 from asynckv.sharing.gpu_channel import DeviceStream
 from asynckv.testing.blocked import until
 from asynckv.testing.lookup_checks.values import MIB, noise
@@ -71,9 +71,9 @@ async def test_a_peer_that_describes_no_gpu_is_told_so(gpus: FakeGpus) -> None:
             await ask(server.url)
 
 
-@pytest.mark.parametrize("frame", [OpenDevices(b""), GrantDevices(1, "off")])
+@pytest.mark.parametrize("frame", [OpenDevices(b""), Grant(1, "nccl", "off")])
 async def test_what_makes_no_sense_ends_the_link(
-    gpus: FakeGpus, frame: OpenDevices | GrantDevices
+    gpus: FakeGpus, frame: OpenDevices | Grant
 ) -> None:
     device = fake_device_of(gpus.process()).device
     async with (
@@ -83,7 +83,7 @@ async def test_what_makes_no_sense_ends_the_link(
         await _say(server, frame)
 
 
-async def _say(server: Server, frame: OpenDevices | GrantDevices) -> None:
+async def _say(server: Server, frame: OpenDevices | Grant) -> None:
     link = await dial(server.url, identity=name_of("consumer"))
     channel = DeviceStream(answers=False)
     if isinstance(frame, OpenDevices):
@@ -126,7 +126,7 @@ async def test_a_grant_of_what_is_not_offered_any_more_is_late(
         stream = link.open_stream(
             DeviceStream(answers=False), Select(has_key=True), bytes(8)
         )
-        stream.send(GrantDevices(offer.transfer, "off"))
+        stream.send(Grant(offer.transfer, "nccl", "off"))
         assert await pair.peer.lookup.peek([5]) == 0
         assert link.is_open and pair.buffer.statistics().waiting_selects == 1
 
@@ -141,7 +141,7 @@ async def test_what_a_lost_way_did_not_send_is_not_said_to_be_sent(
         offer, _ = await hearer.next()
         assert isinstance(offer, Offer)
         way.transport.abort()
-        stream.send(GrantDevices(offer.transfer, "off"))
+        stream.send(Grant(offer.transfer, "nccl", "off"))
         assert await pair.peer.lookup.peek([1]) == 0  # and so the grant was heard
         await until(lambda: not way.transport._late)  # it was told
         assert len(hearer.frames) == 1 and link.is_open
@@ -156,7 +156,7 @@ async def test_what_rides_alone_cannot_be_granted_a_gpus_memory(
         stream = link.open_stream(hearer, Select(has_key=False))
         offer, _ = await hearer.next()
         assert isinstance(offer, Offer) and not offer.on_gpu
-        stream.send(GrantDevices(offer.transfer, "off"))
+        stream.send(Grant(offer.transfer, "nccl", "off"))
         await until(lambda: not link.is_open)
         assert "nothing leads to" in str(link.error)
         assert await pair.buffer.peek([1]) == 1

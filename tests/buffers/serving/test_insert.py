@@ -16,7 +16,7 @@ from asynckv.protocol.frames import (
     Commit,
     Failure,
 )
-from asynckv.protocol.transfer_frames import Done
+from asynckv.protocol.transfer_frames import Sent
 from asynckv.protocol.wire import digest_of
 from asynckv.testing.blocked import until
 from asynckv.testing.pairs import Peers
@@ -33,7 +33,7 @@ async def test_bytes_that_changed_on_their_way_are_not_committed(
     await raw.granted()
     transfer = await raw.push() if streaming else raw.transfer
     link.payload.send(transfer, 0, memoryview(bytes(MIB)), lambda *_: None)
-    raw.stream.send(Done(transfer, 0, b"of other bytes.."))
+    raw.stream.send(Sent(transfer, 0, b"of other bytes.."))
     last = await raw.last()
     assert isinstance(last, Failure) and last.code == "ChecksumError"
     assert local.statistics().used_bytes == 0
@@ -64,7 +64,7 @@ async def test_a_cancel_with_the_last_word_behind_it_is_a_cancel(
     link.payload.send(raw.transfer, 0, memoryview(bytes(MIB)), lambda *_: sent.set())
     await sent.wait()
     raw.stream.send(Cancel())
-    raw.stream.send(Done(raw.transfer, 0, digest_of(bytes(MIB))))
+    raw.stream.send(Sent(raw.transfer, 0, digest_of(bytes(MIB))))
     assert await raw.last() == Cancelled()
     assert local.statistics().entries == 0
 
@@ -76,7 +76,7 @@ async def test_a_cancel_with_other_bytes_behind_it_is_a_cancel(link: Link) -> No
     link.payload.send(raw.transfer, 0, memoryview(bytes(MIB)), lambda *_: sent.set())
     await sent.wait()
     raw.stream.send(Cancel())
-    raw.stream.send(Done(raw.transfer, 0, b"of other bytes.."))
+    raw.stream.send(Sent(raw.transfer, 0, b"of other bytes.."))
     assert await raw.last() == Cancelled()
 
 

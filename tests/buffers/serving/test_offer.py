@@ -15,7 +15,7 @@ from asynckv.protocol.frames import (
     Retract,
     Select,
 )
-from asynckv.protocol.transfer_frames import Done, Grant
+from asynckv.protocol.transfer_frames import Grant, Sent
 from asynckv.protocol.values import Limits
 from asynckv.tensors.arena import HeapArena
 from asynckv.testing.blocked import until
@@ -107,7 +107,7 @@ async def test_parts_follow_the_grant_of_this_very_offer(ends: Ends) -> None:
     for _ in range(2):
         ends.grant(offering)
     await until(lambda: len(hearer.frames) == 2)
-    assert isinstance(hearer.frames[1][0], Done)
+    assert isinstance(hearer.frames[1][0], Sent)
 
 
 async def test_a_grant_of_what_was_never_offered_makes_no_sense(ends: Ends) -> None:
@@ -123,7 +123,7 @@ async def test_a_part_that_lands_after_the_grant_is_sent(ends: Ends) -> None:
     ends.grant(offering)
     offering.part_landed(0)
     await until(lambda: len(hearer.frames) == 2)
-    assert isinstance(hearer.frames[1][0], Done)
+    assert isinstance(hearer.frames[1][0], Sent)
 
 
 async def test_what_has_lost_its_memory_is_not_sent(ends: Ends) -> None:
@@ -166,4 +166,4 @@ async def test_a_part_that_broke_with_its_link_is_not_said_to_be_sent(
     offering.part_landed(0)
     stream.link.abort()
     await stream.link.payload.aclose()
-    assert not any(isinstance(frame, Done) for frame, _ in hearer.frames)
+    assert not any(isinstance(frame, Sent) for frame, _ in hearer.frames)

@@ -21,7 +21,7 @@ from asynckv.protocol.frames import (
     Push,
     Retract,
 )
-from asynckv.protocol.transfer_frames import Done
+from asynckv.protocol.transfer_frames import Sent
 from asynckv.protocol.wire import digest_of
 from asynckv.shielding import wait_shielded
 from asynckv.testing.blocked import until, until_blocked
@@ -61,7 +61,7 @@ async def test_a_put_made_again_with_other_bytes_is_what_is_committed(
     last = await raw.push()
     good = memoryview(b"x" * MIB)
     link.payload.send(last, 0, good, lambda *_: None)
-    raw.stream.send(Done(last, 0, digest_of(good)))
+    raw.stream.send(Sent(last, 0, digest_of(good)))
     raw.stream.send(Commit())
     assert await raw.last() == Accepted()
     entry = await local.drop_select()
@@ -96,7 +96,7 @@ async def test_the_last_byte_of_what_was_retracted_does_not_matter(link: Link) -
     await raw.granted()
     raw.stream.send(Retract(first := await raw.push()))
     raw.stream.send(Retract(first))
-    raw.stream.send(Done(first, 0, b"digest"))
+    raw.stream.send(Sent(first, 0, b"digest"))
     await raw.push()
     assert link.is_open
 
@@ -146,7 +146,7 @@ async def test_a_writer_whose_tensor_is_copied_to_a_gpu_has_not_failed(
                 transfer, source = await raw.push(), memoryview(bytes(MIB))
                 with held_copies(gpu.process) as gate:
                     link.payload.send(transfer, 0, source, lambda *_: None)
-                    raw.stream.send(Done(transfer, 0, digest_of(source)))
+                    raw.stream.send(Sent(transfer, 0, digest_of(source)))
                     raw.stream.send(Commit())
                     await until(lambda: len(looks) > 2)
                     gate.open()

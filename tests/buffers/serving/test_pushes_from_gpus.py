@@ -14,7 +14,7 @@ from asynckv.buffers.serving.service import Silence
 from asynckv.errors import GPUFailed, LeaseLost, PeerLost
 from asynckv.links.dial import dial
 from asynckv.protocol.frames import Accepted, Commit, Failure, Push, Retract
-from asynckv.protocol.transfer_frames import Done, Grant, GrantDevices, SentDevices
+from asynckv.protocol.transfer_frames import Grant, Sent
 from asynckv.protocol.wire import digest_of
 from asynckv.tensors.cuda import DeviceMemory
 from asynckv.tensors.device_copying import DeviceCopyPool
@@ -47,14 +47,14 @@ class RawWriter:
         assert isinstance(pool, DeviceCopyPool)
         return pool.memory_of(self.key)
 
-    def say(self, frame: Push | Done | SentDevices | Retract | Commit) -> None:
+    def say(self, frame: Push | Sent | Retract | Commit) -> None:
         self.raw.stream.send(frame)
 
     async def push(self) -> int:
         """Announce the first tensor, and wait until memory of the GPU is granted."""
         transfer = self.link.new_transfer()
         self.say(Push(transfer, 0, inline=False, on_gpu=True))
-        while await self.raw.hearer.next() != (GrantDevices(transfer, "full"), b""):
+        while await self.raw.hearer.next() != (Grant(transfer, "nccl", "full"), b""):
             pass
         return transfer
 
@@ -62,8 +62,8 @@ class RawWriter:
         """Send it from GPU to GPU, and wait until the peer has verified it."""
         way, place = self.pair.near_way, await ready_memory(self.place)
         way.transport.send(transfer, 0, place, lambda *_: None)
-        self.say(SentDevices(transfer, 0, "full", DIGEST))
-        while await self.raw.hearer.next() != (Done(transfer, 0), b""):
+        self.say(Sent(transfer, 0, DIGEST, "full", "nccl"))
+        while await self.raw.hearer.next() != (Sent(transfer, 0), b""):
             pass
 
     async def is_refused(self) -> str:
@@ -88,7 +88,7 @@ async def test_a_layer_is_shown_when_its_writer_knows_that_it_came(
     await writer.send(transfer)
     (entry,) = writer.pair.buffer.ledger.book.entries.values()
     assert not entry.landed
-    writer.say(Done(transfer, 0))
+    writer.say(Sent(transfer, 0))
     writer.raw.push_inline(bytes(8), 1)
     writer.say(Commit())
     assert await writer.raw.last() == Accepted()
@@ -100,24 +100,24 @@ async def test_a_layer_that_came_may_be_taken_back(writer: RawWriter) -> None:
     first = await writer.push()
     await writer.send(first)
     writer.say(Retract(first))
-    writer.say(SentDevices(first, 0, "full"))  # late, and of no interest
+    writer.say(Sent(first, 0, b"", "full", "nccl"))  # late, and of no interest
     second = await writer.push()
     await writer.send(second)
-    writer.say(Done(second, 0))
+    writer.say(Sent(second, 0))
     (entry,) = writer.pair.buffer.ledger.book.entries.values()
     await until(lambda: entry.landed == [0])
 
 
 async def test_what_is_not_here_is_not_done(writer: RawWriter) -> None:
-    writer.say(Done(await writer.push(), 0))
+    writer.say(Sent(await writer.push(), 0))
     assert "makes no sense" in await writer.is_refused()
 
 
 async def test_what_is_done_again_does_not_matter(writer: RawWriter) -> None:
     transfer = await writer.push()
     await writer.send(transfer)
-    writer.say(Done(transfer, 0))
-    writer.say(Done(transfer, 0))
+    writer.say(Sent(transfer, 0))
+    writer.say(Sent(transfer, 0))
     assert await writer.pair.peer.lookup.peek([1]) == 0  # it was heard
     assert writer.link.is_open
 
@@ -129,7 +129,7 @@ async def test_of_what_was_not_asked_for_nothing_is_sent_by_gpu(
         link = await dial(server.url, identity=name_of("producer"))
         raw = RawInsert(link, MIB, streaming=True)
         await raw.granted()
-        raw.stream.send(SentDevices(await raw.push(), 0, "off"))
+        raw.stream.send(Sent(await raw.push(), 0, b"", "off", "nccl"))
         await until(lambda: not link.is_open)
         assert "not asked for" in str(link.error)
         await link.aclose()
@@ -141,9 +141,9 @@ async def test_a_layer_that_its_way_has_lost_is_asked_for_again(
     transfer = await writer.push()
     writer.pair.way._stalled(PeerLost("nothing has come for long"))
     await writer.raw.granted(transfer)
-    writer.say(SentDevices(transfer, 0, "full", DIGEST))  # said before it was lost
+    writer.say(Sent(transfer, 0, DIGEST, "full", "nccl"))  # said before it was lost
     writer.link.payload.send(transfer, 0, BYTES, lambda *_: None)
-    writer.say(Done(transfer, 0, DIGEST))
+    writer.say(Sent(transfer, 0, DIGEST))
     (entry,) = writer.pair.buffer.ledger.book.entries.values()
     await until(lambda: entry.landed == [0])
 
@@ -211,7 +211,7 @@ async def test_what_nobody_needs_when_its_way_is_lost_comes_and_is_dropped(
             pair.buffer.ledger.leases.acknowledge(lease)
     await writer.raw.granted(transfer)
     writer.link.payload.send(transfer, 0, BYTES, lambda *_: None)
-    writer.say(Done(transfer, 0, DIGEST))
+    writer.say(Sent(transfer, 0, DIGEST))
     writer.say(Commit())
     writer.raw.push_inline(bytes(8), 1)
     assert await writer.raw.last() == Accepted()

@@ -9,7 +9,7 @@ from asynckv.buffers.store import StoreBuffer
 from asynckv.links.dial import dial
 from asynckv.links.link import Link, LinkStream
 from asynckv.protocol.frames import Cancel, Cancelled, Get, Offer
-from asynckv.protocol.transfer_frames import Grant, GrantDevices
+from asynckv.protocol.transfer_frames import Grant
 from asynckv.testing.blocked import until
 from asynckv.testing.lookup_checks.values import MIB, noise
 from harness.link_pairs import Hearer, name_of
@@ -50,6 +50,6 @@ async def test_a_get_that_is_given_up_is_read_no_further(
 
 async def test_a_grant_of_memory_of_a_gpu_breaks_the_link(link: Link) -> None:
     stream, _, transfer = await offered(link)
-    stream.send(GrantDevices(transfer, "off"))
+    stream.send(Grant(transfer, "nccl", "off"))
     await until(lambda: not link.is_open)
-    assert "no GrantDevices belongs here" in str(link.error)
+    assert "memory that nothing leads to" in str(link.error)

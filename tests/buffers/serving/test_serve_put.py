@@ -9,7 +9,7 @@ from asynckv.buffers.store import StoreBuffer
 from asynckv.links.dial import dial
 from asynckv.links.link import Link
 from asynckv.protocol.frames import Accepted, Cancel, Cancelled, Failure, Put
-from asynckv.protocol.transfer_frames import Done, Grant
+from asynckv.protocol.transfer_frames import Grant, Sent
 from asynckv.protocol.wire import digest_of
 from asynckv.tensors.views import bytes_of
 from asynckv.testing.expectations import is_same
@@ -43,7 +43,7 @@ async def test_bytes_are_compared_before_they_are_stored(
     stream = link.open_stream(hearer, Put("key", transfer, inline=False, spec=SPEC))
     assert await hearer.next() == (Grant(transfer), b"")
     link.payload.send(transfer, 0, BYTES, lambda *_: None)
-    stream.send(Done(transfer, 0, digest_of(BYTES) if is_right else b"x" * 16))
+    stream.send(Sent(transfer, 0, digest_of(BYTES) if is_right else b"x" * 16))
     last, _ = await hearer.next()
     assert isinstance(last, Accepted if is_right else Failure)
     value = await store.get("key")

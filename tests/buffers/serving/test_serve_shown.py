@@ -12,7 +12,7 @@ from asynckv.errors import PeerLost
 from asynckv.links.fd_socket import has_fd_sockets
 from asynckv.links.link import LinkStream
 from asynckv.protocol.frames import Ack, Cancel, Offer, Select
-from asynckv.protocol.transfer_frames import Grant, GrantDevices, Riders, SentDevices
+from asynckv.protocol.transfer_frames import Eager, Grant, Sent
 from asynckv.protocol.values import Place
 from asynckv.sharing.exporter import Importer
 from asynckv.tensors.views import bytes_of
@@ -112,16 +112,16 @@ async def test_parts_are_told_once_they_are_granted(pair: GpuPair) -> None:
     manifest, places = unpack_mapped(body, offer.mapped.nbytes, inline=False)
     assert [r.name for r in manifest.records] == ["key", "hidden"]
     assert places[0] is not None
-    stream.send(GrantDevices(offer.transfer - 2, "off"))  # of none that stands
-    stream.send(GrantDevices(offer.transfer, "off"))
+    stream.send(Grant(offer.transfer - 2, "cuda_ipc", "off"))  # of none that stands
+    stream.send(Grant(offer.transfer, "cuda_ipc", "off"))
     told = [(await hearer.next())[0] for _ in range(2)]
-    edges = next(frame for frame in told if isinstance(frame, SentDevices))
+    edges = next(frame for frame in told if isinstance(frame, Sent))
     assert (edges.part, edges.kind) == (0, "edges") and edges.digest
-    assert any(isinstance(frame, Riders) for frame in told)
+    assert any(isinstance(frame, Eager) for frame in told)
     stream.send(Ack(offer.token))
     await until(lambda: not pair.buffer.statistics().entries)
     assert pair.pinned_bytes == MIB  # it was never let go
-    stream.send(GrantDevices(offer.transfer, "off"))  # too late
+    stream.send(Grant(offer.transfer, "cuda_ipc", "off"))  # too late
     assert await pair.peer.lookup.peek([1]) == 0
 
 
@@ -132,8 +132,8 @@ async def test_a_grant_that_makes_no_sense_ends_the_link(
     async with open_gpu_pair(gpus, reconnect_s=0) as pair:
         await inserted(pair, noise(MIB))
         hearer, stream, offer, _ = await offered(pair)
-        stream.send(GrantDevices(offer.transfer, "off"))
-        stream.send(GrantDevices(offer.transfer + later, "off"))
+        stream.send(Grant(offer.transfer, "cuda_ipc", "off"))
+        stream.send(Grant(offer.transfer + later, "cuda_ipc", "off"))
         await hearer.loss()
 
 
@@ -148,7 +148,8 @@ async def test_what_is_shown_may_be_wanted_by_lanes(pair: GpuPair) -> None:
     )
     stream.send(Grant(offer.transfer))
     await until(lambda: len(hearer.frames) == 3)
-    assert not any(isinstance(frame, SentDevices) for frame, _ in hearer.frames)
+    said = [frame.route for frame, _ in hearer.frames if isinstance(frame, Sent)]
+    assert said == ["link"]
     await until(lambda: landed == [None])
     assert memory == bytes_of(noise(MIB))
     stream.send(Cancel())
@@ -163,7 +164,7 @@ async def test_who_closed_the_memory_before_it_is_told_is_told_so_once(
     importer = importer_of(pair)
     importer.close()
     await until(lambda: not importer.is_connected)
-    stream.send(GrantDevices(offer.transfer, "off"))
+    stream.send(Grant(offer.transfer, "cuda_ipc", "off"))
     assert "closed the memory" in str(await hearer.next())
     await until(lambda: not pair.buffer.statistics().leased)
     assert caplog.text.count("through host memory") == 1
@@ -186,7 +187,7 @@ async def test_of_a_delivery_that_was_ended_so_nothing_more_is_begun(
     importer = importer_of(pair)
     importer.close()
     await until(lambda: not importer.is_connected)
-    stream.send(GrantDevices(offer.transfer, "off"))
+    stream.send(Grant(offer.transfer, "cuda_ipc", "off"))
     await until(lambda: not pair.buffer.statistics().leased)
     assert await pair.peer.lookup.peek([1]) == 1  # a round trip later
     assert not begun
@@ -205,6 +206,6 @@ async def test_a_grant_of_what_was_not_shown_ends_the_link(
         offer, _ = await hearer.next()
         assert isinstance(offer, Offer) and offer.mapped is None
         assert offer.on_gpu is (nbytes == MIB)
-        stream.send(GrantDevices(offer.transfer, "off"))
+        stream.send(Grant(offer.transfer, "cuda_ipc", "off"))
         with pytest.raises(PeerLost):
             await hearer.next()

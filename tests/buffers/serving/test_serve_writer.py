@@ -23,7 +23,7 @@ from asynckv.protocol.frames import (
     Retract,
     Took,
 )
-from asynckv.protocol.transfer_frames import Done
+from asynckv.protocol.transfer_frames import Sent
 from asynckv.protocol.wire import digest_of
 from asynckv.testing.blocked import until, until_blocked
 from asynckv.testing.pairs import Peers
@@ -179,7 +179,7 @@ async def test_what_is_said_while_a_writer_waits_for_room_hurts_nobody(
             await raw.granted()
             transfer = await raw.push()
             link.payload.send(transfer, 0, memoryview(bytes(MIB)), lambda *_: None)
-            raw.stream.send(Done(transfer, 0, digest_of(bytes(MIB))))
+            raw.stream.send(Sent(transfer, 0, digest_of(bytes(MIB))))
             raw.stream.send(Commit())
             await until(lambda: local.statistics().inserted == 2)
             raise LookupError

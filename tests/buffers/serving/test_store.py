@@ -24,7 +24,7 @@ from asynckv.protocol.frames import (
     Result,
     Took,
 )
-from asynckv.protocol.transfer_frames import Done, Grant
+from asynckv.protocol.transfer_frames import Grant, Sent
 from asynckv.protocol.wire import digest_of
 from asynckv.shielding import wait_shielded
 from asynckv.tensors import views
@@ -85,7 +85,7 @@ async def test_bytes_that_changed_on_their_way_are_not_stored(
 ) -> None:
     stream, hearer, transfer = await begin_put(link)
     link.payload.send(transfer, 0, memoryview(bytes(MIB)), lambda *_: None)
-    stream.send(Done(transfer, 0, b"of other bytes.."))
+    stream.send(Sent(transfer, 0, b"of other bytes.."))
     last, _ = await hearer.next()
     assert isinstance(last, Failure) and last.code == "ChecksumError"
     value = await store.get("key")
@@ -123,7 +123,7 @@ async def test_a_value_that_is_read_outlives_its_key(
     stream.send(Grant(offer.transfer))
     done, _ = await hearer.next()
     await until(lambda: bool(landed))
-    assert isinstance(done, Done) and [done.digest] == landed
+    assert isinstance(done, Sent) and [done.digest] == landed
     assert target[0] == target[-1] == 1
     stream.send(Took(b""))
     (services,) = server._services
@@ -218,7 +218,7 @@ async def test_a_put_that_is_given_up_when_its_bytes_are_in_stores_nothing(
     link.payload.send(transfer, 0, data, lambda digest, error: sent.append(digest))
     await until(lambda: bool(sent))
     stream.send(Cancel())
-    stream.send(Done(transfer, 0, sent[0]))  # handled in the same tick as the Cancel
+    stream.send(Sent(transfer, 0, sent[0]))  # handled in the same tick as the Cancel
     assert await hearer.next() == (Cancelled(), b"")
     value = await store.get("key")
     assert value is not None and bool(value.all())
@@ -242,7 +242,7 @@ async def test_a_value_that_is_granted_again_is_sent_again(link: Link) -> None:
         link.payload.receive(offer.transfer, 0, target, lambda *_: None)
         stream.send(Grant(offer.transfer))
         done, _ = await hearer.next()
-        assert isinstance(done, Done) and done.digest == digest_of(target)
+        assert isinstance(done, Sent) and done.digest == digest_of(target)
 
 
 async def test_a_grant_of_what_was_never_offered_ends_the_link(link: Link) -> None:

@@ -25,8 +25,7 @@ from asynckv.protocol.frames import Attach, Commit, Insert, Retract, Select, Set
 from asynckv.protocol.session import Session
 from asynckv.protocol.transfer_frames import (
     Exported,
-    GrantDevices,
-    GrantShared,
+    Grant,
     Imported,
     Mappable,
     Mapped,
@@ -34,8 +33,7 @@ from asynckv.protocol.transfer_frames import (
     OpenMap,
     PushMapped,
     PushShared,
-    SentDevices,
-    SentShared,
+    Sent,
     ShowIpc,
 )
 from asynckv.protocol.values import Limits, Place
@@ -286,15 +284,15 @@ async def _record_made_up() -> Recording:
     pass_on(far, near)
     near.send(mapping, Mapped(b"n" * 16))
     near.send(sharing, Imported(b"n" * 16))
-    near.send(select, GrantDevices(2, "edges"))
+    near.send(select, Grant(2, "nccl", "edges"))
     near.send(select, PushShared(3, TensorSpec((4,), "uint8"), 4096, b"d" * 16))
     place = Place(((4096, 8192),), 64, 1)
     near.send(select, PushMapped(4, TensorSpec((4,), "uint8"), place, b"d" * 16))
     pass_on(near, far)
-    far.send(select, SentDevices(2, 0, "edges", b"d" * 16))
-    far.send(insert, GrantShared(1, "edges"))
+    far.send(select, Sent(2, 0, b"d" * 16, "edges", "nccl"))
+    far.send(insert, Grant(1, "cuda_ipc", "edges"))
     pass_on(far, near)
-    near.send(insert, SentShared(1, 0, "edges", 4096, b"d" * 16))
+    near.send(insert, Sent(1, 0, b"d" * 16, "edges", "cuda_ipc", 4096))
     pass_on(near, far)
     return Recording(tuple(segments))
 

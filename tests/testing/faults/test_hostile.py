@@ -28,7 +28,7 @@ from asynckv.protocol.frames import (
     Select,
     Took,
 )
-from asynckv.protocol.transfer_frames import Done, Grant
+from asynckv.protocol.transfer_frames import Grant, Sent
 from asynckv.protocol.values import PeerIdentity
 from asynckv.protocol.wire import TYPE_CONTROL, encode_chunk_header, pack_header
 from asynckv.testing.blocked import until
@@ -181,7 +181,7 @@ NONSENSE: list[list[tuple[int, Frame]]] = [
     [(0, Hello(1, 0, PeerIdentity("x", "1"), QUICK, ("inline",), 1))],
     [(1, Accepted())],
     [(1, Select(False)), (1, Accepted())],
-    [(1, Select(False)), (1, Done(1, 0))],
+    [(1, Select(False)), (1, Sent(1, 0))],
     [(2**31 + 1, Select(False))],
 ]
 
@@ -435,7 +435,7 @@ async def test_a_server_that_sends_other_bytes_is_found_out() -> None:
         await server.send(1, Offer(2, False, "x", b"t", 1, 3), body)
         await server.expect(Grant)
         await server.send_chunk(2, bytes(100_000))
-        await server.send(1, Done(2, 0, b"not this digest."))
+        await server.send(1, Sent(2, 0, b"not this digest."))
         async with server.alive():
             with pytest.raises(asynckv.ChecksumError):
                 await selecting
