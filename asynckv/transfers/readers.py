@@ -186,10 +186,10 @@ class MapReader:
         :raises AsyncKVError: this process can map nothing more
         """
         file = self.memory.file
-        if parts.pin is not None:  # by no name of its own, that an error would keep
-            parts.pin.claim = file.claim(parts.places)
-            if parts.pin.claim is not None:
-                return file
+        # The pin by no name of its own, that an error would keep.
+        if parts.pin is not None and (claim := file.claim(parts.places)) is not None:
+            parts.pin.claim = claim
+            return file
         try:
             return file.again()
         except OSError as exc:
