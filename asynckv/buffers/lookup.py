@@ -24,7 +24,7 @@ from asynckv.buffers.entries.entries import make_draft, specs_in
 from asynckv.buffers.entries.ledger import Ledger
 from asynckv.buffers.in_memory import InMemoryBuffer
 from asynckv.buffers.local.consumer import LocalConsumer, PendingSelect
-from asynckv.buffers.local.writer import LocalSource, LocalWriter
+from asynckv.buffers.local.writer import LocalSource, LocalViews, LocalWriter
 from asynckv.buffers.statistics import LookupStatistics
 from asynckv.shielding import wait_shielded
 from asynckv.tensors.blocks import KVMemory
@@ -254,7 +254,7 @@ class LookupBuffer(InMemoryBuffer, KVLookupBuffer):
                 "open_views() is for a buffer on a GPU: use open_drop_select() here"
             )
         query = make_query(None, None, entry_id=entry_id)
-        async with self._consumer.views(query) as stream:
+        async with self._consumer.stream(query, {}, LocalViews) as stream:
             yield stream
 
     def statistics(self) -> LookupStatistics:

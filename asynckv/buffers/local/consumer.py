@@ -7,17 +7,24 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import AsyncIterator, Callable, Coroutine, Generator, Mapping
+from collections.abc import (
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Coroutine,
+    Generator,
+    Mapping,
+)
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeAlias
 
 from asynckv.abc import DropSelect, KVEntry, SelectStream
 from asynckv.buffers.entries.entries import Lease
 from asynckv.buffers.entries.leases import Leases
 from asynckv.buffers.local.handover import hand_over, lend
 from asynckv.buffers.local.holders import LocalHolder
-from asynckv.buffers.local.writer import LocalStream, LocalViews
+from asynckv.buffers.local.writer import LocalStream
 from asynckv.errors import BufferClosed
 from asynckv.tensors.blocks import KVMemory
 from asynckv.tensors.copying import CopyPool
@@ -28,6 +35,10 @@ __all__ = (
     "LocalConsumer",
     "PendingSelect",
 )
+
+
+_Targets: TypeAlias = Mapping[str, KVMemory]
+_Copy: TypeAlias = Callable[[Lease, CopyPool, _Targets], Awaitable[KVEntry]]
 
 
 class LocalConsumer:
@@ -48,93 +59,52 @@ class LocalConsumer:
         self._fingerprint = fingerprint
         self._check = check
 
-    async def take(self, query: Query, targets: Mapping[str, KVMemory]) -> KVEntry:
+    async def take(self, query: Query, targets: _Targets) -> KVEntry:
         """Do what awaiting a ``drop_select`` does."""
-        holder = self._select(query, streams=False)
-        try:
-            while True:
-                lease = await holder.whole_lease()
-                entry = await hand_over(lease, self._pool, targets)
-                if lease.is_valid:
-                    self._leases.acknowledge(lease)
-                    return entry
-                del entry  # its views: the next may be long in coming
-        except BaseException:
-            holder.forget()
-            raise
+        with self._select(query) as holder:
+            lease, entry = await self._entry(holder, hand_over, targets)
+            self._leases.acknowledge(lease)
+        return entry
 
     @asynccontextmanager
-    async def borrow(
-        self, query: Query, targets: Mapping[str, KVMemory]
-    ) -> AsyncIterator[KVEntry]:
+    async def borrow(self, query: Query, targets: _Targets) -> AsyncIterator[KVEntry]:
         """Do what entering a ``drop_select`` does."""
-        async with self._holding(query, streams=False) as holder:
-            lease, entry = await self._lend(holder, targets)
+        with self._select(query) as holder:
+            lease, entry = await self._entry(holder, lend, targets)
+            self._leases.reach(lease)
             yield entry
         self._leases.acknowledge(lease)
 
     @asynccontextmanager
     async def stream(
-        self, query: Query, targets: Mapping[str, KVMemory]
+        self, query: Query, targets: _Targets, kind: type[LocalStream] = LocalStream
     ) -> AsyncIterator[SelectStream]:
-        """Do what entering an ``open_drop_select`` does."""
-        opened = self._streaming(LocalStream, query, targets)
-        async with opened as stream:
-            yield stream
-
-    @asynccontextmanager
-    async def views(self, query: Query) -> AsyncIterator[SelectStream]:
-        """As :meth:`stream`, with views of the entry's memory in place of copies."""
-        async with self._streaming(LocalViews, query, {}) as stream:
-            yield stream
-
-    @asynccontextmanager
-    async def _streaming(
-        self, kind: type[LocalStream], query: Query, targets: Mapping[str, KVMemory]
-    ) -> AsyncIterator[LocalStream]:
-        async with self._holding(query, streams=True) as holder:
-            lease = await holder.shown_lease()
+        """Do what entering an ``open_drop_select`` does, with a stream of that kind."""
+        with self._select(query, streams=True) as holder:
+            lease = await holder.lease()
             stream = kind(holder, lease, self._pool, targets)
             self._leases.reach(lease)
             yield stream
         self._leases.acknowledge(lease)
         stream.close()
 
-    @asynccontextmanager
-    async def _holding(
-        self, query: Query, *, streams: bool
-    ) -> AsyncIterator[LocalHolder]:
-        holder = self._select(query, streams=streams)
-        try:
-            yield holder
-        except Exception:
-            holder.give_back_failed()
-            raise
-        except BaseException:
-            holder.forget()
-            raise
-
-    def _select(self, query: Query, *, streams: bool) -> LocalHolder:
+    def _select(self, query: Query, *, streams: bool = False) -> LocalHolder:
         self._check()
         if self._leases.is_closed:
             raise BufferClosed("the buffer is closed")
-        holder = LocalHolder(self._leases, streams=streams)
-        holder.select(query, self._fingerprint)
-        return holder
+        return LocalHolder(self._leases, query, self._fingerprint, streams=streams)
 
-    async def _lend(
-        self, holder: LocalHolder, targets: Mapping[str, KVMemory]
+    async def _entry(
+        self, holder: LocalHolder, copy: _Copy, targets: _Targets
     ) -> tuple[Lease, KVEntry]:
         while True:
-            lease = await holder.whole_lease()
-            entry = await lend(lease, self._pool, targets)
+            lease = await holder.lease()
+            entry = await copy(lease, self._pool, targets)
             if lease.is_valid:
-                self._leases.reach(lease)
                 return lease, entry
-            del entry
+            del entry  # its views: the next may be long in coming
 
 
-_Targets = Mapping[str, KVMemory]
 _Borrowed = AbstractAsyncContextManager[KVEntry, bool | None]
 
 

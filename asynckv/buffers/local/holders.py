@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from typing import Final
+from types import TracebackType
+from typing import ClassVar, Self
 
-from asynckv.buffers.entries.entries import Lease, StoredEntry, Waiter
+from asynckv.buffers.entries.entries import Lease, Payer, StoredEntry
 from asynckv.buffers.entries.leases import Leases, entry_taken
 from asynckv.errors import BufferClosed, EntryAborted, LeaseLost
 from asynckv.observability.waits import LoggedWait
@@ -29,84 +30,67 @@ class _Free:
         pass
 
 
-_FREE: Final = _Free()
-
-
 class LocalHolder:
-    """One local ``drop_select``. Each call counts as a consumer of its own."""
+    """One local ``drop_select``. Each call counts as a consumer of its own.
 
-    def __init__(self, leases: Leases, *, streams: bool) -> None:
+    It asks at once. Entered, it waits no longer on leaving by an error, and gives back
+    what it holds.
+    """
+
+    payer: ClassVar[Payer] = _Free()
+
+    def __init__(
+        self,
+        leases: Leases,
+        query: Query,
+        fingerprint: KVFingerprint | None,
+        *,
+        streams: bool,
+    ) -> None:
         self.consumer = f"local-{next(_numbers)}"
         self.streams = streams
-        self.payer = _FREE
         self._leases = leases
-        self._name = "drop_select"
-        self._waiter: Waiter | None = None
         self._lease: Lease | None = None
         self._is_closed = self._is_taken = False
         self._aborted_by = ""
         self._watchers = Watchers()
+        self._waiter = leases.select(query, self, fingerprint)
 
-    def select(self, query: Query, fingerprint: KVFingerprint | None) -> None:
-        """Ask for an entry; a lease may come at once. Never waits."""
-        tokens = "any" if query.key is None else len(query.key) // TOKEN_NBYTES
-        self._name = f"drop_select ({self.consumer}, {tokens} tokens)"
-        self._waiter = self._leases.select(query, self, fingerprint)
+    def __enter__(self) -> Self:
+        return self
 
-    def forget(self) -> None:
-        """Wait no longer and give back what is held. Never waits."""
-        if self._waiter is not None:
-            self._leases.forget(self._waiter)
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if exc is not None:
+            self.give_back(failed=isinstance(exc, Exception))
 
-    def give_back_failed(self) -> None:
-        """As :meth:`forget`; the application had the entry and failed with it."""
+    def give_back(self, *, failed: bool) -> None:
+        """Wait no longer and give back what is held. Never waits.
+
+        ``failed``: the application failed with it, if it had it.
+        """
         if self._lease is not None:
-            self._leases.give_back(self._lease, reached=self._lease.reached)
-        self.forget()
+            reached = failed and self._lease.reached
+            self._leases.give_back(self._lease, reached=reached)
+        self._leases.forget(self._waiter)
 
     async def lease(self) -> Lease:
-        """Wait for an entry.
-
-        :raises BufferClosed: the buffer is closed
-        :raises EntryAborted: it asks for an entry that others have taken
-        """
-        if self._lease is None and not self._is_over:
-            with LoggedWait(self._name, "a match", "an insert or aclose"):
-                while self._lease is None and not self._is_over:
-                    await self._change()
-        if self._lease is not None:
-            return self._lease
-        if self._is_taken:
-            raise entry_taken()
-        raise BufferClosed("the buffer was closed before an entry matched")
-
-    async def shown_lease(self) -> Lease:
-        """Wait for an entry that a stream may show to the application.
-
-        That is one with a writer of its own, or one that is whole: an insert
-        that fails must leave no trace.
-
-        :raises BufferClosed: the buffer is closed
-        :raises EntryAborted: it asks for an entry that others have taken
-        """
-        while True:
-            lease = await self.lease()
-            while self._lease is lease and not _may_be_shown(lease.entry):
-                await self._change()
-            if self._lease is lease:
-                return lease
-
-    async def whole_lease(self) -> Lease:
         """Wait for an entry and for all of its bytes.
 
-        An entry whose producer fails is not returned; the wait goes on.
+        A stream gets an entry with a writer of its own before it is whole: an insert
+        that fails must leave no trace. An entry whose producer fails is not returned;
+        the wait goes on.
 
         :raises BufferClosed: the buffer is closed
         :raises EntryAborted: it asks for an entry that others have taken
         """
         while True:
-            lease = await self.lease()
-            while self._lease is lease and not lease.entry.complete:
+            lease = await self._match()
+            while self._lease is lease and not self._may_have(lease.entry):
                 await self._change()
             if self._lease is lease:
                 return lease
@@ -117,7 +101,7 @@ class LocalHolder:
         :raises EntryAborted: the producer failed
         :raises LeaseLost: the delivery ended in another way
         """
-        entry: StoredEntry = lease.entry
+        entry = lease.entry
         self.check_held(lease)
         while len(entry.landed) <= count and not entry.complete:
             await self._change()
@@ -168,13 +152,26 @@ class LocalHolder:
         self._is_closed = True
         self.wake()
 
+    async def _match(self) -> Lease:
+        if self._lease is None and not self._is_over:
+            key = self._waiter.query.key
+            tokens = "any" if key is None else len(key) // TOKEN_NBYTES
+            who = f"drop_select ({self.consumer}, {tokens} tokens)"
+            with LoggedWait(who, "a match", "an insert or aclose"):
+                while self._lease is None and not self._is_over:
+                    await self._change()
+        if self._lease is not None:
+            return self._lease
+        if self._is_taken:
+            raise entry_taken()
+        raise BufferClosed("the buffer was closed before an entry matched")
+
+    def _may_have(self, entry: StoredEntry) -> bool:
+        return entry.complete or (self.streams and entry.draft.streaming)
+
     @property
     def _is_over(self) -> bool:
         return self._is_closed or self._is_taken
 
     async def _change(self) -> None:
         await self._watchers.next_change(asyncio.get_running_loop())
-
-
-def _may_be_shown(entry: StoredEntry) -> bool:
-    return entry.draft.streaming or entry.complete

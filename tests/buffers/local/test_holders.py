@@ -19,8 +19,8 @@ class Bench:
 
     def __init__(self, *, streams: bool = False) -> None:
         self.ledger = Ledger(HeapArena(1000), max_deliver=5, max_hold_s=None)
-        self.holder = LocalHolder(self.ledger.leases, streams=streams)
-        self.holder.select(make_query([1], None), None)
+        query = make_query([1], None)
+        self.holder = LocalHolder(self.ledger.leases, query, None, streams=streams)
 
     def begin(self, name: str, *, streaming: bool = False) -> StoredEntry:
         entry = self.ledger.book.admit(draft_of(name, streaming=streaming))
@@ -41,7 +41,7 @@ def test_each_call_is_a_consumer_of_its_own() -> None:
 
 async def test_waits_for_an_entry_and_for_its_bytes() -> None:
     bench = Bench()
-    whole = asyncio.create_task(bench.holder.whole_lease())
+    whole = asyncio.create_task(bench.holder.lease())
     entry = bench.begin("a")
     await until_blocked(whole)
     bench.finish(entry)
@@ -50,7 +50,7 @@ async def test_waits_for_an_entry_and_for_its_bytes() -> None:
 
 async def test_waits_on_if_the_producer_fails() -> None:
     bench = Bench()
-    whole = asyncio.create_task(bench.holder.whole_lease())
+    whole = asyncio.create_task(bench.holder.lease())
     for name in ("a", "b"):
         entry = bench.begin(name)
         await until_blocked(whole)
@@ -61,19 +61,19 @@ async def test_waits_on_if_the_producer_fails() -> None:
 
 async def test_woken_cancelled_with_an_entry_in_hand_it_gives_it_back() -> None:
     bench = Bench()
-    whole = asyncio.create_task(bench.holder.whole_lease())
+    whole = asyncio.create_task(bench.holder.lease())
     await until_blocked(whole)
     bench.finish(bench.begin("a"))
     whole.cancel()
     await asyncio.wait({whole})
-    bench.holder.forget()
+    bench.holder.give_back(failed=False)
     assert not bench.ledger.book.entries["a"].leases
     assert bench.ledger.leases.waiting_count == 0
 
 
 async def test_closing_ends_the_wait() -> None:
     bench = Bench()
-    whole = asyncio.create_task(bench.holder.whole_lease())
+    whole = asyncio.create_task(bench.holder.lease())
     await until_blocked(whole)
     bench.begin("a")
     bench.ledger.close()
@@ -83,7 +83,7 @@ async def test_closing_ends_the_wait() -> None:
 
 async def test_a_stream_is_shown_what_has_a_writer_or_is_whole() -> None:
     bench = Bench(streams=True)
-    shown = asyncio.create_task(bench.holder.shown_lease())
+    shown = asyncio.create_task(bench.holder.lease())
     whole = bench.begin("whole")
     await until_blocked(shown)
     assert not shown.done()
@@ -94,7 +94,7 @@ async def test_a_stream_is_shown_what_has_a_writer_or_is_whole() -> None:
 async def test_a_stream_that_began_learns_that_its_producer_failed() -> None:
     bench = Bench(streams=True)
     entry = bench.begin("a", streaming=True)
-    lease = await bench.holder.shown_lease()
+    lease = await bench.holder.lease()
     bench.ledger.leases.reach(lease)
     landed = asyncio.create_task(bench.holder.landed(lease, 0))
     await until_blocked(landed)
@@ -105,7 +105,7 @@ async def test_a_stream_that_began_learns_that_its_producer_failed() -> None:
 
 async def test_a_stream_that_did_not_begin_goes_back_to_waiting() -> None:
     bench = Bench(streams=True)
-    shown = asyncio.create_task(bench.holder.shown_lease())
+    shown = asyncio.create_task(bench.holder.lease())
     await until_blocked(shown)
     bench.ledger.abort_streaming(bench.begin("a", streaming=True))
     bench.begin("b", streaming=True)
@@ -115,7 +115,7 @@ async def test_a_stream_that_did_not_begin_goes_back_to_waiting() -> None:
 async def test_a_delivery_that_was_taken_back_is_not_read_on() -> None:
     bench = Bench(streams=True)
     bench.begin("a", streaming=True)
-    lease = await bench.holder.shown_lease()
+    lease = await bench.holder.lease()
     bench.ledger.leases.give_back(lease, reached=False)
     with pytest.raises(LeaseLost):
         await bench.holder.landed(lease, 0)
@@ -138,7 +138,7 @@ async def test_a_failure_counts_only_if_the_application_had_it() -> None:
         bench.finish(entry)
         if reached:
             bench.ledger.leases.reach(await bench.holder.lease())
-        bench.holder.give_back_failed()
+        bench.holder.give_back(failed=True)
         assert entry.failures == reached
 
 
@@ -146,16 +146,8 @@ async def test_a_query_for_anything_is_logged_as_such(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level("DEBUG", "asynckv.observability.waits")
-    bench = Bench()
-    bench.holder.forget()
-    bench.holder.select(Query(None), None)
-    waiting = asyncio.create_task(bench.holder.lease())
+    holder = LocalHolder(Bench().ledger.leases, Query(None), None, streams=False)
+    waiting = asyncio.create_task(holder.lease())
     await until_blocked(waiting)
     assert "any tokens) waits for a match" in caplog.text
     waiting.cancel()
-
-
-async def test_a_query_that_was_never_made_has_nothing_to_forget() -> None:
-    holder = LocalHolder(Bench().ledger.leases, streams=False)
-    holder.forget()
-    holder.give_back_failed()
