@@ -28,7 +28,6 @@ from asynckv.tensors.on_gpu import KVOnGpu
 from asynckv.tensors.runs import Runs
 from asynckv.transfers.manifest import content_digest
 from asynckv.transfers.queries import tensor_of
-from asynckv.transfers.source import StagedTensor
 from asynckv.transfers.targets import match_targets
 from asynckv.types import TensorSpec
 
@@ -38,6 +37,7 @@ __all__ = (
     "LocalStream",
     "LocalViews",
     "LocalWriter",
+    "spec_put",
 )
 
 
@@ -50,13 +50,12 @@ class Declared:
         self._put: set[str] = set()
 
     @contextmanager
-    def putting(self, name: str, tensor: KVMemory | StagedTensor) -> Iterator[None]:
+    def putting(self, name: str, spec: TensorSpec) -> Iterator[None]:
         """Note a put. One that fails has put nothing, and may be made again.
 
         :raises ValueError: unknown name, put before, other shape or dtype
-        :raises TypeError: no tensor
         """
-        self._check(name, tensor)
+        self._check(name, spec)
         self._begun.add(name)
         try:
             yield
@@ -78,21 +77,28 @@ class Declared:
                 "(await writer.put(name, tensor) for each)"
             )
 
-    def _check(self, name: str, tensor: KVMemory | StagedTensor) -> None:
+    def _check(self, name: str, found: TensorSpec) -> None:
         if name not in self._specs:
             declared = ", ".join(self._specs)
             raise ValueError(f"{name!r} was not declared; declared: {declared}")
         if name in self._begun:
             raise ValueError(f"{name!r} was put before")
-        if not isinstance(tensor, KVMemory | StagedTensor):
-            raise TypeError(f"{name!r} is a {type(tensor).__name__}, not a tensor")
-        found = tensor.spec if isinstance(tensor, StagedTensor) else spec_in(tensor)
         spec = self._specs[name]
         if found != spec:
             raise ValueError(
                 f"{name!r} is {found.dtype} {found.shape}, declared was "
                 f"{spec.dtype} {spec.shape}"
             )
+
+
+def spec_put(name: str, tensor: KVMemory) -> TensorSpec:
+    """Return what is put by that name.
+
+    :raises TypeError: no tensor
+    """
+    if not isinstance(tensor, KVMemory):
+        raise TypeError(f"{name!r} is a {type(tensor).__name__}, not a tensor")
+    return spec_in(tensor)
 
 
 class LocalWriter(InsertWriter):
@@ -110,7 +116,7 @@ class LocalWriter(InsertWriter):
     async def put(self, name: str, tensor: KVMemory) -> None:
         if self._is_closed:
             raise RuntimeError("the writer was left already")
-        with self._declared.putting(name, tensor):
+        with self._declared.putting(name, spec_put(name, tensor)):
             await self._copy(self._indexes[name], tensor)
 
     def check_whole(self) -> None:

@@ -11,7 +11,7 @@ from functools import partial
 from typing import Final, Protocol, TypeAlias
 
 from asynckv.buffers.entries.entries import Draft
-from asynckv.buffers.local.writer import Declared
+from asynckv.buffers.local.writer import Declared, spec_put
 from asynckv.buffers.remote.connection import ANSWER_S
 from asynckv.errors import EntryAborted, PeerLost
 from asynckv.links.link import Link
@@ -317,7 +317,7 @@ class RemoteWriter(StagingWriter):
     async def put(self, name: str, tensor: KVMemory) -> None:
         if self._is_closed:
             raise RuntimeError("the writer was left already")
-        with self._declared.putting(name, tensor):
+        with self._declared.putting(name, spec_put(name, tensor)):
             self._answer.check()
             pool, nbytes = self.routes.pool, tensor.nbytes
             memory, staging = pool.catch(tensor), self.routes.staging(nbytes)
@@ -337,7 +337,7 @@ class RemoteWriter(StagingWriter):
     async def put_staged(self, name: str, staged: StagedTensor) -> None:
         if self._is_closed:
             raise RuntimeError("the writer was left already")
-        with self._declared.putting(name, staged):
+        with self._declared.putting(name, staged.spec):
             self._answer.check()
             await self._push(self._indexes[name], staged)
 
