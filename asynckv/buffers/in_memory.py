@@ -65,6 +65,19 @@ class InMemoryBuffer(LoopBound, KVCacheBuffer):
         await self.open()
         return self
 
+    def _memory_statistics(self) -> dict[str, int]:
+        """Return what statistics of any such buffer say of its memory."""
+        arena = self._arena
+        return {
+            "max_bytes": arena.max_bytes,
+            "used_bytes": arena.used_bytes,
+            "peak_bytes": arena.peak_bytes,
+            "pinned_bytes": arena.pinned_bytes,
+            "handed_out_bytes": arena.handed_out_bytes,
+            "refused_slabs": arena.refused_slabs,
+            "late_views": self.growth.late_views,
+        }
+
     def _shown(self, what: str) -> str:
         used, bound = self._arena.used_bytes, self._arena.max_bytes
         where = f" on {self.device}" if self.is_on_gpu else ""

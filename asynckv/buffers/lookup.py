@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from collections.abc import AsyncIterator, Mapping, Sequence
 from types import TracebackType
 from typing import Final
@@ -261,17 +262,7 @@ class LookupBuffer(InMemoryBuffer, KVLookupBuffer):
         ledger = self.ledger
         now = self._loop.time() if self._loop is not None else 0.0
         waiting = self.ledger.waiting_inserts
-        counters = {
-            name: getattr(ledger.counters, name) for name in ledger.counters.__slots__
-        }
         return LookupStatistics(
-            max_bytes=self._arena.max_bytes,
-            used_bytes=self._arena.used_bytes,
-            peak_bytes=self._arena.peak_bytes,
-            pinned_bytes=self._arena.pinned_bytes,
-            handed_out_bytes=self._arena.handed_out_bytes,
-            refused_slabs=self._arena.refused_slabs,
-            late_views=self.growth.late_views,
             mapped_by=self.exporter.mapped_by,
             outside_bytes=ledger.book.memory.outside_bytes,
             entries=len(ledger.book.entries) - waiting,
@@ -279,7 +270,8 @@ class LookupBuffer(InMemoryBuffer, KVLookupBuffer):
             waiting_inserts=waiting,
             waiting_selects=ledger.leases.waiting_count,
             oldest_insert_wait_s=self.room.longest_wait_s(now),
-            **counters,
+            **self._memory_statistics(),
+            **dataclasses.asdict(ledger.counters),
         )
 
     async def aclose(self) -> None:

@@ -14,7 +14,7 @@ from asynckv.abc.closing import AsyncWithOnly
 from asynckv.buffers.lookup import LookupBuffer
 from asynckv.buffers.serving.devices import DeviceService
 from asynckv.buffers.serving.lookup import LookupService
-from asynckv.buffers.serving.service import LinkBytes, WaitingBytes
+from asynckv.buffers.serving.service import LinkBytes, Service, WaitingBytes
 from asynckv.buffers.serving.store import StoreService
 from asynckv.buffers.store import StoreBuffer
 from asynckv.errors import ConfigError, NotServed
@@ -54,37 +54,24 @@ logger = logging.getLogger(__name__)
 
 
 class _Services:
-    """What one link may ask of a server."""
+    """What one link may ask of a server that serves ``what``."""
 
     def __init__(
         self,
         link: Link,
-        lookup: LookupBuffer | None,
-        store: StoreBuffer | None,
-        kept: LinkBytes,
-        map_digest: DigestMode,
+        what: str,
         *,
-        device_digest: DigestMode,
-        may_use_nccl: bool,
+        lookup: LookupService | None,
+        store: StoreService | None,
     ) -> None:
         self.link = link
+        self.lookup = lookup
+        self.store = store
+        self.devices = None if lookup is None else lookup.devices
         self.is_lost = False
-        self._served = _named(lookup, store)
-        self.lookup = self.store = None
-        self.devices: DeviceService | None = None
-        if lookup is not None:
-            if link.has_one_fingerprint:
-                logger.warning(ONE_FINGERPRINT, as_line(link.peer.id))
-            self.devices = DeviceService(
-                *(lookup, link, device_digest),
-                may_use_nccl=may_use_nccl,
-                map_digest=map_digest,
-            )
-            self.lookup = LookupService(lookup, link, kept, self.devices, map_digest)
-        if store is not None:
-            self.store = StoreService(store.values, link, kept)
-        every = (self.lookup, self.store, self.devices)
+        every = (lookup, store, self.devices)
         self.all = [service for service in every if service is not None]
+        self._what = what
 
     @property
     def has_ended(self) -> bool:
@@ -98,7 +85,7 @@ class _Services:
             handler = service.open(stream, frame, body)
             if handler is not None:
                 return handler
-        raise _not_served(frame, self._served)
+        raise _not_served(frame, self._what)
 
 
 class Server(LoopBound, AsyncWithOnly):
@@ -129,6 +116,10 @@ class Server(LoopBound, AsyncWithOnly):
         self._asked_url = url
         self._lookup = lookup
         self._store = store
+        given = {"a lookup buffer": lookup, "a store": store}
+        self._what = " and ".join(
+            name for name, one in given.items() if one is not None
+        )
         self._digest = digest
         self._map_digest: DigestMode = map_digest
         self._device_digest: DigestMode = device_digest
@@ -144,8 +135,7 @@ class Server(LoopBound, AsyncWithOnly):
     def __repr__(self) -> str:
         if self._listener is None:
             return f"<Server for {self._asked_url}, not entered yet>"
-        what = _named(self._lookup, self._store)
-        return f"<Server of {what} at {self.url}, {len(self.peers)} peers>"
+        return f"<Server of {self._what} at {self.url}, {len(self.peers)} peers>"
 
     @property
     def waiting_bytes(self) -> int:
@@ -191,7 +181,7 @@ class Server(LoopBound, AsyncWithOnly):
         self._listener = await listen(
             self._asked_url,
             identity=self.identity,
-            service_for=self._service_for,
+            service_for=self._services_for,
             fingerprint=next(iter(fingerprints), None),
             digest=self._digest,
             lanes=self._lanes,
@@ -216,53 +206,63 @@ class Server(LoopBound, AsyncWithOnly):
         """Hang up now. Never waits."""
         if self._listener is not None:
             self._listener.abort()
-        for services in self._services:
-            for service in services.all:
-                service.abort()
+        for service in self._open_services():
+            service.abort()
 
     async def _close(self, drain_s: float) -> None:
         if self._listener is None:
             return
         self._check_loop()
         self._is_leaving = True
-        known = set(self._services)  # those are forgotten whose link is lost
-        for services in known:
-            for service in services.all:
-                service.leave()
+        known = self._open_services()  # those are forgotten whose link is lost
+        for service in known:
+            service.leave()
         with anyio.CancelScope(shield=True):
             try:
                 with anyio.move_on_after(drain_s):
-                    for services in list(self._services):
-                        for service in services.all:
-                            await service.wait_idle()
+                    for service in self._open_services():
+                        await service.wait_idle()
                 await self._listener.aclose()
             finally:  # also if the task is cancelled: nothing stays open
                 self.abort()
-                for services in known | self._services:
-                    for service in services.all:
-                        await service.wait_ended()
+                for service in {*known, *self._open_services()}:
+                    await service.wait_ended()
 
-    def _service_for(self, link: Link) -> _Services:
-        kept = self._waiting.for_link()
-        services = _Services(
-            *(link, self._lookup, self._store, kept, self._map_digest),
-            device_digest=self._device_digest,
-            may_use_nccl="payload=" not in self._asked_url,
-        )
+    def _open_services(self) -> list[Service]:
+        return [service for services in self._services for service in services.all]
+
+    def _services_for(self, link: Link) -> _Services:
+        kept, lookup, store = self._waiting.for_link(), None, None
+        if self._lookup is not None:
+            lookup = self._lookup_service(self._lookup, link, kept)
+        if self._store is not None:
+            store = StoreService(self._store.values, link, kept)
+        services = _Services(link, self._what, lookup=lookup, store=store)
         for service in services.all:
             service.call_when_ended(lambda: self._forget_ended(services))
-        if services.lookup is not None:
-            services.lookup.predecessors = tuple(
-                older.lookup
-                for older in self._services
-                if older.lookup is not None and older.link.peer.id == link.peer.id
-            )
-        if self._is_leaving:
-            for service in services.all:
+            if self._is_leaving:
                 service.leave()
         self._services.add(services)
         link.call_when_lost(lambda error: self._on_lost(services))
         return services
+
+    def _lookup_service(
+        self, buffer: LookupBuffer, link: Link, kept: LinkBytes
+    ) -> LookupService:
+        if link.has_one_fingerprint:
+            logger.warning(ONE_FINGERPRINT, as_line(link.peer.id))
+        devices = DeviceService(
+            *(buffer, link, self._device_digest),
+            may_use_nccl="payload=" not in self._asked_url,
+            map_digest=self._map_digest,
+        )
+        service = LookupService(buffer, link, kept, devices, self._map_digest)
+        service.predecessors = tuple(
+            older.lookup
+            for older in self._services
+            if older.lookup is not None and older.link.peer.id == link.peer.id
+        )
+        return service
 
     def _on_lost(self, services: _Services) -> None:
         services.is_lost = True
@@ -275,11 +275,6 @@ class Server(LoopBound, AsyncWithOnly):
         """Keep those of a lost link only while a task of theirs has not ended."""
         if services.has_ended:
             self._services.discard(services)
-
-
-def _named(lookup: LookupBuffer | None, store: StoreBuffer | None) -> str:
-    given = {"a lookup buffer": lookup, "a store": store}
-    return " and ".join(name for name, one in given.items() if one is not None)
 
 
 def _not_served(frame: OpeningFrame, served: str) -> NotServed:

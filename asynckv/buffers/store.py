@@ -109,16 +109,10 @@ class StoreBuffer(InMemoryBuffer, KVStoreBuffer):
         values = self.values
         now = self._loop.time() if self._loop is not None else 0.0
         return StoreStatistics(
-            max_bytes=self._arena.max_bytes,
-            used_bytes=self._arena.used_bytes,
-            peak_bytes=self._arena.peak_bytes,
-            pinned_bytes=self._arena.pinned_bytes,
-            handed_out_bytes=self._arena.handed_out_bytes,
-            refused_slabs=self._arena.refused_slabs,
-            late_views=self.growth.late_views,
             keys=len(values),
             waiting_puts=len(values.room),
             oldest_put_wait_s=values.room.longest_wait_s(now),
+            **self._memory_statistics(),
             **dataclasses.asdict(values.counters),
         )
 
