@@ -15,7 +15,7 @@ import ssl
 import stat
 import struct
 from collections.abc import Callable
-from typing import Final, Protocol, TypeVar
+from typing import Final, TypeVar
 
 import anyio.to_thread
 
@@ -23,6 +23,7 @@ from asynckv.errors import AsyncKVError, AuthError, ConfigError, PeerLost
 from asynckv.links.address import Address
 from asynckv.protocol.codec import FrameDecoder
 from asynckv.protocol.frames import Frame
+from asynckv.protocol.greeting import GreetingSide
 from asynckv.protocol.handshake import GREETING_LIMITS
 from asynckv.protocol.values import Limits
 from asynckv.security.assurance import NO_ASSURANCE, Assurance
@@ -31,7 +32,6 @@ from asynckv.security.tls_socket import Connection, TlsSocket, WantsToWrite, dis
 from asynckv.shielding import wait_shielded
 
 __all__ = (
-    "Greeting",
     "assurance_of",
     "bind",
     "check_peer",
@@ -113,23 +113,24 @@ async def _shake_hands(sock: TlsSocket) -> None:
 async def wait_readable(sock: Connection) -> None:
     """Wait until there is something to receive. A cancelled call leaves no trace."""
     loop = asyncio.get_running_loop()
-    ready: asyncio.Future[None] = loop.create_future()
-    loop.add_reader(sock, _settle, ready)
-    try:
-        await ready
-    finally:
-        loop.remove_reader(sock)
+    await _wait_ready(sock, loop.add_reader, loop.remove_reader)
 
 
 async def wait_writable(sock: Connection) -> None:
     """Wait until more can be sent. A cancelled call leaves no trace."""
     loop = asyncio.get_running_loop()
-    ready: asyncio.Future[None] = loop.create_future()
-    loop.add_writer(sock, _settle, ready)
+    await _wait_ready(sock, loop.add_writer, loop.remove_writer)
+
+
+async def _wait_ready(
+    sock: Connection, add: Callable[..., None], remove: Callable[[Connection], bool]
+) -> None:
+    ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    add(sock, _settle, ready)
     try:
         await ready
     finally:
-        loop.remove_writer(sock)
+        remove(sock)
 
 
 def _settle(ready: asyncio.Future[None]) -> None:
@@ -309,16 +310,7 @@ def remove_place(path: str, inode: int) -> None:
             os.unlink(path)
 
 
-class Greeting(Protocol):
-    """One side of a greeting: what it wants to read, and what it answers."""
-
-    @property
-    def missing_bytes(self) -> int: ...
-
-    def receive(self, data: bytes) -> bytes: ...
-
-
-async def converse(sock: Connection, side: Greeting) -> None:
+async def converse(sock: Connection, side: GreetingSide) -> None:
     """Read and answer until ``side`` wants no more; no byte beyond that is read.
 
     :raises PeerLost: the peer hung up before the end of it

@@ -9,7 +9,7 @@ read in one step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Final
 from zlib import crc32
 
@@ -18,7 +18,7 @@ import msgspec
 from asynckv.errors import LocalProtocolError, RemoteProtocolError
 from asynckv.observability.lines import as_line
 from asynckv.protocol.frames import Frame
-from asynckv.protocol.limits import Share, Unfinished
+from asynckv.protocol.limits import Share
 from asynckv.protocol.values import Limits
 from asynckv.protocol.wire import (
     CRC32_OFFSET,
@@ -261,7 +261,7 @@ class FrameDecoder:
     """
 
     def __init__(self, limits: Limits = _DEFAULT_LIMITS) -> None:
-        self._bodies = Bodies(limits)
+        self.bodies = Bodies(limits)
         self.limit(limits)
         # The beginning of a frame, and how many bytes of it are to be judged next.
         self._pending = bytearray()
@@ -272,17 +272,7 @@ class FrameDecoder:
         """Let what comes from here on be as long as ``limits`` say."""
         self._max_control_bytes = limits.max_control_bytes
         self._max_part_bytes = min(BODY_PART_BYTES, limits.max_body_bytes)
-        self._bodies.limits = limits
-
-    def share(
-        self, whole: Unfinished, give_way: Callable[[RemoteProtocolError], None]
-    ) -> None:
-        """Count bodies that are under way with those of others: see there."""
-        self._bodies.share = whole.share(give_way)
-
-    def forget_bodies(self) -> None:
-        """Nobody waits for what is under way any more."""
-        self._bodies.clear()
+        self.bodies.limits = limits
 
     @property
     def missing_bytes(self) -> int:
@@ -292,7 +282,7 @@ class FrameDecoder:
     @property
     def is_idle(self) -> bool:
         """Whether the stream may end here without cutting a frame."""
-        return not self._pending and not self._bodies.streams
+        return not self._pending and not self.bodies.streams
 
     def feed(self, data: Buffer) -> Iterator[tuple[int, Frame, bytes]]:
         """Accept ``data``; return stream, frame and whole body of each frame.
@@ -326,7 +316,7 @@ class FrameDecoder:
             or body_start + body_bytes != nbytes
             or control_bytes > self._max_control_bytes
             or body_bytes > self._max_part_bytes
-            or stream in self._bodies.streams
+            or stream in self.bodies.streams
             or crc32(data[:CRC32_OFFSET]) != crc
         ):
             return None
@@ -353,7 +343,7 @@ class FrameDecoder:
     def _read(self, data: bytes) -> Iterator[tuple[int, Frame, bytes]]:
         """Yield what is whole in ``data``, and keep the rest."""
         start, nbytes = 0, len(data)
-        unfinished = self._bodies.streams
+        unfinished = self.bodies.streams
         try:
             while nbytes - start >= HEADER_BYTES:
                 beginning, control_bytes, body_bytes, stream, checksum, crc = (
@@ -398,7 +388,7 @@ class FrameDecoder:
     def _die(self, error: RemoteProtocolError) -> None:
         self._error = error
         self._pending.clear()
-        self._bodies.clear()
+        self.bodies.clear()
 
     def _read_part(
         self, data: bytes, start: int
@@ -409,7 +399,7 @@ class FrameDecoder:
         body: it may be waited for, because its claims are right.
         """
         header = unpack_header(data, start)
-        self._bodies.check(header)
+        self.bodies.check(header)
         body_start = start + HEADER_BYTES + header.control_bytes
         end = body_start + header.payload_bytes
         if end > len(data):
@@ -419,9 +409,9 @@ class FrameDecoder:
         if checksum_of(control, part) != header.checksum:
             raise RemoteProtocolError(_CHANGED)
         if header.type == TYPE_CONTROL:
-            self._bodies.begin(header.stream, _decode(control), part)
+            self.bodies.begin(header.stream, _decode(control), part)
         elif header.more:
-            self._bodies.go_on(header.stream, part)
+            self.bodies.go_on(header.stream, part)
         else:
-            return end, self._bodies.finish(header.stream, part)
+            return end, self.bodies.finish(header.stream, part)
         return end, None

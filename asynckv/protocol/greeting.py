@@ -45,12 +45,12 @@ from asynckv.security.names import CertifiedNames
 from asynckv.security.proofs import NONCE_BYTES, LaneProofs, Transcript, who_proved
 from asynckv.security.shared_secret import Secret
 
-__all__ = ("DialSide", "ListenSide", "Outcome")
+__all__ = ("DialSide", "GreetingSide", "ListenSide", "Outcome")
 
 _PROOF_LIMITS: Final = Limits(max_control_bytes=128, max_body_bytes=0)
 _NO_PROOF: Final = "there is no proof of a shared secret"
 
-_Heard: TypeAlias = Callable[[Frame, bytes], bytes]
+_OnFrame: TypeAlias = Callable[[Frame, bytes], bytes]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,11 +80,59 @@ class Outcome:
             raise _no_proof()
 
 
-class DialSide:
-    """The dialling side of a greeting. Send :attr:`hello` first.
+class GreetingSide:
+    """One side of a greeting: what it wants to read, and what it answers.
 
-    ``assurance`` is what the connection below has proved already.
+    ``assurance`` is what the connection below has proved already, ``limits`` how long
+    the first frame may be. All frames are of the link itself, without a body.
     """
+
+    def __init__(self, terms: Terms, assurance: Assurance, limits: Limits) -> None:
+        self._terms = terms
+        self._names = assurance.names
+        self._transcript = Transcript(assurance.binding)
+        self._on_next: _OnFrame = _too_much
+        self._decoder = FrameDecoder(limits)
+        # Of the next frame, as they came: a proof covers the exact bytes.
+        self._raw = bytearray()
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the peer has said all that it has to say."""
+        return self._on_next is _too_much
+
+    @property
+    def missing_bytes(self) -> int:
+        """How many bytes to read next, so as not to read beyond the greeting."""
+        return 0 if self.is_over else self._decoder.missing_bytes
+
+    def receive(self, data: Buffer) -> bytes:
+        """Accept ``data`` and return what to send.
+
+        :raises AuthError: the peer does not let us in, or did not prove that it shares
+            a secret with us; a listener says the same, whatever it is that it lacks
+        :raises IncompatiblePeer: they cannot exchange KV; ``field`` says over what
+        :raises AsyncKVError: the peer refuses us, for another reason
+        :raises RemoteProtocolError: it is no greeting, or no answer to a Hello
+        """
+        return b"".join([self._on_next(*frame) for frame in self._frames(data)])
+
+    def _frames(self, data: Buffer) -> Iterator[tuple[Frame, bytes]]:
+        rest = memoryview(data)
+        while rest:
+            piece = rest[: self._decoder.missing_bytes]
+            rest = rest[len(piece) :]
+            self._raw += piece
+            for stream, frame, _ in self._decoder.feed(piece):
+                if stream:
+                    raise RemoteProtocolError(f"a greeting on stream {stream}")
+                raw = bytes(self._raw)
+                self._raw.clear()
+                yield frame, raw
+
+
+class DialSide(GreetingSide):
+    """The dialling side of a greeting. Send :attr:`hello` first."""
 
     def __init__(
         self,
@@ -94,36 +142,18 @@ class DialSide:
         nonce: bytes,
         assurance: Assurance = NO_ASSURANCE,
     ) -> None:
+        super().__init__(terms, assurance, WELCOME_LIMITS)
         self._outcome: Outcome | None = None
-        self._terms = terms
-        self._names = assurance.names
         self._secret = secret
-        self._hear: _Heard = self._on_answer
-        self._incoming = _FirstFrames(WELCOME_LIMITS)
+        self._on_next = self._on_answer
         self.hello = encode_hello(hello_from(terms, nonce if secret else b""))
-        self._transcript = Transcript(assurance.binding)
         self._transcript.add(self.hello)
-
-    @property
-    def missing_bytes(self) -> int:
-        """How many bytes to read next, so as not to read beyond the greeting."""
-        return 0 if self._outcome is not None else self._incoming.missing_bytes
 
     def outcome(self) -> Outcome:
         """Return what the greeting came to, once no bytes are missing."""
         if self._outcome is None:
             raise RuntimeError("the greeting is not over")
         return self._outcome
-
-    def receive(self, data: Buffer) -> bytes:
-        """Accept ``data`` and return what to send.
-
-        :raises AuthError: the peer does not let us in, or cannot prove itself
-        :raises IncompatiblePeer: they cannot exchange KV; ``field`` says over what
-        :raises AsyncKVError: the peer refuses us, for another reason
-        :raises RemoteProtocolError: it is no answer to a Hello
-        """
-        return b"".join([self._hear(*heard) for heard in self._incoming.feed(data)])
 
     def _on_answer(self, frame: Frame, raw: bytes) -> bytes:
         if self._secret is None:
@@ -138,14 +168,14 @@ class DialSide:
         proof = Proof(self._transcript.prove(self._secret, "dialling"))
         said = encode_frame(0, proof)[0]
         self._transcript.add(said)
-        self._hear = self._on_welcome
+        self._on_next = self._on_welcome
         return said
 
     def _on_welcome(self, frame: Frame, raw: bytes) -> bytes:
         if not isinstance(frame, Welcome):
             raise _instead_of_proof(frame)
         self._transcript.add(raw)
-        self._hear = lambda proof, _: self._on_proof(frame, proof)
+        self._on_next = lambda proof, _: self._on_proof(frame, proof)
         return b""
 
     def _on_proof(self, welcome: Welcome, frame: Frame) -> bytes:
@@ -160,11 +190,11 @@ class DialSide:
         agreement, welcome = accept_welcome(self._terms, answer)
         agreement = _named(agreement, self._names)
         self._outcome = Outcome(agreement, welcome.link_token, lane_proofs)
-        self._hear = _too_much
+        self._on_next = _too_much
         return b""
 
 
-class ListenSide:
+class ListenSide(GreetingSide):
     """The listening side of a greeting, or of a payload lane's first frame.
 
     At the end of what a stranger says either ``attach`` or ``agreement`` is set;
@@ -179,36 +209,13 @@ class ListenSide:
         nonce: bytes,
         assurance: Assurance = NO_ASSURANCE,
     ) -> None:
+        super().__init__(terms, assurance, GREETING_LIMITS)
         self.attach: Attach | None = None
         self.agreement: Agreement | None = None
-        self._terms = terms
         self._secrets = secrets
         self._nonce = nonce
-        self._names = assurance.names
         self._secret: Secret | None = None
-        self._hear: _Heard = self._on_first
-        self._incoming = _FirstFrames(GREETING_LIMITS)
-        self._transcript = Transcript(assurance.binding)
-
-    @property
-    def is_over(self) -> bool:
-        """Whether the peer has said all that it has to say, and is no stranger."""
-        return self.attach is not None or self.agreement is not None
-
-    @property
-    def missing_bytes(self) -> int:
-        """How many bytes to read next, so as not to read beyond the greeting."""
-        return 0 if self.is_over else self._incoming.missing_bytes
-
-    def receive(self, data: Buffer) -> bytes:
-        """Accept ``data`` and return what to send.
-
-        :raises AuthError: the peer did not prove that it shares a secret with us;
-            one and the same error, whatever it is that the peer lacks
-        :raises IncompatiblePeer: they cannot exchange KV; ``field`` says over what
-        :raises RemoteProtocolError: it is no greeting
-        """
-        return b"".join([self._hear(*heard) for heard in self._incoming.feed(data)])
+        self._on_next = self._on_first
 
     def welcome(self, link_token: bytes, payload_description: bytes) -> bytes:
         """Return the answer to a Hello that was agreed to."""
@@ -236,7 +243,7 @@ class ListenSide:
     def _on_first(self, frame: Frame, raw: bytes) -> bytes:
         if isinstance(frame, Attach):
             self.attach = frame
-            self._hear = _too_much
+            self._on_next = _too_much
             return b""
         if not isinstance(frame, Hello):
             raise RemoteProtocolError(f"{type(frame).__name__} is no greeting")
@@ -248,8 +255,8 @@ class ListenSide:
         said = encode_frame(0, Challenge(self._nonce))[0]
         self._transcript.add(raw)
         self._transcript.add(said)
-        self._hear = lambda proof, raw: self._on_proof(frame, proof, raw)
-        self._incoming.limit(_PROOF_LIMITS)
+        self._on_next = lambda proof, raw: self._on_proof(frame, proof, raw)
+        self._decoder.limit(_PROOF_LIMITS)
         return said
 
     def _on_proof(self, hello: Hello, frame: Frame, raw: bytes) -> bytes:
@@ -262,37 +269,8 @@ class ListenSide:
 
     def _agree(self, hello: Hello) -> bytes:
         self.agreement = _named(agree(self._terms, hello), self._names)
-        self._hear = _too_much
+        self._on_next = _too_much
         return b""
-
-
-class _FirstFrames:
-    """Takes frames of the link itself, without a body, and their exact bytes."""
-
-    def __init__(self, limits: Limits) -> None:
-        self._decoder = FrameDecoder(limits)
-        self._raw = bytearray()
-
-    @property
-    def missing_bytes(self) -> int:
-        return self._decoder.missing_bytes
-
-    def limit(self, limits: Limits) -> None:
-        """Let the next frame be as long as ``limits`` say."""
-        self._decoder.limit(limits)
-
-    def feed(self, data: Buffer) -> Iterator[tuple[Frame, bytes]]:
-        rest = memoryview(data)
-        while rest:
-            piece = rest[: self._decoder.missing_bytes]
-            rest = rest[len(piece) :]
-            self._raw += piece
-            for stream, frame, _ in self._decoder.feed(piece):
-                if stream:
-                    raise RemoteProtocolError(f"a greeting on stream {stream}")
-                raw = bytes(self._raw)
-                self._raw.clear()
-                yield frame, raw
 
 
 def _named(agreement: Agreement, names: CertifiedNames | None) -> Agreement:

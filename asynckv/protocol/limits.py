@@ -10,7 +10,6 @@ CVE-2023-44487).
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Final
 
 from asynckv.errors import RemoteProtocolError
 
@@ -19,9 +18,6 @@ __all__ = (
     "Share",
     "Unfinished",
 )
-
-
-_HINT: Final = "send less at a time, or give the server more room"
 
 
 class Unfinished:
@@ -35,7 +31,8 @@ class Unfinished:
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes = max_bytes
         self.nbytes = 0
-        self._begun: dict[tuple[Share, int], int] = {}
+        self.begun: dict[tuple[Share, int], int] = {}
+        """How much there is of each body, the first one first."""
 
     def share(self, give_way: Callable[[RemoteProtocolError], None]) -> Share:
         """Return what one more link counts on.
@@ -44,31 +41,13 @@ class Unfinished:
         """
         return Share(self, give_way)
 
-    def add(self, share: Share, stream: int, nbytes: int) -> None:
-        """Count bytes of a body, which may end other links."""
-        body = share, stream
-        self._begun[body] = self._begun.get(body, 0) + nbytes
-        self.nbytes += nbytes
-        share.nbytes += nbytes
+    def make_room(self) -> None:
+        """End links until there is room for the others."""
         while self.nbytes > self.max_bytes:
-            self._greedy().crowd_out()
-
-    def take_away(self, share: Share, stream: int) -> None:
-        """A body is whole, or nobody waits for it any more."""
-        nbytes = self._begun.pop((share, stream), 0)
-        self.nbytes -= nbytes
-        share.nbytes -= nbytes
-
-    def forget(self, share: Share) -> None:
-        """Take away all bodies of a link."""
-        for stream in [stream for owner, stream in self._begun if owner is share]:
-            self.take_away(share, stream)
-
-    def _greedy(self) -> Share:
-        shares = [share for share, _ in self._begun]
-        fair = self.max_bytes // len(set(shares))
-        # There is one: all together have more than that for each.
-        return next(share for share in shares if share.nbytes > fair)
+            shares = [share for share, _ in self.begun]
+            fair = self.max_bytes // len(set(shares))
+            # There is one: all together have more than that for each.
+            next(share for share in shares if share.nbytes > fair).crowd_out()
 
 
 class Share:
@@ -83,18 +62,26 @@ class Share:
         self._has_ended = False
 
     def add(self, stream: int, nbytes: int) -> None:
-        """Count bytes of the body on ``stream``."""
-        if not self._has_ended:
-            self._whole.add(self, stream, nbytes)
+        """Count bytes of the body on ``stream``, which may end other links."""
+        if self._has_ended:
+            return
+        whole, body = self._whole, (self, stream)
+        whole.begun[body] = whole.begun.get(body, 0) + nbytes
+        whole.nbytes += nbytes
+        self.nbytes += nbytes
+        whole.make_room()
 
     def finish(self, stream: int) -> None:
-        """The body on ``stream`` is whole."""
-        self._whole.take_away(self, stream)
+        """The body on ``stream`` is whole, or nobody waits for it any more."""
+        nbytes = self._whole.begun.pop((self, stream), 0)
+        self._whole.nbytes -= nbytes
+        self.nbytes -= nbytes
 
     def end(self) -> None:
         """The link is over."""
         self._has_ended = True
-        self._whole.forget(self)
+        for stream in [stream for owner, stream in self._whole.begun if owner is self]:
+            self.finish(stream)
 
     def crowd_out(self) -> None:
         """Others have no room: the link is to end."""
@@ -104,7 +91,7 @@ class Share:
                 "the unfinished bodies of all links are more than "
                 f"{self._whole.max_bytes} bytes, and this link has had more than its "
                 "share of them for longest",
-                hint=_HINT,
+                hint="send less at a time, or give the server more room",
             )
         )
 

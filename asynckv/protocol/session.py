@@ -232,11 +232,11 @@ class Session(Generic[T]):
 
         ``give_way(error)`` is called when that is too much and this one is to end.
         """
-        self._decoder.share(whole, give_way)
+        self._decoder.bodies.share = whole.share(give_way)
 
     def end_streams(self) -> None:
         """End all streams on this side; nothing is sent on them any more."""
-        self._decoder.forget_bodies()
+        self._decoder.bodies.clear()
         self._lost = dict(self._streams)
         self._streams.clear()
 
