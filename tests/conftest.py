@@ -34,9 +34,9 @@ from asynckv.sharing import gpu_channel
 from asynckv.tensors.devices import Device
 from asynckv.testing.cancellation import trail
 from asynckv.testing.certificates import Authority
-from asynckv.transports.nccl import workers
-from asynckv.transports.nccl.transport import NcclSettings
-from asynckv.transports.nccl.workers import WorkerUse
+from asynckv.transports.nccl import worker as workers
+from asynckv.transports.nccl.directions import NcclSettings
+from asynckv.transports.nccl.worker import WorkerUse
 from harness.fake_devices import FakeDevice, fake_device
 from harness.fake_gpus import FakeGpus
 from harness.gpu_processes import GPU_KINDS, GpuKind, usable

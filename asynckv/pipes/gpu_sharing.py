@@ -46,7 +46,7 @@ from asynckv.tensors.device_regions import DeviceRegion
 from asynckv.tensors.devices import Device
 from asynckv.tensors.growth import Growth
 from asynckv.tensors.on_gpu import KVOnGpu
-from asynckv.transports.nccl.environment import DeviceDescription, check_peer
+from asynckv.transports.nccl.connecting import DeviceDescription, check_peer
 from asynckv.waits.own_tasks import OwnTasks
 
 __all__ = (

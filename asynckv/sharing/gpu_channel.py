@@ -35,8 +35,9 @@ from asynckv.tensors.cuda import DeviceMemory
 from asynckv.tensors.device_copying import DeviceCopyPool
 from asynckv.tensors.devices import Device
 from asynckv.tensors.runs import Memory
-from asynckv.transports.nccl.transport import NcclSettings, NcclTransport
-from asynckv.transports.nccl.workers import WorkerUse, worker_of
+from asynckv.transports.nccl.directions import NcclSettings
+from asynckv.transports.nccl.transport import NcclTransport
+from asynckv.transports.nccl.worker import WorkerUse, worker_of
 from asynckv.waits.own_tasks import OwnTasks
 
 __all__ = (

@@ -6,26 +6,18 @@ Who has lent it memory waits until no thread touches that.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import math
 from collections.abc import Callable, Iterable
-from typing import Final, Protocol
+from typing import Final
 
 from asynckv.shielding import wait_shielded
+from asynckv.transports.parts import TransferPart, call_on
 from asynckv.waits.replies import Waits
 
 __all__ = (
     "Ending",
     "QuietWaits",
-    "Told",
 )
-
-
-class Told(Protocol):
-    """A part: whoever waits for it is told of it once."""
-
-    def tell(self, error: BaseException | None = None) -> None:
-        """Call ``done``, unless the part was stopped. On the loop, once."""
 
 
 class Ending:
@@ -46,7 +38,7 @@ class Ending:
         *,
         hang_up: Callable[[], None],
         is_touching: Callable[[], bool],
-        take_left: Callable[[], Iterable[Told]],
+        take_left: Callable[[], Iterable[TransferPart]],
     ) -> None:
         self.error: Exception | None = None
         self._loop = loop
@@ -72,8 +64,7 @@ class Ending:
 
     def settle_soon(self) -> None:
         """Call :meth:`settle` in the loop's next round. From any thread."""
-        with contextlib.suppress(RuntimeError):  # the loop is closed
-            self._loop.call_soon_threadsafe(self.settle)
+        call_on(self._loop, self.settle)
 
     def settle(self) -> None:
         """Tell what is left, if this is the end and all memory is quiet.

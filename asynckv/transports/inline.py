@@ -61,8 +61,8 @@ class InlineTransport(PayloadTransport):
         self._lane_count = self.feeds = lanes
         self._digest = digest
         self._table = PartTable()
-        self._leaving = PendingParts(loop)
-        self._arriving = PendingParts(loop)
+        self._leaving: PendingParts[Part] = PendingParts(loop)
+        self._arriving: PendingParts[Part] = PendingParts(loop)
         self._completions = Completions(loop, self._tell)
         self._lanes = Lanes(
             loop,
@@ -230,5 +230,5 @@ class InlineTransport(PayloadTransport):
     def _take_left(self) -> list[Part]:
         """What has moved is told that first; the rest never will."""
         self._completions.deliver_all()
-        self._table.take_all()
+        self._table.clear()
         return [*self._leaving.take_all(), *self._arriving.take_all()]

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import collections
-import contextlib
 import threading
 from collections.abc import Callable, Sequence
 from typing import Final
@@ -26,7 +25,7 @@ from asynckv.security.tls_socket import Connection
 from asynckv.shielding import clear_all_frames
 from asynckv.tensors.small_blocks import SmallBlocks
 from asynckv.transports.lane_sockets import LaneOwner, LaneSocket
-from asynckv.transports.parts import Part, PartTable, PendingParts
+from asynckv.transports.parts import Part, PartTable, PendingParts, call_on
 
 __all__ = (
     "Lanes",
@@ -284,7 +283,7 @@ class Lanes:
     def __init__(
         self,
         loop: asyncio.AbstractEventLoop,
-        pending: PendingParts,
+        pending: PendingParts[Part],
         table: PartTable,
         max_chunk_bytes: int,
         *,
@@ -375,19 +374,15 @@ class Lanes:
         self._moved(part)
 
     def part_left(self) -> None:
-        self._call_soon(self._let_go)
+        call_on(self._loop, self._let_go)
 
     def sender_ended(self, error: BaseException | None) -> None:
         _forget_memory(error)
-        self._call_soon(self._after_sender, error)
+        call_on(self._loop, self._after_sender, error)
 
     def receiver_ended(self, error: BaseException | None) -> None:
         _forget_memory(error)
-        self._call_soon(self._after_receiver, error)
-
-    def _call_soon(self, callback: Callable[..., None], *args: object) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop is closed
-            self._loop.call_soon_threadsafe(callback, *args)
+        call_on(self._loop, self._after_receiver, error)
 
     def _after_sender(self, error: BaseException | None) -> None:
         self.threads -= 1

@@ -51,7 +51,7 @@ class MemTransport(PayloadTransport):
         self._peer_left = False
         self._copies = _Copies(digest)
         self._table = PartTable()
-        self._arriving = PendingParts(loop)
+        self._arriving: PendingParts[Part] = PendingParts(loop)
         self._moves: dict[asyncio.Task[None], Part] = {}
         self._ending = Ending(
             loop,
@@ -217,7 +217,7 @@ class MemTransport(PayloadTransport):
         self._ending.settle()
 
     def _take_left(self) -> list[Part]:
-        self._table.take_all()
+        self._table.clear()
         return self._arriving.take_all()
 
     def _hang_up(self) -> None:

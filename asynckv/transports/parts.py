@@ -13,14 +13,14 @@ import dataclasses
 import logging
 import threading
 from collections.abc import Callable, Iterable
-from typing import Final, TypeAlias
+from typing import Final, Generic, TypeAlias, TypeVar
 
 from asynckv.errors import LocalProtocolError, RemoteProtocolError
 from asynckv.protocol.wire import Chunk, Digester
-from asynckv.shielding import wait_shielded
 from asynckv.tensors.feeds import Feed
 from asynckv.tensors.runs import Memory, pieces_of
 from asynckv.tensors.small_blocks import SmallBlocks
+from asynckv.waits.replies import Waits
 
 __all__ = (
     "Completions",
@@ -29,6 +29,8 @@ __all__ = (
     "Part",
     "PartTable",
     "PendingParts",
+    "TransferPart",
+    "call_on",
 )
 
 
@@ -39,20 +41,46 @@ _NOTHING: Final[Memory] = memoryview(b"")
 DoneCallback: TypeAlias = Callable[[bytes, BaseException | None], None]
 
 
-class Part:
-    """One tensor on its way: its memory, how much has moved, whom to tell."""
+class TransferPart:
+    """One tensor on its way: how much of it has moved, and whom to tell."""
 
-    __slots__ = (
-        "_digester",
-        "_done",
-        "carrier",
-        "known_digest",
-        "memory",
-        "moved_bytes",
-        "number",
-        "stopped",
-        "transfer",
-    )
+    __slots__ = ("_done", "moved_bytes", "number", "stopped", "transfer")
+
+    def __init__(self, transfer: int, number: int, done: DoneCallback) -> None:
+        self.transfer = transfer
+        self.number = number
+        self.moved_bytes = 0
+        self.stopped = False
+        self._done = done
+
+    def digest(self) -> bytes:
+        """Return that of all its bytes, once they have moved; empty without one."""
+        return b""
+
+    def let_go(self) -> None:
+        """Keep the memory alive no longer, nor whoever moved it."""
+
+    def tell(self, error: BaseException | None = None) -> None:
+        """Call ``done``, unless the part was stopped. On the loop, once.
+
+        Nobody touches its memory any more, which is let go in any case.
+        """
+        if self.stopped:
+            self.let_go()  # stopped after its last byte: no thread has done so
+            return
+        self.stopped = True
+        digest = self.digest() if error is None else b""
+        self.let_go()
+        try:
+            self._done(digest, error)
+        except Exception:  # of whoever waits for this part: the others still hear
+            logger.exception("a payload's completion callback failed")
+
+
+class Part(TransferPart):
+    """One tensor in memory of the host."""
+
+    __slots__ = ("_digester", "carrier", "known_digest", "memory")
 
     def __init__(
         self,
@@ -62,15 +90,11 @@ class Part:
         done: DoneCallback,
         known_digest: bytes | None,
     ) -> None:
-        self.transfer = transfer
-        self.number = number
+        super().__init__(transfer, number, done)
         self.memory = memory
-        self.moved_bytes = 0
-        self.stopped = False
         self.carrier: object | None = None
         self.known_digest = known_digest
         self._digester = Digester() if known_digest is None else None
-        self._done = done
 
     @property
     def left_bytes(self) -> int:
@@ -105,32 +129,17 @@ class Part:
         if self._digester is not None:
             self._digester.update_all(pieces)
 
+    def digest(self) -> bytes:
+        known = self.known_digest or b""
+        return known if self._digester is None else self._digester.digest()
+
     def move(self, nbytes: int) -> None:
         """So many more bytes have moved."""
         self.moved_bytes += nbytes
 
     def let_go(self) -> None:
-        """Keep the memory alive no longer, nor whoever moved it."""
         self.memory = _NOTHING
         self.carrier = None
-
-    def tell(self, error: BaseException | None = None) -> None:
-        """Call ``done``, unless the part was stopped. On the loop, once.
-
-        Nobody touches its memory any more, which is let go in any case.
-        """
-        if self.stopped:
-            self.let_go()  # stopped after its last byte: no thread has done so
-            return
-        self.stopped = True
-        digest = self.known_digest or b""
-        if error is None and self._digester is not None:
-            digest = self._digester.digest()
-        self.let_go()
-        try:
-            self._done(b"" if error else digest, error)
-        except Exception:  # of whoever waits for this part: the others still hear
-            logger.exception("a payload's completion callback failed")
 
 
 @dataclasses.dataclass(slots=True)
@@ -203,17 +212,10 @@ class PartTable:
                 if transfer is None or part.transfer == transfer
             ]
 
-    def take_all(self) -> list[Part]:
-        """Forget and return every part that has not landed."""
+    def clear(self) -> None:
+        """Wait for no part any more."""
         with self._lock:
-            parts = [
-                part
-                for incoming in self._transfers.values()
-                for part in incoming.parts.values()
-                if part is not None
-            ]
             self._transfers.clear()
-            return parts
 
     def enter(self, chunk: Chunk, carrier: object) -> Part | None:
         """Begin to receive ``chunk``: its part, or ``None`` if nobody wants it.
@@ -306,25 +308,27 @@ class FedPart(Part):
         self._feed.close()
 
 
-class PendingParts:
+P = TypeVar("P", bound=TransferPart)
+
+
+class PendingParts(Generic[P]):
     """Parts by transfer, from the call until somebody is told. On the loop only."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._loop = loop
-        self._parts: dict[int, set[Part]] = {}
-        self._gone: asyncio.Future[None] | None = None
+        self._parts: dict[int, set[P]] = {}
+        self._waits = Waits(loop)
 
     def __bool__(self) -> bool:
         return bool(self._parts)
 
-    def __contains__(self, part: Part) -> bool:
+    def __contains__(self, part: P) -> bool:
         return part in self._parts.get(part.transfer, ())
 
-    def add(self, part: Part) -> None:
+    def add(self, part: P) -> None:
         """Somebody waits to be told of ``part``."""
         self._parts.setdefault(part.transfer, set()).add(part)
 
-    def tell(self, part: Part) -> None:
+    def tell(self, part: P) -> None:
         """Tell of a part that has moved, if anybody still waits for it."""
         parts = self._parts.get(part.transfer)
         if parts is not None:
@@ -332,32 +336,34 @@ class PendingParts:
             if not parts:
                 del self._parts[part.transfer]
         part.tell()
-        self._settle()
+        self._waits.settle()
 
-    def stop(self, transfer: int) -> None:
-        """Nobody waits for this transfer any more."""
-        for part in self._parts.pop(transfer, ()):
+    def stop(self, transfer: int) -> set[P]:
+        """Return the parts of this transfer: nobody waits for them any more."""
+        parts = self._parts.pop(transfer, set())
+        for part in parts:
             part.stopped = True
-        self._settle()
+        self._waits.settle()
+        return parts
 
-    def take_all(self) -> list[Part]:
+    def take_all(self) -> list[P]:
         """Forget and return every part."""
         parts = [part for parts in self._parts.values() for part in parts]
         self._parts.clear()
-        self._settle()
+        self._waits.settle()
         return parts
 
     async def wait_until_none(self, timeout_s: float) -> None:
         """Wait until there is none left, for ``timeout_s`` at most. Shielded."""
-        if self._parts:
-            if self._gone is None:
-                self._gone = self._loop.create_future()
-            await wait_shielded(self._gone, timeout_s=timeout_s)
+        await self._waits.wait(lambda: not self._parts, timeout_s=timeout_s)
 
-    def _settle(self) -> None:
-        if self._gone is not None and not self._parts:
-            self._gone.set_result(None)
-            self._gone = None
+
+def call_on(
+    loop: asyncio.AbstractEventLoop, fn: Callable[..., None], *args: object
+) -> None:
+    """Let ``loop`` call ``fn`` soon; from any thread. Not if it is closed."""
+    with contextlib.suppress(RuntimeError):
+        loop.call_soon_threadsafe(fn, *args)
 
 
 _PARTS_A_TICK: Final = 64
@@ -381,8 +387,7 @@ class Completions:
             self._parts.append(part)
             is_first = len(self._parts) == 1
         if is_first:
-            with contextlib.suppress(RuntimeError):  # the loop is closed
-                self._loop.call_soon_threadsafe(self._deliver_some)
+            call_on(self._loop, self._deliver_some)
 
     def deliver_all(self) -> None:
         """Deliver what there is, on the loop, at once."""

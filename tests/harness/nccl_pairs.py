@@ -15,7 +15,8 @@ from asynckv.shielding import wait_shielded
 from asynckv.tensors.cuda import DeviceMemory
 from asynckv.tensors.runs import Memory
 from asynckv.testing.blocked import until
-from asynckv.transports.nccl.transport import NcclSettings, NcclTransport
+from asynckv.transports.nccl.directions import NcclSettings
+from asynckv.transports.nccl.transport import NcclTransport
 from asynckv.transports.nccl.worker import DeviceWorker
 from asynckv.transports.parts import DoneCallback
 from harness.fake_gpus import FakeGpus, FakeProcess

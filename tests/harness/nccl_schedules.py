@@ -16,7 +16,8 @@ import numpy
 
 from asynckv.errors import GPUFailed
 from asynckv.testing.blocked import until
-from asynckv.transports.nccl.transport import NcclSettings, NcclTransport
+from asynckv.transports.nccl.directions import NcclSettings
+from asynckv.transports.nccl.transport import NcclTransport
 from asynckv.transports.nccl.worker import DeviceWorker
 from harness.fake_gpus import FakeGpus, FakeProcess
 from harness.nccl_pairs import NcclPair

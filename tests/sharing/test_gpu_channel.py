@@ -27,7 +27,7 @@ from asynckv.testing.cancellation import (
 )
 from asynckv.testing.expectations import is_same
 from asynckv.testing.lookup_checks.values import MIB, noise
-from asynckv.transports.nccl import transport, workers
+from asynckv.transports.nccl import transport, worker as workers
 from asynckv.transports.nccl.worker import DeviceWorker
 from harness.fake_devices import fake_device_of
 from harness.fake_gpus import FakeGpus
@@ -249,7 +249,9 @@ async def test_a_cancelled_connect_leaves_both_workers_to_others(
 
         def users() -> list[int]:
             keys = (gpu.process.cuda, 0), (other.process.cuda, 1)
-            return [workers._users[key] for key in keys if key in workers._users]
+            return [
+                workers._workers[key].users for key in keys if key in workers._workers
+            ]
 
         async def check(k: int, mode: CancelMode, outcome: Outcome[None]) -> None:
             await until(lambda: not server._services and not users())
@@ -336,6 +338,6 @@ async def test_a_worker_is_used_until_it_has_left_what_was_closed(
     key, way = (pair.theirs.process.cuda, 1), pair.near_way
     with kept(way.transport._worker):
         await way.aclose()
-        assert not way.transport.is_quiet and workers._users[key] == 1
-    await until(lambda: key not in workers._users)
+        assert not way.transport.is_quiet and workers._workers[key].users == 1
+    await until(lambda: key not in workers._workers)
     assert way.transport.is_quiet

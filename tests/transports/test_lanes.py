@@ -22,7 +22,8 @@ class Side:
         self.moved: list[Part] = []
         self.lost: list[BaseException | None] = []
         self.let_go = 0
-        self.pending, self.table = PendingParts(loop), PartTable()
+        self.pending: PendingParts[Part] = PendingParts(loop)
+        self.table = PartTable()
         self.lanes = Lanes(
             loop,
             self.pending,

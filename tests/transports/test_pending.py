@@ -15,7 +15,8 @@ def _part(transfer: int, told: list[int] | None = None) -> Part:
 
 
 async def test_a_part_is_pending_until_somebody_was_told() -> None:
-    pending, told = PendingParts(asyncio.get_running_loop()), list[int]()
+    told = list[int]()
+    pending: PendingParts[Part] = PendingParts(asyncio.get_running_loop())
     pending.add(part := _part(1, told))
     assert pending
     pending.tell(part)
@@ -24,7 +25,8 @@ async def test_a_part_is_pending_until_somebody_was_told() -> None:
 
 
 async def test_of_a_stopped_transfer_nobody_is_told() -> None:
-    pending, told = PendingParts(asyncio.get_running_loop()), list[int]()
+    told = list[int]()
+    pending: PendingParts[Part] = PendingParts(asyncio.get_running_loop())
     pending.add(part := _part(1, told))
     pending.add(_part(2, told))
     pending.stop(1)
@@ -35,7 +37,7 @@ async def test_of_a_stopped_transfer_nobody_is_told() -> None:
 
 
 async def test_waiting_ends_with_the_last_part() -> None:
-    pending = PendingParts(asyncio.get_running_loop())
+    pending: PendingParts[Part] = PendingParts(asyncio.get_running_loop())
     await pending.wait_until_none(60)
     parts = [_part(1), _part(1), _part(2)]
     for part in parts:
@@ -51,7 +53,7 @@ async def test_waiting_ends_with_the_last_part() -> None:
 
 
 async def test_waiting_is_bounded() -> None:
-    pending = PendingParts(asyncio.get_running_loop())
+    pending: PendingParts[Part] = PendingParts(asyncio.get_running_loop())
     pending.add(_part(1))
     await pending.wait_until_none(0.01)
     assert pending

@@ -1,5 +1,10 @@
 """Both pipes of a transport are opened, once, by both sides in turn.
 
+Each side first judges what the other says of its NCCL. Versions that differ are refused
+by NCCL itself. Of the variables only those are compared that decide how bytes are cut,
+framed and carried: where they differ, NCCL hangs. Devices, interfaces, topology,
+logging and allocation are each host's own.
+
 One side leads: the one whose worker has the lower token. It asks for the other's worker
 when it has its own, so workers that are shared are taken in one order everywhere, and
 nobody waits in a circle. A pipe that ends, for whatever reason, ends the transport. On
@@ -8,40 +13,108 @@ the loop only.
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
-from collections.abc import Callable
-from typing import Protocol
+import os
+from collections.abc import Callable, Mapping
+from typing import Annotated, Final
 
-from asynckv.errors import AsyncKVError, GPUFailed, PeerLost, RemoteProtocolError
+import msgspec
+
+from asynckv.errors import AsyncKVError, IncompatiblePeer, PeerLost, RemoteProtocolError
 from asynckv.protocol.transfer_frames import (
-    DeviceFrame,
     DeviceMet,
     DeviceReady,
     MeetDevice,
     PrepareDevice,
 )
-from asynckv.tensors.cuda import DeviceMemory
+from asynckv.protocol.values import Count, Id
+from asynckv.protocol.wire import digest_of
 from asynckv.transports.nccl.api import UNIQUE_ID_NBYTES
-from asynckv.transports.nccl.parts import call_on
-from asynckv.transports.nccl.worker import DeviceWorker, Turn
+from asynckv.transports.nccl.directions import Direction
+from asynckv.transports.nccl.worker import Turn
 from asynckv.transports.nccl.worker_pipes import PipeEnd, WorkerPipe
+from asynckv.transports.parts import call_on
 
 __all__ = (
     "Connector",
-    "PipeUser",
-    "Staging",
+    "DeviceDescription",
+    "check_peer",
+    "nccl_environment_digest",
 )
 
 
-class PipeUser(Protocol):
-    """Whoever sends or receives by a pipe."""
+_MUST_AGREE: Final = (
+    *("NCCL_ALGO", "NCCL_PROTO", "NCCL_NTHREADS"),
+    *("NCCL_BUFFSIZE", "NCCL_LL_BUFFSIZE", "NCCL_LL128_BUFFSIZE"),
+    *("NCCL_MIN_NCHANNELS", "NCCL_MAX_NCHANNELS", "NCCL_NCHANNELS_PER_NET_PEER"),
+    *("NCCL_MIN_P2P_NCHANNELS", "NCCL_MAX_P2P_NCHANNELS"),
+    *("NCCL_MIN_CTAS", "NCCL_MAX_CTAS"),
+    *("NCCL_P2P_NET_CHUNKSIZE", "NCCL_P2P_NVL_CHUNKSIZE", "NCCL_P2P_PCI_CHUNKSIZE"),
+    *("NCCL_P2P_LL_THRESHOLD", "NCCL_ALLOC_P2P_NET_LL_BUFFERS"),
+    *("NCCL_NET", "NCCL_IB_DISABLE", "NCCL_SHM_DISABLE"),
+    *("NCCL_P2P_DISABLE", "NCCL_P2P_LEVEL", "NCCL_P2P_DIRECT_DISABLE"),
+    *("NCCL_PXN_DISABLE", "NCCL_P2P_PXN_LEVEL", "NCCL_MULTI_RANK_GPU_ENABLE"),
+)
 
-    def open(self, pipe: WorkerPipe) -> None:
-        """It is open."""
 
-    def close(self) -> None:
-        """It is not open any more."""
+class DeviceDescription(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One side's GPU and NCCL. ``token`` is its worker's, for the order of turns."""
+
+    uuid: Id
+    nccl_version: Count
+    environment: Annotated[bytes, msgspec.Meta(max_length=16)]
+    token: Annotated[bytes, msgspec.Meta(min_length=8, max_length=8)]
+    chunk_bytes: Annotated[int, msgspec.Meta(ge=1, le=2**40)]
+
+    def encode(self) -> bytes:
+        """Return what the peer is sent."""
+        return msgspec.msgpack.encode(self)
+
+    @classmethod
+    def decode(cls, data: bytes) -> DeviceDescription:
+        """Return what a peer has sent.
+
+        :raises RemoteProtocolError: it is no description
+        """
+        try:
+            return msgspec.msgpack.decode(data, type=cls)
+        except msgspec.MsgspecError as exc:
+            raise RemoteProtocolError(f"no description of a GPU: {exc}") from exc
+
+
+def nccl_environment_digest(environment: Mapping[str, str] | None = None) -> bytes:
+    """Digest the ``NCCL_*`` variables that both sides must have alike."""
+    found = os.environ if environment is None else environment
+    lines = [f"{name}={found[name]}" for name in _MUST_AGREE if name in found]
+    return digest_of("\n".join(lines).encode())
+
+
+def check_peer(own: DeviceDescription, peer: DeviceDescription) -> None:
+    """Refuse a peer whose NCCL this one's would hang with.
+
+    :raises IncompatiblePeer: ``field`` says what differs, or does not
+    """
+    if own.nccl_version != peer.nccl_version:
+        raise IncompatiblePeer(
+            f"NCCL {own.nccl_version} here, {peer.nccl_version} there",
+            field="nccl_version",
+            hint="install the same nvidia-nccl package on both sides",
+        )
+    if own.environment != peer.environment:
+        raise IncompatiblePeer(
+            "the NCCL_* variables of both sides differ",
+            field="nccl_environment",
+            hint="NCCL would hang: set these alike, or on neither side: "
+            + ", ".join(_MUST_AGREE),
+        )
+    if own.uuid == peer.uuid:
+        raise IncompatiblePeer(
+            "both sides have the same GPU, which NCCL refuses",
+            field="gpu",
+            hint="cuda_ipc is for that",
+        )
+    if own.token == peer.token:
+        raise IncompatiblePeer("a worker cannot wait for itself", field="token")
 
 
 @dataclasses.dataclass(slots=True)
@@ -59,7 +132,7 @@ class _Pipe:
 
 
 class Connector:
-    """Opens and ends both pipes. ``users`` are who sends and who receives here.
+    """Opens and ends both pipes: of who sends, and of who receives here.
 
     ``lose(error)`` is called when a pipe cannot be opened, or has ended by itself;
     ``changed()`` when one is open, or over.
@@ -67,26 +140,19 @@ class Connector:
 
     def __init__(
         self,
-        worker: DeviceWorker,
-        loop: asyncio.AbstractEventLoop,
-        scratch: DeviceMemory,
-        users: tuple[PipeUser, PipeUser],
+        sender: Direction,
+        receiver: Direction,
         *,
-        leads: bool,
-        say: Callable[[DeviceFrame], None],
         lose: Callable[[Exception], None],
         changed: Callable[[], None],
     ) -> None:
-        self._worker = worker
-        self._loop = loop
-        self._scratch = scratch
-        self._leads = leads
-        # Pipe 0 is the leader's to send.
-        self._users = users if leads else (users[1], users[0])
-        self._sends = 0 if leads else 1
-        self._say = say
+        self._worker = sender.worker
+        self._loop = sender.loop
+        self._say = sender.say
         self._lose = lose
         self._changed = changed
+        self._users = (sender, receiver)
+        self._leads = False
         self._pipes = (_Pipe(), _Pipe())
         self._turn: Turn | None = None
         self._is_prepared = False
@@ -105,10 +171,13 @@ class Connector:
         """Whether nothing moves by either pipe on this side."""
         return all(pipe.of_worker is None for pipe in self._pipes)
 
-    def start(self) -> None:
+    def start(self, *, leads: bool) -> None:
         """Open them, if this side leads; else the peer will."""
-        if self._leads:
+        self._leads = leads
+        if leads:
             self._ask_turn(self._prepare)
+        else:  # pipe 0 is the leader's to send
+            self._users = self._users[::-1]
 
     def abort(self, error: Exception) -> None:
         """Abort both pipes."""
@@ -197,10 +266,9 @@ class Connector:
             try:
                 unique_id = self._worker.nccl.unique_id()
             except Exception as exc:  # noqa: BLE001 - told on the loop
-                lost = _lost_by(exc)
-                call_on(self._loop, lambda: self._lose(lost))
+                call_on(self._loop, self._lose, _lost_by(exc))
             else:
-                call_on(self._loop, lambda: minted(unique_id))
+                call_on(self._loop, minted, unique_id)
 
         def minted(unique_id: bytes) -> None:
             if not self._is_over:
@@ -211,13 +279,13 @@ class Connector:
 
     def _meet(self, index: int, unique_id: bytes) -> None:
         def opened() -> None:
-            call_on(self._loop, lambda: self._met(index))
+            call_on(self._loop, self._met, index)
 
         def lost(error: Exception) -> None:
-            call_on(self._loop, lambda: self._lost(index, error))
+            call_on(self._loop, self._lost, index, error)
 
-        end: PipeEnd = "send" if index == self._sends else "receive"
-        pipe = WorkerPipe(end, self._scratch, opened=opened, lost=lost)
+        end: PipeEnd = "send" if (index == 0) == self._leads else "receive"
+        pipe = WorkerPipe(end, opened=opened, lost=lost)
         self._pipes[index].is_begun = True
         self._pipes[index].of_worker = pipe
         self._worker.open(pipe, unique_id)
@@ -269,65 +337,3 @@ def _lost_by(error: Exception) -> Exception:
     lost = PeerLost(f"what connects both GPUs has failed: {error}")
     lost.__cause__ = error if isinstance(error, AsyncKVError) else None
     return lost
-
-
-_SCRATCH_NBYTES = 256
-
-
-class Staging:
-    """Allocated before the pipes are opened, freed when nothing moves any more.
-
-    Of a worker that was given up it is never freed.
-    """
-
-    def __init__(self, worker: DeviceWorker) -> None:
-        self.scratch: DeviceMemory | None = None
-        self._worker = worker
-        self._is_freed = False
-
-    async def allocate(self) -> DeviceMemory:
-        """Allocate it all on the worker; cancelled, it is freed again.
-
-        While operations wait for their peers it is put off, at most 5 s.
-
-        :raises GPUFailed: there is not so much memory, or no such worker
-        """
-        loop = asyncio.get_running_loop()
-        future: asyncio.Future[DeviceMemory] = loop.create_future()
-
-        def settle(scratch: DeviceMemory | None, error: Exception | None) -> None:
-            if future.done():
-                return
-            if error is not None:
-                future.set_exception(error)
-            elif scratch is not None:
-                future.set_result(scratch)
-
-        def allocate() -> None:
-            scratch, error = None, None
-            try:
-                scratch = self._allocate()
-            except Exception as exc:  # noqa: BLE001 - raised on the loop
-                error = exc
-            call_on(loop, lambda: settle(scratch, error))
-
-        if not self._worker.run_when_quiet(allocate):
-            raise self._worker.error or GPUFailed("the GPU's worker has stopped")
-        return await future
-
-    def free(self) -> None:
-        """Free it all, soon; a second call does nothing. Never waits."""
-        if self._is_freed:
-            return
-        self._is_freed = True
-        if not self._worker.run_when_quiet(self._free):
-            self._worker.kept.append(self)
-
-    def _allocate(self) -> DeviceMemory:
-        self.scratch = scratch = self._worker.cuda.malloc(_SCRATCH_NBYTES)
-        return scratch
-
-    def _free(self) -> None:
-        scratch, self.scratch = self.scratch, None
-        if scratch is not None:
-            self._worker.cuda.free(scratch)

@@ -7,10 +7,16 @@ not to be changed before it is quiet. On the loop only.
 
 from __future__ import annotations
 
+import abc
 import asyncio
 import collections
+import dataclasses
+import math
+import time
 from collections.abc import Callable
+from typing import Final
 
+from asynckv.errors import LocalProtocolError, RemoteProtocolError
 from asynckv.protocol.transfer_frames import (
     DeviceDone,
     DeviceFrame,
@@ -19,121 +25,233 @@ from asynckv.protocol.transfer_frames import (
     DeviceSkip,
     DeviceWithdraw,
 )
-from asynckv.transports.nccl.parts import Arrivals, DevicePart, Operation, OperationJob
+from asynckv.tensors.cuda import DeviceMemory, Event
 from asynckv.transports.nccl.rendezvous import Receiving, Sending, Step
 from asynckv.transports.nccl.worker import DeviceWorker
 from asynckv.transports.nccl.worker_pipes import WorkerPipe
+from asynckv.transports.parts import DoneCallback, PendingParts, TransferPart, call_on
 
 __all__ = (
+    "Arrivals",
+    "DevicePart",
+    "Direction",
+    "NcclSettings",
+    "Operation",
     "Receiver",
     "Sender",
 )
 
 
-class Sender:
-    """The sending end of one direction.
+@dataclasses.dataclass(frozen=True, slots=True)
+class NcclSettings:
+    """Of one transport: each side's own, but for the smaller ``chunk_bytes`` of both.
 
-    ``say(frame)`` sends it; ``settled()`` is called whenever memory may be quiet.
+    An operation moves at most ``chunk_bytes``; at most ``max_operations`` of them, of
+    ``max_bytes``, are granted at a time, and ``max_bytes`` offered. It may take
+    ``patience_s``, and more if it were slower than ``least_bytes_per_s``.
+    """
+
+    chunk_bytes: int = 4 * 2**20
+    max_operations: int = 4
+    max_bytes: int = 64 * 2**20
+    open_s: float = 30.0
+    patience_s: float = 10.0
+    least_bytes_per_s: float = 50e6
+
+    def timeout_s(self, nbytes: int) -> float:
+        """How long an operation of ``nbytes`` may take, once it is granted."""
+        return self.patience_s + nbytes / self.least_bytes_per_s
+
+
+_NOTHING: Final = DeviceMemory(0, 0, 0)
+
+
+class DevicePart(TransferPart):
+    """One tensor in memory of the transport's GPU.
+
+    ``begun_bytes`` are offered or granted, ``moved_bytes`` done. NCCL makes no digest,
+    so none is told. On the loop only.
+    """
+
+    def __init__(
+        self, transfer: int, number: int, memory: DeviceMemory, done: DoneCallback
+    ) -> None:
+        super().__init__(transfer, number, done)
+        self.nbytes = memory.nbytes
+        self.begun_bytes = 0
+        self.operations = 0
+        """How many were begun; where it is sent, those that have ended do not count."""
+        self.is_skipped = False
+        self._memory = memory
+
+    @property
+    def left_bytes(self) -> int:
+        """Bytes that nobody has begun to move."""
+        return self.nbytes - self.begun_bytes
+
+    def begin(self, nbytes: int) -> DeviceMemory:
+        """Return the next ``nbytes``, for an operation that keeps them."""
+        start = self.begun_bytes
+        self.begun_bytes += nbytes
+        self.operations += 1
+        return self._memory.part(start, self.begun_bytes)
+
+    def let_go(self) -> None:
+        self._memory = _NOTHING
+
+
+class Operation:
+    """The next ``nbytes`` of ``part``, whose memory it keeps until it has ended.
+
+    They leave or land, as the pipe's direction is, where they lie. ``ended(operation,
+    error)`` is called on the loop when nothing touches them any more, or the worker was
+    given up.
     """
 
     def __init__(
         self,
-        worker: DeviceWorker,
+        part: DevicePart,
+        nbytes: int,
         loop: asyncio.AbstractEventLoop,
-        *,
-        chunk_bytes: int,
-        max_bytes: int,
-        timeout_s: Callable[[int], float],
-        say: Callable[[DeviceFrame], None],
-        settled: Callable[[], None],
+        ended: Callable[[Operation, Exception | None], None],
     ) -> None:
-        self.chunk_bytes = chunk_bytes
-        self._worker = worker
+        self.part = part
+        self.offset = part.begun_bytes
+        self.nbytes = nbytes
+        self.memory: DeviceMemory = part.begin(nbytes)
+        self.number = -1
+        self.deadline = math.inf
+        self.is_done = False
+        """Whether the peer says so."""
         self._loop = loop
-        self._timeout_s = timeout_s
-        self._say = say
-        self._settled = settled
-        self._sending: Sending[Operation] = Sending(max_bytes)
+        self._ended = ended
+
+    def issue(self, pipe: WorkerPipe) -> Event:
+        """Post it behind whoever used the memory before."""
+        if self.memory.ready is not None:
+            pipe.stream.wait(self.memory.ready)
+        pipe.post(self.memory.address, self.nbytes)
+        return pipe.mark()
+
+    def settle(self, error: Exception | None) -> None:
+        """Nothing touches its memory any more: tell the loop."""
+        call_on(self._loop, self._ended, self, error)
+
+    abandon = settle
+
+
+@dataclasses.dataclass(eq=False)
+class Direction(abc.ABC):
+    """One end of one direction, on this side.
+
+    ``say(frame)`` sends it; ``settled()`` is called whenever memory may be quiet.
+    """
+
+    worker: DeviceWorker
+    loop: asyncio.AbstractEventLoop
+    settings: NcclSettings
+    say: Callable[[DeviceFrame], None]
+    settled: Callable[[], None]
+
+    def __post_init__(self) -> None:
         self._pipe: WorkerPipe | None = None
-        self._parts: dict[int, set[DevicePart]] = {}
-        self._stopped: set[DevicePart] = set()
-        self._queue: collections.deque[DevicePart] = collections.deque()
-        self._at_worker = 0
+        self._untold: PendingParts[DevicePart] = PendingParts(self.loop)
+        self._posted: set[Operation] = set()
 
     def __bool__(self) -> bool:
         """Whether somebody waits to be told of a part."""
-        return bool(self._parts)
+        return bool(self._untold)
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether the worker has something of it."""
+        return bool(self._posted)
+
+    def open(self, pipe: WorkerPipe) -> None:
+        """Its pipe is open."""
+        self._pipe = pipe
+
+    def close(self) -> None:
+        """Its pipe is not open any more."""
+        self._pipe = None
+
+    def is_touched(self, transfer: int) -> bool:
+        """Whether anything may still touch memory of what was stopped."""
+        return any(one.part.transfer == transfer for one in self._posted)
+
+    def _begin(self, part: DevicePart, nbytes: int) -> Operation:
+        return Operation(part, nbytes, self.loop, self._ended)
+
+    def _post(self, operation: Operation) -> None:
+        if self._pipe is not None:
+            self._posted.add(operation)
+            timeout_s = self.settings.timeout_s(operation.nbytes)
+            operation.deadline = time.monotonic() + timeout_s
+            self.worker.issue(self._pipe, operation)
+
+    @abc.abstractmethod
+    def _ended(self, operation: Operation, error: Exception | None) -> None:
+        """Its event has fired, or its pipe was aborted before it was posted."""
+
+    def _tell(self, part: DevicePart) -> None:
+        self._untold.tell(part)
+        self.settled()
+
+
+class Sender(Direction):
+    """The sending end. Its operations have at most ``chunk_bytes``."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.chunk_bytes = self.settings.chunk_bytes
+        self._sending: Sending[Operation] = Sending(self.settings.max_bytes)
+        self._stopped: set[DevicePart] = set()
+        self._queue: collections.deque[DevicePart] = collections.deque()
 
     @property
     def nbytes(self) -> int:
         """Of operations that are offered or granted."""
         return self._sending.nbytes
 
-    @property
-    def is_busy(self) -> bool:
-        """Whether the worker has something of it."""
-        return self._at_worker > 0
-
     def send(self, part: DevicePart) -> None:
         """Queue a part."""
-        self._parts.setdefault(part.transfer, set()).add(part)
-        if part.nbytes:
-            self._queue.append(part)
-            self._pump()
-        else:
-            self._loop.call_soon(self._tell, part)
+        self._untold.add(part)
+        self._queue.append(part)
+        self._pump()
 
     def stop(self, transfer: int) -> None:
         """Offer nothing more of it, and withdraw what was not granted yet."""
-        for part in self._parts.pop(transfer, ()):
-            part.stop()
+        for part in self._untold.stop(transfer):
+            part.let_go()
             if part.operations:
                 self._stopped.add(part)
         for frame in self._sending.withdraw(lambda one: one.part.transfer == transfer):
-            self._say(frame)
+            self.say(frame)
 
     def is_touched(self, transfer: int) -> bool:
-        """Whether anything may still read memory of it.
-
-        Also what the peer may still grant: it would be posted.
-        """
-        return any(
-            part.posted or (part.operations and self._pipe)
-            for part in self._all_parts()
-            if part.transfer == transfer
+        # What the peer may still grant would be posted.
+        may_be_posted = self._pipe is not None and any(
+            part.transfer == transfer for part in self._stopped
         )
+        return may_be_posted or super().is_touched(transfer)
 
     def take_all(self) -> list[DevicePart]:
         """Forget and return the parts that nobody was told of."""
-        left = [part for parts in self._parts.values() for part in parts]
-        self._parts.clear()
         self._stopped.clear()
         self._queue.clear()
         self._sending.forget()
-        return left
+        return self._untold.take_all()
 
     def open(self, pipe: WorkerPipe) -> None:
-        """Its pipe is open: offer what waits."""
-        self._pipe = pipe
+        super().open(pipe)
         self._pump()
-
-    def close(self) -> None:
-        """Its pipe is not open any more."""
-        self._pipe = None
 
     def on_grant(self, frame: DeviceGrant) -> None:
         """Post it: the peer has.
 
         :raises RemoteProtocolError: it makes no sense
         """
-        operation = self._sending.on_grant(frame)
-        if self._pipe is not None:
-            operation.is_posted = True
-            operation.part.posted += 1
-            self._at_worker += 1
-            timeout_s = self._timeout_s(operation.nbytes)
-            job = OperationJob(operation, self._loop, self._sent, timeout_s)
-            self._worker.issue(self._pipe, job)
+        self._post(self._sending.on_grant(frame))
 
     def on_skip(self, frame: DeviceSkip) -> None:
         """Nobody wants it, nor the rest of its part: to the sender it has left.
@@ -151,45 +269,38 @@ class Sender:
         """
         operation = self._sending.on_done(frame)
         operation.is_done = True
-        if not operation.is_posted:
+        if operation not in self._posted:
             self._end(operation)
-
-    def _all_parts(self) -> list[DevicePart]:
-        told = [part for parts in self._parts.values() for part in parts]
-        return [*told, *self._stopped]
 
     def _pump(self) -> None:
         """Offer what there is room for."""
-        while self._pipe is not None and self._queue and self._begin(self._queue[0]):
+        while self._pipe is not None and self._queue and self._offer(self._queue[0]):
             pass
 
-    def _begin(self, part: DevicePart) -> bool:
-        """Begin another operation of the first part; whether there was room."""
-        if part.is_over or part.is_skipped or not part.left_bytes:
+    def _offer(self, part: DevicePart) -> bool:
+        """Offer another operation of the first part; whether there was room."""
+        if part.stopped or part.is_skipped or not part.left_bytes:
             self._queue.popleft()
+            if not part.nbytes:  # not within whoever sends it
+                self.loop.call_soon(self._tell, part)
             return True
         nbytes = min(part.left_bytes, self.chunk_bytes)
         if not self._sending.may_offer(nbytes):
             return False
-        self._offer(Operation(part, nbytes))
-        return True
-
-    def _offer(self, operation: Operation) -> None:
-        part = operation.part
+        operation = self._begin(part, nbytes)
         frame = self._sending.offer(
-            operation, part.transfer, part.number, operation.offset, operation.nbytes
+            operation, part.transfer, part.number, operation.offset, nbytes
         )
         operation.number = frame.number
-        self._say(frame)
+        self.say(frame)
+        return True
 
-    def _sent(self, operation: Operation, error: Exception | None) -> None:
-        operation.is_posted = False
-        operation.part.posted -= 1
-        self._at_worker -= 1
+    def _ended(self, operation: Operation, error: Exception | None) -> None:
+        self._posted.discard(operation)
         if operation.is_done:
             self._end(operation)
         else:
-            self._settled()
+            self.settled()
 
     def _end(self, operation: Operation) -> None:
         """Neither side knows of it any more."""
@@ -200,62 +311,103 @@ class Sender:
             self._stopped.discard(part)
             if part.is_skipped or part.moved_bytes == part.nbytes:
                 self._tell(part)
-        self._settled()
+        self.settled()
         self._pump()
 
-    def _tell(self, part: DevicePart) -> None:
-        parts = self._parts.get(part.transfer)
-        if parts is not None:
-            parts.discard(part)
-            if not parts:
-                del self._parts[part.transfer]
-        part.tell()
-        self._settled()
 
+class Arrivals:
+    """The parts that have not landed, by transfer; None stands for one that has.
 
-class Receiver:
-    """The receiving end of one direction.
-
-    ``say(frame)`` sends it; ``settled()`` is called whenever memory may be quiet.
+    An offer of a transfer that is not here was stopped or has landed, if its number is
+    not above the highest ever announced; else the peer lies.
     """
 
-    def __init__(
-        self,
-        worker: DeviceWorker,
-        loop: asyncio.AbstractEventLoop,
-        *,
-        max_operations: int,
-        max_bytes: int,
-        timeout_s: Callable[[int], float],
-        say: Callable[[DeviceFrame], None],
-        settled: Callable[[], None],
-    ) -> None:
-        self.arrivals = Arrivals()
-        self._worker = worker
-        self._loop = loop
-        self._timeout_s = timeout_s
-        self._say = say
-        self._settled = settled
-        self._receiving: Receiving[Operation] = Receiving(
-            max_operations, max_bytes, self._place
-        )
-        self._pipe: WorkerPipe | None = None
-        self._under_way: set[Operation] = set()
-        self._untold: set[DevicePart] = set()
+    def __init__(self) -> None:
+        self._transfers: dict[int, dict[int, DevicePart | None]] = {}
+        self._highest = -1
 
-    def __bool__(self) -> bool:
-        """Whether somebody waits to be told of a part."""
-        return bool(self._untold)
+    def announce(self, transfer: int) -> None:
+        """The peer may offer bytes of transfers up to this one."""
+        self._highest = max(self._highest, transfer)
+
+    def check(self, offer: DeviceOffer) -> None:
+        """Refuse what was never announced.
+
+        :raises RemoteProtocolError: it was not
+        """
+        if offer.transfer > self._highest:
+            raise RemoteProtocolError(
+                f"an offer of transfer {offer.transfer}, never announced"
+            )
+
+    def add(self, part: DevicePart) -> None:
+        """Let the peer offer this part.
+
+        :raises LocalProtocolError: it is waited for already, or has landed
+        """
+        self.announce(part.transfer)
+        parts = self._transfers.setdefault(part.transfer, {})
+        if part.number in parts:
+            raise LocalProtocolError(
+                f"part {part.number} of transfer {part.transfer} received twice"
+            )
+        parts[part.number] = part
+
+    def find(self, offer: DeviceOffer) -> DevicePart | None:
+        """Return whose bytes these are; None if nobody wants them.
+
+        :raises RemoteProtocolError: they are not what may come next
+        """
+        parts = self._transfers.get(offer.transfer)
+        if parts is None:
+            return None
+        part = parts.get(offer.part)
+        where = f"part {offer.part} of transfer {offer.transfer}"
+        if part is None:
+            raise RemoteProtocolError(f"{where} has landed or does not exist")
+        if offer.offset != part.begun_bytes or offer.nbytes > part.left_bytes:
+            raise RemoteProtocolError(
+                f"{where}: {offer.nbytes} bytes at {offer.offset}, "
+                f"expected {part.left_bytes} at {part.begun_bytes}"
+            )
+        return part
+
+    def landed(self, part: DevicePart) -> None:
+        """All of it has landed."""
+        parts = self._transfers.get(part.transfer)
+        if parts is not None and parts.get(part.number) is part:
+            parts[part.number] = None
+            if not any(parts.values()):
+                del self._transfers[part.transfer]
+
+    def landed_bytes(self, transfer: int) -> int:
+        """Bytes that have landed of parts that are not whole yet."""
+        parts = self._transfers.get(transfer, {}).values()
+        return sum(part.moved_bytes for part in parts if part is not None)
+
+    def stop(self, transfer: int) -> None:
+        """Forget the parts of it."""
+        self._transfers.pop(transfer, None)
+
+    def clear(self) -> None:
+        """Forget all of them."""
+        self._transfers.clear()
+
+
+class Receiver(Direction):
+    """The receiving end."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.arrivals = Arrivals()
+        self._receiving: Receiving[Operation] = Receiving(
+            self.settings.max_operations, self.settings.max_bytes, self._place
+        )
 
     @property
     def nbytes(self) -> int:
         """Of operations that are granted and have not landed."""
         return self._receiving.nbytes
-
-    @property
-    def is_busy(self) -> bool:
-        """Whether the worker has something of it."""
-        return bool(self._under_way)
 
     def receive(self, part: DevicePart) -> None:
         """Let the peer offer a part.
@@ -264,44 +416,32 @@ class Receiver:
         """
         if part.nbytes:
             self.arrivals.add(part)
-            self._untold.add(part)
-            return
-        self.arrivals.announce(part.transfer)
+        else:
+            self.arrivals.announce(part.transfer)
+            if self._pipe is not None:  # else it has ended, of which it is told
+                self.loop.call_soon(self._tell, part)
         self._untold.add(part)
-        self._loop.call_soon(self._tell, part)
-
-    def landed_bytes(self, transfer: int) -> int:
-        """Bytes that have landed of parts that are not whole yet."""
-        return sum(part.moved_bytes for part in self.arrivals.parts_of(transfer))
 
     def stop(self, transfer: int) -> None:
         """Grant nothing more of it."""
         self.arrivals.stop(transfer)
-        for part in [part for part in self._untold if part.transfer == transfer]:
-            self._untold.discard(part)
-            part.stop()
+        for part in self._untold.stop(transfer):
+            part.let_go()
         self._do(self._receiving.grant())
-
-    def is_touched(self, transfer: int) -> bool:
-        """Whether anything may still write to memory of it."""
-        return any(operation.part.transfer == transfer for operation in self._under_way)
 
     def take_all(self) -> list[DevicePart]:
         """Forget and return the parts that nobody was told of."""
-        self.arrivals.take_all()
+        self.arrivals.clear()
         self._receiving.forget()
         self.close()
-        left, self._untold = list(self._untold), set()
-        return left
+        return self._untold.take_all()
 
     def open(self, pipe: WorkerPipe) -> None:
-        """Its pipe is open: the peer may offer."""
+        super().open(pipe)
         self._receiving.is_open = True
-        self._pipe = pipe
 
     def close(self) -> None:
-        """Its pipe is not open any more."""
-        self._pipe = None
+        super().close()
         self._receiving.is_open = False
 
     def on_offer(self, frame: DeviceOffer) -> None:
@@ -320,35 +460,23 @@ class Receiver:
         part = self.arrivals.find(offer)
         if part is None:
             return None
-        operation = Operation(part, offer.nbytes)
+        operation = self._begin(part, offer.nbytes)
         operation.number = offer.number
-        part.posted += 1
         return operation
 
     def _do(self, step: Step[Operation]) -> None:
         for frame in step.frames:
-            self._say(frame)
+            self.say(frame)
         for operation in step.posts:
-            self._under_way.add(operation)
-            timeout_s = self._timeout_s(operation.nbytes)
-            job = OperationJob(operation, self._loop, self._landed, timeout_s)
-            if self._pipe is not None:
-                self._worker.issue(self._pipe, job)
+            self._post(operation)
 
-    def _landed(self, operation: Operation, error: Exception | None) -> None:
-        self._under_way.discard(operation)
-        part = operation.part
-        part.operations -= 1
-        part.posted -= 1
+    def _ended(self, operation: Operation, error: Exception | None) -> None:
+        self._posted.discard(operation)
         if error is None:
+            part = operation.part
             part.moved_bytes += operation.nbytes
             if part.moved_bytes == part.nbytes:
                 self.arrivals.landed(part)
                 self._tell(part)
             self._do(self._receiving.on_landed(operation.number))
-        self._settled()
-
-    def _tell(self, part: DevicePart) -> None:
-        self._untold.discard(part)
-        part.tell()
-        self._settled()
+        self.settled()

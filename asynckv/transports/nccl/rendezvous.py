@@ -32,12 +32,6 @@ S = TypeVar("S")
 T = TypeVar("T")
 
 
-@dataclasses.dataclass(slots=True)
-class _Sent(Generic[S]):
-    operation: S
-    nbytes: int
-
-
 class Sending(Generic[S]):
     """The end that offers. It bounds what it has offered by ``max_bytes``.
 
@@ -48,20 +42,11 @@ class Sending(Generic[S]):
         self._max_bytes = max_bytes
         self._next = 0
         self._last_granted = -1
-        self._offered: dict[int, _Sent[S]] = {}
-        self._granted: collections.OrderedDict[int, _Sent[S]] = (
-            collections.OrderedDict()
-        )
+        # Each with its bytes.
+        self._offered: dict[int, tuple[S, int]] = {}
+        self._granted: dict[int, tuple[S, int]] = {}
         self.nbytes = 0
         """Of all operations that are offered or granted."""
-
-    def __bool__(self) -> bool:
-        return bool(self._offered or self._granted)
-
-    @property
-    def granted_count(self) -> int:
-        """How many are promised to be posted and not done yet."""
-        return len(self._granted)
 
     def may_offer(self, nbytes: int) -> bool:
         """Whether there is room for so many bytes more."""
@@ -74,7 +59,7 @@ class Sending(Generic[S]):
     ) -> DeviceOffer:
         """Offer the next operation: what is to be said of it."""
         number, self._next = self._next, self._next + 1
-        self._offered[number] = _Sent(operation, nbytes)
+        self._offered[number] = operation, nbytes
         self.nbytes += nbytes
         return DeviceOffer(number, transfer, part, offset, nbytes)
 
@@ -85,8 +70,8 @@ class Sending(Generic[S]):
         """
         return [
             DeviceWithdraw(number)
-            for number, sent in self._offered.items()
-            if is_void(sent.operation)
+            for number, (operation, _) in self._offered.items()
+            if is_void(operation)
         ]
 
     def on_grant(self, frame: DeviceGrant) -> S:
@@ -99,7 +84,7 @@ class Sending(Generic[S]):
             raise RemoteProtocolError(f"a grant of {frame.number}, out of order")
         self._last_granted = frame.number
         self._granted[frame.number] = sent
-        return sent.operation
+        return sent[0]
 
     def on_skip(self, frame: DeviceSkip) -> S:
         """Return what nobody wants.
@@ -109,8 +94,7 @@ class Sending(Generic[S]):
         sent = self._offered.pop(frame.number, None)
         if sent is None:
             raise RemoteProtocolError(f"a skip of {frame.number}, which is not offered")
-        self.nbytes -= sent.nbytes
-        return sent.operation
+        return self._end(sent)
 
     def on_done(self, frame: DeviceDone) -> S:
         """Return what has landed.
@@ -119,15 +103,18 @@ class Sending(Generic[S]):
         """
         if next(iter(self._granted), None) != frame.number:
             raise RemoteProtocolError(f"{frame.number} is done, out of order")
-        sent = self._granted.pop(frame.number)
-        self.nbytes -= sent.nbytes
-        return sent.operation
+        return self._end(self._granted.pop(frame.number))
 
     def forget(self) -> None:
         """The pipe is over: nothing is offered or granted any more."""
         self._granted.clear()
         self._offered.clear()
         self.nbytes = 0
+
+    def _end(self, sent: tuple[S, int]) -> S:
+        operation, nbytes = sent
+        self.nbytes -= nbytes
+        return operation
 
 
 @dataclasses.dataclass(slots=True)
@@ -158,19 +145,9 @@ class Receiving(Generic[T]):
         self._place = place
         self._next = 0
         self._waiting: collections.deque[DeviceOffer] = collections.deque()
-        self._granted: collections.OrderedDict[int, int] = collections.OrderedDict()
+        self._granted: dict[int, int] = {}
         self.nbytes = 0
         """Of all operations that are granted and have not landed."""
-
-    @property
-    def granted_count(self) -> int:
-        """How many are promised to be posted and have not landed yet."""
-        return len(self._granted)
-
-    @property
-    def waiting_count(self) -> int:
-        """How many offers wait for room."""
-        return len(self._waiting)
 
     def on_offer(self, frame: DeviceOffer) -> Step[T]:
         """Answer an offer, now or when there is room.
@@ -200,9 +177,9 @@ class Receiving(Generic[T]):
     def on_landed(self, number: int) -> Step[T]:
         """The oldest operation that was granted has landed."""
         self.nbytes -= self._granted.pop(number)
-        step: Step[T] = Step([DeviceDone(number)])
-        more = self.grant()
-        return Step([*step.frames, *more.frames], more.posts)
+        step = self.grant()
+        step.frames.insert(0, DeviceDone(number))
+        return step
 
     def grant(self) -> Step[T]:
         """Grant or skip what waits, as far as there is room."""

@@ -10,7 +10,6 @@ where it lies, without a digest.
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 from collections.abc import Callable
 from typing import ClassVar, Final, Protocol, runtime_checkable
 
@@ -32,24 +31,25 @@ from asynckv.protocol.transfer_frames import (
 from asynckv.tensors.cuda import DeviceMemory
 from asynckv.tensors.runs import Memory
 from asynckv.transports.ending import Ending, QuietWaits
-from asynckv.transports.nccl.connecting import Connector, Staging
-from asynckv.transports.nccl.directions import Receiver, Sender
-from asynckv.transports.nccl.environment import (
+from asynckv.transports.nccl.connecting import (
+    Connector,
     DeviceDescription,
     check_peer,
     nccl_environment_digest,
 )
-from asynckv.transports.nccl.parts import DevicePart
+from asynckv.transports.nccl.directions import (
+    DevicePart,
+    NcclSettings,
+    Receiver,
+    Sender,
+)
 from asynckv.transports.nccl.worker import DeviceWorker
 from asynckv.transports.parts import DoneCallback
 from asynckv.waits.replies import Waits
 
 __all__ = (
     "DeviceChannel",
-    "NcclSettings",
     "NcclTransport",
-    "hear",
-    "make_ends",
 )
 
 
@@ -77,88 +77,6 @@ class DeviceChannel(Protocol):
 
     def detach(self) -> None:
         """Call nobody any more."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class NcclSettings:
-    """Of one transport: each side's own, but for the smaller ``chunk_bytes`` of both.
-
-    An operation moves at most ``chunk_bytes``; at most ``max_operations`` of them, of
-    ``max_bytes``, are granted at a time, and ``max_bytes`` offered. It may take
-    ``patience_s``, and more if it were slower than ``least_bytes_per_s``.
-    """
-
-    chunk_bytes: int = 4 * 2**20
-    max_operations: int = 4
-    max_bytes: int = 64 * 2**20
-    open_s: float = 30.0
-    patience_s: float = 10.0
-    least_bytes_per_s: float = 50e6
-
-    def timeout_s(self, nbytes: int) -> float:
-        """How long an operation of ``nbytes`` may take, once it is granted."""
-        return self.patience_s + nbytes / self.least_bytes_per_s
-
-
-def make_ends(
-    worker: DeviceWorker,
-    loop: asyncio.AbstractEventLoop,
-    channel: DeviceChannel,
-    settings: NcclSettings,
-    *,
-    peer_chunk_bytes: int,
-    settled: Callable[[], None],
-) -> tuple[Sender, Receiver]:
-    """Return who sends and who receives on this side, by no pipe yet."""
-    sender = Sender(
-        worker,
-        loop,
-        chunk_bytes=min(settings.chunk_bytes, peer_chunk_bytes),
-        max_bytes=settings.max_bytes,
-        timeout_s=settings.timeout_s,
-        say=channel.send,
-        settled=settled,
-    )
-    receiver = Receiver(
-        worker,
-        loop,
-        max_operations=settings.max_operations,
-        max_bytes=settings.max_bytes,
-        timeout_s=settings.timeout_s,
-        say=channel.send,
-        settled=settled,
-    )
-    return sender, receiver
-
-
-def hear(
-    frame: DeviceFrame, sender: Sender, receiver: Receiver, connector: Connector
-) -> None:
-    """Hand on what the peer said.
-
-    :raises RemoteProtocolError: it makes no sense
-    """
-    match frame:
-        case DeviceOffer():
-            receiver.on_offer(frame)
-        case DeviceGrant():
-            sender.on_grant(frame)
-        case DeviceDone():
-            sender.on_done(frame)
-        case DeviceSkip():
-            sender.on_skip(frame)
-        case DeviceWithdraw():
-            receiver.on_withdraw(frame)
-        case PrepareDevice():
-            connector.on_prepare()
-        case DeviceReady():
-            connector.on_ready()
-        case MeetDevice():
-            connector.on_meet(frame)
-        case DeviceMet():
-            connector.on_met(frame)
-        case _:
-            raise RemoteProtocolError(f"{type(frame).__name__} makes no sense here")
 
 
 _CLOSE_S: Final = 1.0
@@ -195,7 +113,6 @@ class NcclTransport(PayloadTransport):
         self._loop = loop
         self._on_peer_finished = on_peer_finished
         self._settings = settings or NcclSettings()
-        self._staging = Staging(worker)
         self._own = DeviceDescription(
             worker.uuid,
             worker.nccl_version,
@@ -204,12 +121,9 @@ class NcclTransport(PayloadTransport):
             self._settings.chunk_bytes,
         )
         self._channel: DeviceChannel | None = None
-        self._connector: Connector | None = None
-        self.sender: Sender
-        self.receiver: Receiver
+        self._is_open = False
         self._peer_has_finished = False
         self._has_finished = False
-        self._late: list[DevicePart] = []
         self._waits = Waits(loop)
         self._quiet = QuietWaits(loop, self._is_touched)
         self._watch: asyncio.TimerHandle | None = None
@@ -219,6 +133,14 @@ class NcclTransport(PayloadTransport):
             hang_up=self._hang_up,
             is_touching=self._is_touching,
             take_left=self._take_left,
+        )
+        shared = worker, loop, self._settings
+        self.sender = Sender(*shared, self._say, self._settle)
+        self.receiver = Receiver(*shared, self._say, self._settle)
+        self._connector = Connector(
+            *(self.sender, self.receiver),
+            lose=self._ending.lose,
+            changed=self._settle,
         )
 
     @property
@@ -242,18 +164,22 @@ class NcclTransport(PayloadTransport):
         """Open both pipes with the peer, which does the same. Cancelled, it has ended.
 
         :raises IncompatiblePeer: its NCCL or its GPU does not go with this one
-        :raises GPUFailed: there is not enough memory
+        :raises GPUFailed: the worker of its GPU was given up
         :raises PeerLost: they cannot be opened
         :raises TimeoutError: they were not open in time
         """
         peer = DeviceDescription.decode(peer_description)
         check_peer(self._own, peer)
-        channel = _channel_in(side_channel)
+        if not isinstance(side_channel, DeviceChannel):
+            raise LocalProtocolError("an nccl transport opens on a device channel")
+        if (error := self._ending.error or self._worker.error) is not None:
+            raise error
         try:
             async with asyncio.timeout(self._settings.open_s):
-                await self._connect(channel, peer)
+                await self._connect(side_channel, peer)
         except BaseException as exc:
-            self._ending.end(exc if isinstance(exc, Exception) else _cancelled())
+            cancelled = PeerLost("the opening of the payload transport was cancelled")
+            self._ending.end(exc if isinstance(exc, Exception) else cancelled)
             raise
 
     def send(
@@ -265,9 +191,8 @@ class NcclTransport(PayloadTransport):
         *,
         digest: bytes | None = None,
     ) -> None:
-        leaving = self._part(transfer, part, source, done)
-        if not self._is_too_late(leaving):
-            self.sender.send(leaving)
+        self.sender.send(self._part(transfer, part, source, done))
+        self._tell_if_over()
 
     def receive(
         self,
@@ -282,31 +207,33 @@ class NcclTransport(PayloadTransport):
             not open yet
         :raises TypeError: ``target`` is memory of the host
         """
-        arriving = self._part(transfer, part, target, done)
-        if not self._is_too_late(arriving):
-            self.receiver.receive(arriving)
+        self.receiver.receive(self._part(transfer, part, target, done))
+        self._tell_if_over()
 
     def announce(self, transfer: int) -> None:
         self.receiver.arrivals.announce(transfer)
 
     def landed_bytes(self, transfer: int) -> int:
-        return self.receiver.landed_bytes(transfer)
+        return self.receiver.arrivals.landed_bytes(transfer)
 
     def stop(self, transfer: int) -> None:
         self.sender.stop(transfer)
         self.receiver.stop(transfer)
-        for part in [part for part in self._late if part.transfer == transfer]:
-            self._late.remove(part)
-            part.stop()
 
     async def quiesce(self, transfer: int) -> None:
         self.stop(transfer)
-        await self._quiet.wait(transfer, lambda: self._give_up(transfer))
+
+        def give_up() -> None:
+            if self._is_touched(transfer):
+                lost = PeerLost("what a cancelled transfer had begun did not end")
+                self._ending.lose(lost)
+
+        await self._quiet.wait(transfer, give_up)
 
     async def aclose(self) -> None:
         """As the contract says: 1 s for queued parts, 1 s for the peer, 1 s to end."""
         try:
-            if self._ending.error is None and self._connector is not None:
+            if self._ending.error is None and self._channel is not None:
                 await self._wait(lambda: not self.sender)
                 self._finish()
                 await self._wait(lambda: self._peer_has_finished)
@@ -319,32 +246,15 @@ class NcclTransport(PayloadTransport):
         self._ending.end(PeerLost("the payload transport was closed on this side"))
 
     async def _connect(self, channel: DeviceChannel, peer: DeviceDescription) -> None:
-        self.sender, self.receiver = make_ends(
-            self._worker,
-            self._loop,
-            channel,
-            self._settings,
-            peer_chunk_bytes=peer.chunk_bytes,
-            settled=self._settle,
-        )
-        scratch = await self._staging.allocate()
+        self.sender.chunk_bytes = min(self._settings.chunk_bytes, peer.chunk_bytes)
         self._channel = channel
-        self._connector = connector = Connector(
-            self._worker,
-            self._loop,
-            scratch,
-            (self.sender, self.receiver),
-            leads=self._own.token < peer.token,
-            say=channel.send,
-            lose=self._lose,
-            changed=self._settle,
-        )
         self._watch = self._loop.call_later(_WATCH_S, self._check)
-        channel.attach(self._hear, self._lose)
-        connector.start()
-        await self._wait(lambda: connector.is_open, timeout_s=None)
+        channel.attach(self._hear, self._ending.lose)
+        self._connector.start(leads=self._own.token < peer.token)
+        await self._wait(lambda: self._connector.is_open, timeout_s=None)
         if self._ending.error is not None:
             raise self._ending.error
+        self._is_open = True
 
     def _part(
         self,
@@ -355,75 +265,91 @@ class NcclTransport(PayloadTransport):
     ) -> DevicePart:
         if not isinstance(memory, DeviceMemory):
             raise TypeError("memory of the host does not go by NCCL")
-        if self._connector is None:
+        if not self._is_open:
             raise LocalProtocolError("the payload transport is not open yet")
         return DevicePart(transfer, number, memory, done)
 
-    def _is_too_late(self, part: DevicePart) -> bool:
-        """Whether the transport or its peer has ended: then it is told so."""
-        if self._ending.error is None and self._peer_has_finished:
+    def _tell_if_over(self) -> None:
+        """Who comes when the transport or its peer has ended is told so."""
+        if self._ending.error is not None:
+            self._ending.settle_soon()
+        elif self._peer_has_finished:
             lost = PeerLost("the peer has closed its side")
             self._loop.call_soon(self._ending.lose, lost)
-        elif self._ending.error is None:
-            return False
-        self._late.append(part)
-        self._ending.settle_soon()
-        return True
+
+    def _say(self, frame: DeviceFrame) -> None:
+        if self._channel is not None:
+            self._channel.send(frame)
 
     def _hear(self, frame: DeviceFrame) -> None:
-        if self._ending.error is not None or self._connector is None:
-            return
-        try:
-            if isinstance(frame, DevicesFinish):
+        if self._ending.error is None:
+            try:
+                self._handle(frame)
+            except RemoteProtocolError as exc:
+                self._ending.lose(exc)
+
+    def _handle(self, frame: DeviceFrame) -> None:
+        match frame:
+            case DeviceOffer():
+                self.receiver.on_offer(frame)
+            case DeviceGrant():
+                self.sender.on_grant(frame)
+            case DeviceDone():
+                self.sender.on_done(frame)
+            case DeviceSkip():
+                self.sender.on_skip(frame)
+            case DeviceWithdraw():
+                self.receiver.on_withdraw(frame)
+            case PrepareDevice():
+                self._connector.on_prepare()
+            case DeviceReady():
+                self._connector.on_ready()
+            case MeetDevice():
+                self._connector.on_meet(frame)
+            case DeviceMet():
+                self._connector.on_met(frame)
+            case DevicesFinish():
                 self._peer_finished()
-            else:
-                hear(frame, self.sender, self.receiver, self._connector)
-        except RemoteProtocolError as exc:
-            self._ending.lose(exc)
+            case _:
+                raise RemoteProtocolError(f"{type(frame).__name__} makes no sense here")
 
     def _peer_finished(self) -> None:
         self._peer_has_finished = True
+        lost = PeerLost("the peer closed its side")
         if self._has_finished:
+            self.sender.close()
             self._settle()
-        elif self.sender or self.receiver or not self._is_open():
-            self._ending.lose(PeerLost("the peer closed its side"))
+        elif self.sender or self.receiver or not self._connector.is_open:
+            self._ending.lose(lost)
         else:
             self._finish()
-            self._end_pipes(PeerLost("the peer closed its side"))
+            self._end_pipes(lost)
             self._on_peer_finished()
 
     def _finish(self) -> None:
         """Say that nothing more is offered, once."""
-        if not self._has_finished and self._channel is not None:
+        if not self._has_finished:
             self._has_finished = True
-            self._channel.send(DevicesFinish())
-
-    def _lose(self, error: Exception) -> None:
-        self._ending.lose(error)
-
-    def _give_up(self, transfer: int) -> None:
-        if self._is_touched(transfer):
-            self._lose(PeerLost("what a cancelled transfer had begun did not end"))
+            self._say(DevicesFinish())
 
     def _check(self) -> None:
         """Look now and then whether the worker is stuck, until nothing is left."""
         self._worker.check()
         if (why_not := self._worker.why_not) is not None:
-            self._lose(why_not)
+            self._ending.lose(why_not)
         if self._ending.error is None or self._is_touching():
             self._watch = self._loop.call_later(_WATCH_S, self._check)
         self._settle()
 
     def _is_touched(self, transfer: int) -> bool:
-        if self._worker.error is not None or self._connector is None:
+        if self._worker.error is not None:
             return False  # given up: what it may touch is kept by the worker
         sent, received = self.sender, self.receiver
         return sent.is_touched(transfer) or received.is_touched(transfer)
 
     def _is_touching(self) -> bool:
-        if self._worker.error is not None or self._connector is None:
-            return False
-        return self._is_busy() or not self._connector.is_quiet
+        is_left = self._is_busy() or not self._connector.is_quiet
+        return is_left and self._worker.error is None
 
     async def _wait(
         self, is_over: Callable[[], bool], *, timeout_s: float | None = _CLOSE_S
@@ -440,15 +366,11 @@ class NcclTransport(PayloadTransport):
         self._quiet.settle()
         self._ending.settle()
         self._waits.settle()
-        if self._ending.error is not None and not self._is_touching():
-            self._staging.free()
-            if self._watch is not None:
-                self._watch.cancel()
+        is_over = self._ending.error is not None and not self._is_touching()
+        if is_over and self._watch is not None:
+            self._watch.cancel()
 
     def _hang_up(self) -> None:
-        if self._connector is None:
-            self._staging.free()
-            return
         self._end_pipes(PeerLost("the payload transport has ended"))
         self._finish()
         if self._channel is not None:
@@ -460,31 +382,13 @@ class NcclTransport(PayloadTransport):
 
         What was stopped may still be under way, and the peer may never post it.
         """
-        if self._connector is None:
-            return
         if self._peer_has_finished and not self._is_busy():
             self._connector.close()
         else:
             self._connector.abort(error)
 
-    def _is_open(self) -> bool:
-        return self._connector is not None and self._connector.is_open
-
     def _is_busy(self) -> bool:
         return self.sender.is_busy or self.receiver.is_busy
 
     def _take_left(self) -> list[DevicePart]:
-        late, self._late = self._late, []
-        if self._connector is None:
-            return late
-        return [*self.sender.take_all(), *self.receiver.take_all(), *late]
-
-
-def _channel_in(side_channel: object) -> DeviceChannel:
-    if not isinstance(side_channel, DeviceChannel):
-        raise LocalProtocolError("an nccl transport opens on a device channel")
-    return side_channel
-
-
-def _cancelled() -> PeerLost:
-    return PeerLost("the opening of the payload transport was cancelled")
+        return [*self.sender.take_all(), *self.receiver.take_all()]

@@ -6,6 +6,10 @@ that does not return cannot be ended: the worker is *given up*. Nothing that it 
 still touch is ever freed or used again, and :attr:`DeviceWorker.health` says so. What
 it allocates and frees is put off while operations wait for a peer.
 
+NCCL's rule is of the process, not of any object in it: a GPU has one worker, however
+many links and buffers use it. So this is the one place of the package that is the same
+for all.
+
 Opening a pipe blocks the worker. Both sides take a turn, always that of the lower token
 first: so of any number of workers that open pipes to each other none waits for one that
 waits for it.
@@ -13,6 +17,7 @@ waits for it.
 
 from __future__ import annotations
 
+import asyncio
 import collections
 import contextlib
 import itertools
@@ -23,57 +28,24 @@ import time
 from collections.abc import Callable
 from typing import Final, Protocol, TypeAlias
 
-from asynckv.errors import GPUFailed
+from asynckv.errors import ConfigError, GPUFailed
 from asynckv.tensors.cuda import CudaApi, Event
-from asynckv.tensors.quiet_gpus import PATIENCE_S, QuietGpu, quiet_gpu
-from asynckv.transports.nccl.api import NcclApi
+from asynckv.tensors.devices import Device
+from asynckv.tensors.imports import in_thread
+from asynckv.tensors.quiet_gpus import quiet_gpu
+from asynckv.transports.nccl.api import NcclApi, open_nccl
 from asynckv.transports.nccl.worker_pipes import WorkerPipe
+from asynckv.transports.parts import call_on
 
 __all__ = (
     "DeviceWorker",
     "Job",
-    "QuietWork",
     "Turn",
     "WorkerTurns",
+    "WorkerUse",
+    "use_worker",
+    "worker_of",
 )
-
-
-class QuietWork:
-    """Commands of one worker, in its thread, which must not stand still for that.
-
-    Its operations are those that all others of the process wait for as well.
-    """
-
-    def __init__(self, gpu: QuietGpu) -> None:
-        self._gpu = gpu
-        self._operations = 0
-        self._commands: collections.deque[tuple[float, Callable[[], None]]] = (
-            collections.deque()
-        )
-
-    def begin_operation(self) -> None:
-        """One is to be posted. Waits for who allocates elsewhere."""
-        self._gpu.begin_operation()
-        self._operations += 1
-
-    def end_operation(self) -> None:
-        """One waits for nobody any more."""
-        self._operations -= 1
-        self._gpu.end_operation()
-
-    def add(self, command: Callable[[], None]) -> None:
-        """Call ``command()`` in :meth:`run`, when none is under way, or after 5 s."""
-        self._commands.append((time.monotonic() + PATIENCE_S, command))
-
-    def run(self) -> None:
-        """Do what may be done now."""
-        while self._commands:
-            until, command = self._commands[0]
-            if self._operations and time.monotonic() < until:
-                return
-            self._commands.popleft()
-            with self._gpu.allocating(0):
-                command()
 
 
 class Turn:
@@ -123,6 +95,10 @@ _Command: TypeAlias = Callable[[], None]
 
 _LEAST_IDLE_S: Final = 20e-6
 _MOST_IDLE_S: Final = 1e-3
+_BLOCKED_S: Final = 5.0
+"""While a call takes longer, nobody waits for the worker who has another way."""
+_SCRATCH_NBYTES: Final = 256
+"""The first byte of each pipe lies there, which means nothing."""
 
 _names = itertools.count(1)
 
@@ -175,11 +151,11 @@ class _Opening:
 class DeviceWorker:
     """All of a GPU's payload, on one daemon thread that starts with the first work.
 
-    To be made off the loop: it asks CUDA for the GPU's UUID and NCCL for its version.
+    To be made off the loop: it asks CUDA for the GPU's UUID and a little memory, and
+    NCCL for its version. That memory is freed when it stops.
 
-    ``stuck_s``: a call that takes longer will never return. ``blocked_s``: while one
-    takes longer than that, nobody waits for the worker who has another way.
-    ``abort_grace_s``: so long after an abort its events may take to fire.
+    ``stuck_s``: a call that takes longer will never return. ``abort_grace_s``: so long
+    after an abort its events may take to fire.
     """
 
     def __init__(
@@ -189,7 +165,6 @@ class DeviceWorker:
         device: int,
         *,
         stuck_s: float = 60.0,
-        blocked_s: float = 5.0,
         abort_grace_s: float = 5.0,
     ) -> None:
         self.cuda = cuda
@@ -200,13 +175,14 @@ class DeviceWorker:
         self.token = secrets.token_bytes(8)
         """Orders workers, so that two sides take turns without a circle."""
         self.turns = WorkerTurns()
+        self.users = 0
         self.kept: list[object] = []
         """What is never freed, because the GPU may still touch it."""
         self._stuck_s = stuck_s
-        self._blocked_s = blocked_s
+        self._blocked_s = _BLOCKED_S
         self._abort_grace_s = abort_grace_s
         self._commands: collections.deque[_Command] = collections.deque()
-        self._quiet = QuietWork(quiet_gpu(cuda, device))
+        self._gpu = quiet_gpu(cuda, device)
         self._came = threading.Event()
         self._lock = threading.Lock()
         self._jobs: dict[Job, WorkerPipe | None] = {}
@@ -217,6 +193,10 @@ class DeviceWorker:
         self._error: Exception | None = None
         self._busy_since: float | None = None
         self._is_stopping = False
+        # Before any operation is under way: else it would wait for their peers.
+        with self._gpu.allocating():
+            cuda.use_device(device)
+            self._scratch = cuda.malloc(_SCRATCH_NBYTES)
 
     @property
     def health(self) -> str:
@@ -259,13 +239,6 @@ class DeviceWorker:
             self._commands.append(command)
         self._came.set()
         return True
-
-    def run_when_quiet(self, command: _Command) -> bool:
-        """As :meth:`run`, of what allocates memory or frees it, in the order of calls.
-
-        When no operation is under way, or after 5 s.
-        """
-        return self.run(lambda: self._quiet.add(command))
 
     def issue(self, pipe: WorkerPipe, job: Job) -> None:
         """Post ``job``'s operation behind those of its pipe. From any thread."""
@@ -324,6 +297,7 @@ class DeviceWorker:
 
     def stop(self) -> None:
         """Let the thread end when it has done all it was told. Never waits."""
+        self.run(lambda: None)  # one that has not begun has its memory to free
         with self._lock:
             self._is_stopping = True
         self._came.set()
@@ -357,9 +331,14 @@ class DeviceWorker:
                 break  # in this order: no command comes once it is stopping
             has_come, command = command is not None, None  # it keeps its job's memory
             progressed = self._poll() or has_come
-            self._quiet.run()
             idle_s = _LEAST_IDLE_S if progressed else min(idle_s * 2, _MOST_IDLE_S)
+        if self._error is None:
+            self._free_scratch()
         self._busy_since = None
+
+    def _free_scratch(self) -> None:
+        with self._gpu.allocating(0):
+            self.cuda.free(self._scratch)
 
     def _next(self, idle_s: float) -> _Command | None:
         """Wait for a command: at most ``idle_s`` while there is something to poll."""
@@ -379,7 +358,7 @@ class DeviceWorker:
         if pipe.error is not None:
             self._finish(job, pipe.error)
             return
-        self._quiet.begin_operation()
+        self._gpu.begin_operation()
         try:
             event = job.issue(pipe)
         except Exception as exc:  # noqa: BLE001 - the pipe is out of step, and ends
@@ -394,15 +373,15 @@ class DeviceWorker:
         with self._lock:
             self._pipes.append(pipe)
             self._jobs[job] = None
-        self._quiet.begin_operation()
+        self._gpu.begin_operation()
         try:
-            pipe.open(self.cuda, self.nccl, unique_id)
+            pipe.open(self.cuda, self.nccl, unique_id, self._scratch)
         except Exception as exc:  # noqa: BLE001 - who opens is told
             self._flights.append(_Flight(pipe, job, pipe.mark_if_possible()))
             self._fail(pipe, exc)
         else:
             self._issue(pipe, job)
-            self._quiet.end_operation()
+            self._gpu.end_operation()
 
     def _poll(self) -> bool:
         """Settle what has ended, and fail what should have: whether anything was."""
@@ -418,7 +397,7 @@ class DeviceWorker:
                 progressed = True
             if self._has_fired(flight):
                 self._flights.remove(flight)
-                self._quiet.end_operation()
+                self._gpu.end_operation()
                 self._settle(flight, pipe.error)
                 progressed = True
                 self._tell_if_quiet(pipe)
@@ -496,3 +475,82 @@ class DeviceWorker:
         except Exception as exc:
             job.abandon(exc)
             raise
+
+
+class WorkerUse:
+    """One user of a GPU's worker, until :meth:`end`."""
+
+    def __init__(self, key: tuple[CudaApi, int], worker: DeviceWorker) -> None:
+        self.worker = worker
+        self._key: tuple[CudaApi, int] | None = key
+
+    def end(self) -> None:
+        """Use it no more; without users its thread ends. Again is nothing.
+
+        To be called when nothing of the user's moves any more. One that was given up
+        is kept: its GPU gets no other one in this process.
+        """
+        key, self._key = self._key, None
+        if key is None:
+            return
+        with _lock:
+            self.worker.users -= 1
+            if not self.worker.users and self.worker.error is None:
+                del _workers[key]
+                self.worker.stop()
+
+
+_lock: Final = threading.Lock()
+_workers: Final[dict[tuple[CudaApi, int], DeviceWorker]] = {}
+
+
+def use_worker(device: Device) -> WorkerUse:
+    """Return a use of the worker of ``device``, made if there is none. In a thread.
+
+    :raises GPUUnavailable: CuPy, NCCL, a driver or that GPU is missing
+    :raises GPUFailed: the worker was given up, or is blocked by what another link opens
+    """
+    gpus = device.opened()
+    nccl = (gpus.open_nccl or open_nccl)()
+    if not isinstance(nccl, NcclApi):
+        raise ConfigError(f"{nccl!r} is no NCCL")
+    key = gpus.cuda, device.index
+    with _lock:
+        worker = _workers.get(key)
+        if worker is None:
+            worker = DeviceWorker(gpus.cuda, nccl, device.index)
+        elif (why_not := worker.why_not) is not None:
+            raise why_not
+        _workers[key] = worker
+        worker.users += 1
+    return WorkerUse(key, worker)
+
+
+async def worker_of(device: Device) -> WorkerUse:
+    """As :func:`use_worker`, for an event loop. Cancelled, it is used by nobody."""
+    loop = asyncio.get_running_loop()
+    opening: asyncio.Future[WorkerUse] = loop.create_future()
+
+    def settle(use: WorkerUse | None, error: Exception | None) -> None:
+        if use is not None and opening.cancelled():
+            use.end()
+        elif use is not None:
+            opening.set_result(use)
+        elif error is not None and not opening.cancelled():
+            opening.set_exception(error)
+
+    def make() -> None:
+        use, error = None, None
+        try:
+            use = use_worker(device)
+        except Exception as exc:  # noqa: BLE001 - raised on the loop
+            error = exc
+        call_on(loop, settle, use, error)
+
+    in_thread(make)
+    try:
+        return await opening
+    except asyncio.CancelledError:
+        if not opening.cancelled() and opening.exception() is None:
+            opening.result().end()  # it came in the same tick
+        raise

@@ -31,7 +31,6 @@ class WorkerPipe:
     def __init__(
         self,
         end: PipeEnd,
-        scratch: DeviceMemory,
         *,
         opened: Callable[[], None],
         lost: Callable[[Exception], None],
@@ -45,7 +44,6 @@ class WorkerPipe:
         """One that did not end: where it is collected, it would be destroyed."""
         self._lost: Callable[[Exception], None] | None = lost
         self.open_s = open_s
-        self._scratch = scratch
         self._comm: Comm | None = None
         self._stream: Stream | None = None
         self._cuda: CudaApi | None = None
@@ -75,7 +73,9 @@ class WorkerPipe:
         if tell is not None:
             tell(error)
 
-    def open(self, cuda: CudaApi, nccl: NcclApi, unique_id: bytes) -> None:
+    def open(
+        self, cuda: CudaApi, nccl: NcclApi, unique_id: bytes, scratch: DeviceMemory
+    ) -> None:
         """Wait for the peer, and post one byte: the first operation connects.
 
         :raises GPUFailed: it cannot be opened
@@ -83,7 +83,7 @@ class WorkerPipe:
         self._cuda, self._nccl = cuda, nccl
         self._stream = cuda.stream()
         self._comm = nccl.open_comm(2, unique_id, self._own)
-        self.post(self._scratch.address, 1)
+        self.post(scratch.address, 1)
 
     def post(self, address: int, nbytes: int) -> None:
         """Queue the next operation, in the pipe's own direction."""

@@ -14,7 +14,7 @@ from asynckv.protocol.transfer_frames import Grant, OpenDevices
 from asynckv.sharing.gpu_channel import DeviceStream
 from asynckv.testing.blocked import until
 from asynckv.testing.lookup_checks.values import MIB, noise
-from asynckv.transports.nccl import workers
+from asynckv.transports.nccl import worker as workers
 from harness.fake_devices import fake_device_of
 from harness.fake_gpus import FakeGpus
 from harness.link_pairs import Hearer, name_of
@@ -143,7 +143,7 @@ async def test_what_a_lost_way_did_not_send_is_not_said_to_be_sent(
         way.transport.abort()
         stream.send(Grant(offer.transfer, "nccl", "off"))
         assert await pair.peer.lookup.peek([1]) == 0  # and so the grant was heard
-        await until(lambda: not way.transport._late)  # it was told
+        await until(lambda: not way.transport.sender)  # it was told
         assert len(hearer.frames) == 1 and link.is_open
 
 
@@ -169,4 +169,4 @@ async def test_a_server_that_has_left_moves_nothing_on_its_gpu(
         way = pair.way
         await pair.server.aclose()
         assert way.transport.is_quiet and not pair.server._services
-        assert (pair.ours.process.cuda, 0) not in workers._users
+        assert (pair.ours.process.cuda, 0) not in workers._workers

@@ -18,7 +18,8 @@ from asynckv.sharing.gpu_channel import DeviceStream, open_devices
 from asynckv.tensors.cuda import DeviceMemory
 from asynckv.testing.blocked import until
 from asynckv.testing.expectations import expect
-from asynckv.transports.nccl.transport import NcclSettings, NcclTransport
+from asynckv.transports.nccl.directions import NcclSettings
+from asynckv.transports.nccl.transport import NcclTransport
 from harness.fake_gpus import FakeGpus
 from harness.fuzzing.recording import Recording, Tap, heard
 from harness.link_pairs import name_of

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Iterator
 
 import pytest
 
-from asynckv.transports.nccl.transport import NcclSettings
+from asynckv.transports.nccl.directions import NcclSettings
 from asynckv.transports.nccl.worker import DeviceWorker
 from harness.fake_gpus import FakeGpus
 from harness.nccl_pairs import NcclPair

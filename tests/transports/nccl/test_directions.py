@@ -2,11 +2,17 @@ from __future__ import annotations
 
 import asyncio
 
+import msgspec
 import pytest
 
 from asynckv.protocol.transfer_frames import DeviceOffer
 from asynckv.testing.blocked import until
+from asynckv.transports.nccl.connecting import DeviceDescription
+from asynckv.transports.nccl.directions import NcclSettings
+from harness.fake_gpus import FakeGpus
 from harness.nccl_pairs import NcclPair
+
+QUICK = NcclSettings(chunk_bytes=64, open_s=5.0)
 
 
 def offers(pair: NcclPair) -> list[DeviceOffer]:
@@ -24,6 +30,18 @@ async def test_a_part_is_cut_into_operations_of_one_size_and_a_rest(
     assert [one.nbytes for one in offers(pair)] == [64, 64, 22]
     assert [one.offset for one in offers(pair)] == [0, 64, 128]
     assert not pair.near.sender.nbytes and not pair.near.sender.is_busy
+
+
+async def test_the_smaller_chunk_of_both_sides_counts(gpus: FakeGpus) -> None:
+    made = NcclPair(gpus, lambda _: None, lambda _: None, settings=QUICK)
+    theirs = DeviceDescription.decode(made.far.describe())
+    said = msgspec.structs.replace(theirs, chunk_bytes=16).encode()
+    async with asyncio.TaskGroup() as group:
+        group.create_task(made.far.open(made.near.describe(), made.channels[1]))
+        await made.near.open(said, made.channels[0])
+    made.near.send(1, 0, made.memory(0, bytes(40)), lambda digest, error: None)
+    assert [one.nbytes for one in offers(made)] == [16, 16, 8]
+    await made.aclose()
 
 
 async def test_to_the_sender_what_nobody_wants_has_left(pair: NcclPair) -> None:

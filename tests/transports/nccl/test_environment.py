@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from asynckv.errors import IncompatiblePeer, RemoteProtocolError
-from asynckv.transports.nccl.environment import (
+from asynckv.transports.nccl.connecting import (
     DeviceDescription,
     check_peer,
     nccl_environment_digest,

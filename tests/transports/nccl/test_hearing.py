@@ -15,14 +15,8 @@ from asynckv.protocol.transfer_frames import (
     MeetDevice,
     PrepareDevice,
 )
-from asynckv.transports.nccl.transport import hear
+from asynckv.testing.blocked import until
 from harness.nccl_pairs import NcclPair
-
-
-def hear_on_near(pair: NcclPair, frame: DeviceFrame) -> None:
-    near = pair.near
-    assert near._connector is not None
-    hear(frame, near.sender, near.receiver, near._connector)
 
 
 @pytest.mark.parametrize(
@@ -41,8 +35,9 @@ def hear_on_near(pair: NcclPair, frame: DeviceFrame) -> None:
     ],
     ids=lambda frame: type(frame).__name__,
 )
-async def test_what_makes_no_sense_is_refused(
+async def test_what_makes_no_sense_ends_the_transport(
     pair: NcclPair, frame: DeviceFrame
 ) -> None:
-    with pytest.raises(RemoteProtocolError):
-        hear_on_near(pair, frame)
+    pair.channels[1].send(frame)
+    await until(lambda: bool(pair.lost[0]))
+    assert type(pair.lost[0][0]) is RemoteProtocolError

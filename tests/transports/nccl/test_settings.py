@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from asynckv.transports.nccl.transport import NcclSettings
+from asynckv.transports.nccl.directions import NcclSettings
 
 
 def test_more_bytes_may_take_longer() -> None:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 import pytest
 
 from asynckv.errors import GPUFailed
-from asynckv.tensors.cuda import Event
+from asynckv.tensors.cuda import DeviceMemory, Event
 from asynckv.tensors.quiet_gpus import quiet_gpu
 from asynckv.transports.nccl.worker import DeviceWorker
 from asynckv.transports.nccl.worker_pipes import WorkerPipe
@@ -66,8 +66,7 @@ class Pipe(WorkerPipe):
 
     def __init__(self, gpus: FakeGpus, worker: DeviceWorker) -> None:
         self.calls: queue.Queue[object] = queue.Queue()
-        memory = worker.cuda.malloc(1)
-        super().__init__("send", memory, opened=lambda: None, lost=self.calls.put)
+        super().__init__("send", opened=lambda: None, lost=self.calls.put)
         self.async_failure: Exception | None = None
         self._cuda = worker.cuda
         self._stream = worker.cuda.stream()
@@ -165,41 +164,71 @@ def test_a_job_settles_when_its_event_has_fired(
     assert job.event.is_closed
 
 
-def test_memory_is_changed_when_no_operation_is_under_way(
+def test_others_of_the_process_wait_for_its_operations(
     gpus: FakeGpus, worker: DeviceWorker
 ) -> None:
-    jobs, changed = [Moving(worker), Moving(worker)], threading.Event()
-    for job in jobs:
-        worker.issue(Pipe(gpus, worker), job)
-    assert worker.run_when_quiet(changed.set)
-    jobs[0].event.has_fired = True
-    assert jobs[0].told.get(timeout=5) and not changed.wait(0.02)
-    jobs[1].event.has_fired = True
-    assert changed.wait(5)
-
-
-def test_memory_is_changed_before_it_stops(
-    gpus: FakeGpus, worker: DeviceWorker
-) -> None:
-    job, changed = Moving(worker), threading.Event()
+    gpu, job, seen = quiet_gpu(worker.cuda, worker.device), Moving(worker), list[int]()
     worker.issue(Pipe(gpus, worker), job)
-    worker.run_when_quiet(changed.set)
-    worker.stop()
-    assert not worker.run_when_quiet(changed.clear) and not changed.is_set()
+    until_begun(worker)
+    with gpu.allocating(0):
+        seen.append(gpu._allocating)
     job.event.has_fired = True
-    assert worker.join(5) and changed.is_set()
+    assert job.told.get(timeout=5)
+    with gpu.allocating(5):
+        seen.append(gpu._allocating)
+    assert seen == [0, 1]
 
 
-def test_a_pipe_that_fails_to_open_keeps_no_memory_from_being_changed(
+def test_its_own_memory_is_freed_when_its_operations_have_ended(
+    gpus: FakeGpus,
+) -> None:
+    process = gpus.process()
+    worker = DeviceWorker(process.cuda, process.nccl, 0)
+    job, freed = Moving(worker), threading.Event()
+    process.cuda.free = lambda memory: freed.set()  # type: ignore[method-assign]
+    worker.issue(Pipe(gpus, worker), job)
+    worker.stop()
+    assert not freed.wait(0.02)
+    job.event.has_fired = True
+    assert worker.join(5) and freed.is_set()
+
+
+def test_one_that_did_nothing_frees_its_memory_too(gpus: FakeGpus) -> None:
+    process = gpus.process()
+    worker, freed = DeviceWorker(process.cuda, process.nccl, 0), threading.Event()
+    process.cuda.free = lambda memory: freed.set()  # type: ignore[method-assign]
+    worker.stop()
+    assert worker.join(5) and freed.is_set()
+
+
+def test_the_memory_of_one_that_was_given_up_is_kept(gpus: FakeGpus) -> None:
+    process = gpus.process()
+    worker, freed = DeviceWorker(process.cuda, process.nccl, 0), threading.Event()
+    process.cuda.free = lambda memory: freed.set()  # type: ignore[method-assign]
+    until_begun(worker)
+    worker.give_up(GPUFailed("stuck"))
+    worker.stop()
+    assert worker.join(5) and not freed.is_set()
+
+
+def test_without_memory_there_is_no_worker(gpus: FakeGpus) -> None:
+    process = gpus.process()
+    process.cuda.malloc = _refuse  # type: ignore[method-assign]
+    with pytest.raises(GPUFailed, match="no memory"):
+        DeviceWorker(process.cuda, process.nccl, 0)
+
+
+def _refuse(nbytes: int) -> DeviceMemory:
+    raise GPUFailed("no memory is left")
+
+
+def test_a_pipe_that_fails_to_open_keeps_nobody_from_allocating(
     gpus: FakeGpus, worker: DeviceWorker
 ) -> None:
-    memory, lost = worker.cuda.malloc(1), queue.Queue[object]()
-    pipe = WorkerPipe("send", memory, opened=lambda: None, lost=lost.put)
-    worker.open(pipe, b"no id")
-    changed = threading.Event()
-    assert lost.get(timeout=5) and worker.run_when_quiet(changed.set)
-    assert changed.wait(5)
-    with quiet_gpu(worker.cuda, worker.device).allocating(0):
+    lost = queue.Queue[object]()
+    worker.open(WorkerPipe("send", opened=lambda: None, lost=lost.put), b"no id")
+    assert lost.get(timeout=5)
+    with quiet_gpu(worker.cuda, worker.device).allocating(5):
         assert quiet_gpu(worker.cuda, worker.device)._allocating == 1
 
 

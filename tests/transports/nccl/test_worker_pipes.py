@@ -8,8 +8,7 @@ from harness.fake_gpus import FakeGpus
 
 
 def pipe_of(gpus: FakeGpus, lost: list[Exception]) -> WorkerPipe:
-    scratch = gpus.process().cuda.malloc(1)
-    return WorkerPipe("send", scratch, opened=lambda: None, lost=lost.append)
+    return WorkerPipe("send", opened=lambda: None, lost=lost.append)
 
 
 def test_an_end_is_told_once(gpus: FakeGpus) -> None:

@@ -9,8 +9,7 @@ from asynckv.tensors.device_tensors import Gpus
 from asynckv.tensors.devices import Device
 from asynckv.testing.blocked import until
 from asynckv.testing.cancellation import CancelMode, Outcome, sweep_cancellation
-from asynckv.transports.nccl import workers
-from asynckv.transports.nccl.workers import WorkerUse, use_worker, worker_of
+from asynckv.transports.nccl.worker import WorkerUse, use_worker, worker_of
 from harness.fake_devices import fake_device
 
 
@@ -66,7 +65,7 @@ async def test_one_that_comes_in_the_tick_of_a_cancellation_is_let_go() -> None:
     async def check(k: int, mode: CancelMode, outcome: Outcome[WorkerUse]) -> None:
         if outcome.value is not None:
             outcome.value.end()
-        await until(lambda: workers._users[gpu.process.cuda, 0] == 1)
+        await until(lambda: held.worker.users == 1)
 
     with fake_device() as gpu:
         held = use_worker(gpu.device)
