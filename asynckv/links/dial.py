@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 from typing import Final
 
-from asynckv.errors import AsyncKVError, AuthError, ConfigError, PeerLost
+from asynckv.errors import AsyncKVError, AuthError, PeerLost
 from asynckv.links.address import Address, check_exposure, parse_url
-from asynckv.links.door import dial_memory
 from asynckv.links.link import Link, Service
-from asynckv.links.options import keys_of, payload_paths
+from asynckv.links.listen import dial_memory
+from asynckv.links.options import keys_of, make_terms
 from asynckv.links.sockets import (
     assurance_of,
     connect,
@@ -22,61 +21,16 @@ from asynckv.links.sockets import (
 )
 from asynckv.links.streams import SocketStream
 from asynckv.protocol.greeting import DialSide, Outcome
-from asynckv.protocol.handshake import MAX_LANES, DigestMode, Terms
+from asynckv.protocol.handshake import DigestMode, Terms
 from asynckv.protocol.values import Limits, PeerIdentity
 from asynckv.security.keyring import NO_KEYS, Keyring, Keys
 from asynckv.security.proofs import new_nonce
 from asynckv.security.tls_socket import Connection, TlsSocket, has_hung_up
 from asynckv.types import KVFingerprint
 
-__all__ = ("cores", "default_lanes", "dial", "make_terms")
+__all__ = ("dial",)
 
 _DEFAULT_LIMITS: Final = Limits()
-_MAX_DEFAULT_LANES: Final = 4
-
-
-def cores() -> int:
-    """Return how many cores this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
-
-
-def default_lanes(cores: int) -> int:
-    """Return how many lanes a link has where nobody says: one for two cores, up to 4.
-
-    The other core is for the event loop, and where both peers are on one host for the
-    other end of the lane: on two cores one lane moved as much as a lone raw stream or
-    more, and two and four lanes less (``benchmarks.lanes``, ``nox -s peers``).
-    """
-    return min(max(cores // 2, 1), _MAX_DEFAULT_LANES)
-
-
-def make_terms(
-    address: Address,
-    *,
-    identity: PeerIdentity,
-    fingerprint: KVFingerprint | None,
-    digest: DigestMode,
-    lanes: int | None,
-    limits: Limits,
-) -> Terms:
-    """Return what this side brings to each handshake at ``address``.
-
-    :raises ConfigError: an impossible number of lanes, or payload path
-    """
-    if lanes is None:
-        lanes = default_lanes(cores())
-    if not 1 <= lanes <= MAX_LANES:
-        raise ConfigError(f"{lanes} lanes; a link has 1 to {MAX_LANES}")
-    return Terms(
-        identity=identity,
-        payload_paths=payload_paths(address),
-        limits=limits,
-        fingerprint=fingerprint,
-        digest=digest,
-        lanes=lanes,
-    )
 
 
 async def dial(

@@ -17,22 +17,26 @@ from asynckv.errors import ConfigError
 from asynckv.links.address import Address, Scheme
 from asynckv.links.fd_socket import has_fd_sockets
 from asynckv.links.sockets import in_thread
-from asynckv.protocol.handshake import Agreement
-from asynckv.protocol.values import PeerIdentity
+from asynckv.protocol.handshake import MAX_LANES, Agreement, DigestMode, Terms
+from asynckv.protocol.values import Limits, PeerIdentity
 from asynckv.security.keyring import Keyring, Keys
 from asynckv.security.shared_secret import Secret, secret_file_from, secrets_from
 from asynckv.security.tls import TLS
 from asynckv.transports.inline import InlineTransport
 from asynckv.transports.mem import MemTransport
+from asynckv.types import KVFingerprint
 
 __all__ = (
     "TRANSPORTS",
     "Digest",
     "Role",
+    "cores",
+    "default_lanes",
     "device_digest",
     "keys_of",
     "make_keyring",
     "make_payload",
+    "make_terms",
     "map_digest",
     "new_identity",
     "payload_digest",
@@ -88,6 +92,53 @@ def make_payload(
         loop,
         on_lost,
         agreement.limits.max_chunk_bytes,
+    )
+
+
+_MAX_DEFAULT_LANES: Final = 4
+
+
+def cores() -> int:
+    """Return how many cores this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def default_lanes(cores: int) -> int:
+    """Return how many lanes a link has where nobody says: one for two cores, up to 4.
+
+    The other core is for the event loop, and where both peers are on one host for the
+    other end of the lane: on two cores one lane moved as much as a lone raw stream or
+    more, and two and four lanes less (``benchmarks.lanes``, ``nox -s peers``).
+    """
+    return min(max(cores // 2, 1), _MAX_DEFAULT_LANES)
+
+
+def make_terms(
+    address: Address,
+    *,
+    identity: PeerIdentity,
+    fingerprint: KVFingerprint | None,
+    digest: DigestMode,
+    lanes: int | None,
+    limits: Limits,
+) -> Terms:
+    """Return what this side brings to each handshake at ``address``.
+
+    :raises ConfigError: an impossible number of lanes, or payload path
+    """
+    if lanes is None:
+        lanes = default_lanes(cores())
+    if not 1 <= lanes <= MAX_LANES:
+        raise ConfigError(f"{lanes} lanes; a link has 1 to {MAX_LANES}")
+    return Terms(
+        identity=identity,
+        payload_paths=payload_paths(address),
+        limits=limits,
+        fingerprint=fingerprint,
+        digest=digest,
+        lanes=lanes,
     )
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 import msgspec
 
 from asynckv.cli.loops import run
-from asynckv.links.dial import cores, default_lanes
+from asynckv.links.options import cores, default_lanes
 from benchmarks.peers.kinds import KINDS, peers_of
 from benchmarks.peers.measuring import Options, run_peer
 from benchmarks.peers.report import PeerReport

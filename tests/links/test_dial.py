@@ -18,8 +18,9 @@ from asynckv.errors import (
     RemoteProtocolError,
 )
 from asynckv.links.address import parse_url
-from asynckv.links.dial import cores, default_lanes, dial, make_terms
+from asynckv.links.dial import dial
 from asynckv.links.listen import LinkListener, listen
+from asynckv.links.options import cores, default_lanes, make_terms
 from asynckv.links.sockets import bind
 from asynckv.protocol.codec import encode_frame
 from asynckv.protocol.failures import to_refuse

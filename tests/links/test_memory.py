@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import asyncio
 
-from asynckv.links.door import MemoryStream
+from asynckv.links.streams import MemoryStream
 
 
 class Reader:

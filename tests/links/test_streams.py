@@ -7,9 +7,8 @@ from collections.abc import AsyncIterator, Callable, Iterator
 
 import pytest
 
-from asynckv.links.door import MemoryStream
 from asynckv.links.sockets import in_thread, secure
-from asynckv.links.streams import ControlStream, SocketStream
+from asynckv.links.streams import ControlStream, MemoryStream, SocketStream
 from asynckv.security.tls import read_tls
 from asynckv.security.tls_socket import TlsSocket
 from asynckv.testing.blocked import until

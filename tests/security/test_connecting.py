@@ -246,7 +246,7 @@ async def test_a_handshake_that_was_overheard_lets_nobody_in(
 async def test_a_proof_that_comes_too_late_is_hung_up_on(
     make_secret: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("asynckv.links.reception._GREETING_S", 0.05)
+    monkeypatch.setattr("asynckv.links.acceptor._GREETING_S", 0.05)
     path = make_secret()
     side = await near_side(path)
     async with listening(keyring_of(path)) as url:

@@ -370,7 +370,7 @@ async def test_tls_to_a_plaintext_port_is_refused(authority: Authority) -> None:
 async def test_a_tls_handshake_that_takes_too_long_is_hung_up_on(
     authority: Authority, monkeypatch: pytest.MonkeyPatch, said: bytes
 ) -> None:
-    monkeypatch.setattr("asynckv.links.reception._GREETING_S", 0.1)
+    monkeypatch.setattr("asynckv.links.acceptor._GREETING_S", 0.1)
     async with listening(keyring_of(authority.issue())) as listener:
         with await connect(parse_url(listener.url)) as sock:
             await send_first_frame(sock, said)

@@ -25,7 +25,7 @@ from asynckv.cli.bench.settings import Selection, Settings
 from asynckv.cli.host import processor
 from asynckv.errors import AsyncKVError
 from asynckv.links.address import parse_url
-from asynckv.links.dial import cores
+from asynckv.links.options import cores
 
 __all__ = ("Progress", "run_bench", "run_case")
 

@@ -8,11 +8,11 @@ import msgspec
 import pytest
 
 from asynckv.errors import PeerLost
-from asynckv.links import reception
+from asynckv.links import acceptor
+from asynckv.links.acceptor import Acceptor
 from asynckv.links.address import parse_url
 from asynckv.links.dial import _attach, dial
 from asynckv.links.listen import LinkListener, listen
-from asynckv.links.reception import Reception
 from asynckv.links.sockets import (
     connect,
     in_thread,
@@ -167,7 +167,7 @@ async def test_a_lane_with_other_certificates_than_its_link_is_refused(
 async def test_a_link_whose_lanes_never_come_is_dropped(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(reception, "_LANES_S", 0.05)
+    monkeypatch.setattr(acceptor, "_LANES_S", 0.05)
     listener = await door()
     control, welcome = await welcomed(listener)
     with control, await knock(listener, Attach(welcome.link_token, 0)) as lane:
@@ -179,8 +179,8 @@ async def test_a_link_whose_lanes_never_come_is_dropped(
 
 async def test_who_hangs_up_before_its_lanes_came_is_not_waited_for() -> None:
     listener = await door()
-    assert isinstance(listener._door, reception.Reception)
-    greetings = listener._door._greetings
+    assert isinstance(listener._acceptor, acceptor.Acceptor)
+    greetings = listener._acceptor._greetings
     control, welcome = await welcomed(listener)
     with await knock(listener, Attach(welcome.link_token, 0)) as lane:
         assert await read_first_frame(lane) == Attached()
@@ -223,16 +223,16 @@ async def test_what_is_sent_before_the_last_lane_is_left_to_the_link() -> None:
 async def test_one_that_never_greets_is_hung_up_on(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(reception, "_GREETING_S", 0.05)
+    monkeypatch.setattr(acceptor, "_GREETING_S", 0.05)
     listener = await door()
     with await knock(listener, b"AKV1") as sock:
         assert await is_hung_up(sock)
     await listener.aclose()
 
 
-async def test_many_silent_strangers_keep_nobody_out() -> None:
+async def test_many_silent_half_open_keep_nobody_out() -> None:
     listener = await door()
-    silent = [await knock(listener, b"") for _ in range(reception.MAX_STRANGERS + 5)]
+    silent = [await knock(listener, b"") for _ in range(acceptor.MAX_HALF_OPEN + 5)]
     link = await dial(listener.url, identity=PeerIdentity("honest", "1"), lanes=1)
     assert len(listener.links) == 1
     await link.aclose()
@@ -243,13 +243,13 @@ async def test_many_silent_strangers_keep_nobody_out() -> None:
 
 async def test_a_lane_of_no_link_is_a_stranger_until_it_is_gone() -> None:
     listener = await door()
-    assert isinstance(listener._door, Reception)
-    greetings, sockets = listener._door._greetings, []
-    for _ in range(2 * reception.MAX_STRANGERS):
+    assert isinstance(listener._acceptor, Acceptor)
+    greetings, sockets = listener._acceptor._greetings, []
+    for _ in range(2 * acceptor.MAX_HALF_OPEN):
         sockets.append(await knock(listener, Attach(b"no such token", 0)))
         assert isinstance(await read_first_frame(sockets[-1]), Refuse)
         # A refusal lingers; it is one of the 64 for as long as it does.
-        assert len(greetings) <= reception.MAX_STRANGERS + 1
+        assert len(greetings) <= acceptor.MAX_HALF_OPEN + 1
     await listener.aclose()
     for sock in sockets:
         sock.close()
@@ -258,13 +258,13 @@ async def test_a_lane_of_no_link_is_a_stranger_until_it_is_gone() -> None:
 async def test_many_links_whose_lanes_never_come_keep_nobody_out(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(reception, "_MAX_NEWCOMERS", 8)
+    monkeypatch.setattr(acceptor, "_MAX_PENDING", 8)
     listener = await door()
     controls = [(await welcomed(listener))[0] for _ in range(12)]
     link = await dial(listener.url, identity=PeerIdentity("honest", "1"), lanes=1)
     assert len(listener.links) == 1
-    assert isinstance(listener._door, Reception)
-    assert len(listener._door._newcomers) == 7  # the eight that stayed, without it
+    assert isinstance(listener._acceptor, Acceptor)
+    assert len(listener._acceptor._pending) == 7  # the eight that stayed, without it
     await link.aclose()
     await listener.aclose()
     for sock in controls:
@@ -274,7 +274,7 @@ async def test_many_links_whose_lanes_never_come_keep_nobody_out(
 async def test_a_link_whose_lanes_come_does_not_give_way(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(reception, "_MAX_NEWCOMERS", 8)
+    monkeypatch.setattr(acceptor, "_MAX_PENDING", 8)
     listener = await door()
     control, welcome = await welcomed(listener)
     with control, await knock(listener, Attach(welcome.link_token, 0)) as lane:
@@ -295,8 +295,8 @@ async def test_a_link_that_had_to_give_way_is_a_lost_peer(
     real = _attach
 
     async def attach(*args: Any) -> Connection:
-        assert isinstance(listener._door, Reception)
-        for task in list(listener._door._greetings):
+        assert isinstance(listener._acceptor, Acceptor)
+        for task in list(listener._acceptor._greetings):
             task.cancel()
         return await real(*args)
 
@@ -306,16 +306,16 @@ async def test_a_link_that_had_to_give_way_is_a_lost_peer(
     await listener.aclose()
 
 
-async def test_there_are_never_more_strangers_than_places() -> None:
+async def test_there_are_never_more_half_open_than_places() -> None:
     listener = await door()
-    strangers = listener._door._strangers  # type: ignore[union-attr]
+    half_open = listener._acceptor._half_open  # type: ignore[union-attr]
     sockets = []
-    for _ in range(3 * reception.MAX_STRANGERS):
+    for _ in range(3 * acceptor.MAX_HALF_OPEN):
         sockets.append(await knock(listener, b"AKV1"))
-        assert len(strangers) <= reception.MAX_STRANGERS
-    await until(lambda: len(strangers) == reception.MAX_STRANGERS)
+        assert len(half_open) <= acceptor.MAX_HALF_OPEN
+    await until(lambda: len(half_open) == acceptor.MAX_HALF_OPEN)
     hung_up = [asyncio.create_task(is_hung_up(sock)) for sock in sockets]
-    await until(lambda: sum(t.done() for t in hung_up) == 2 * reception.MAX_STRANGERS)
+    await until(lambda: sum(t.done() for t in hung_up) == 2 * acceptor.MAX_HALF_OPEN)
     await listener.aclose()
     await asyncio.gather(*hung_up)
     for sock in sockets:
@@ -389,22 +389,22 @@ async def test_accepting_goes_on_when_descriptors_were_short(
 
 async def test_connections_are_taken_one_by_one_while_somebody_is_being_heard() -> None:
     listener = await door()
-    reception, taken = listener._door, set[int]()
-    assert isinstance(reception, Reception)
+    acceptor, taken = listener._acceptor, set[int]()
+    assert isinstance(acceptor, Acceptor)
 
     def are_taken() -> bool:
-        reception._turns.note_heard(1)
-        taken.add(len(reception._greetings))
-        return len(reception._greetings) == 3
+        acceptor._turns.note_heard(1)
+        taken.add(len(acceptor._greetings))
+        return len(acceptor._greetings) == 3
 
     assert not are_taken()
-    strangers = [socket.socket() for _ in range(3)]
+    half_open = [socket.socket() for _ in range(3)]
     address = parse_url(listener.url)
-    for sock in strangers:
+    for sock in half_open:
         sock.setblocking(False)
         sock.connect_ex((address.host, address.port))
     await until(are_taken)
     assert taken == {0, 1, 2, 3}
-    for sock in strangers:
+    for sock in half_open:
         sock.close()
     await listener.aclose()

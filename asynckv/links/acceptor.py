@@ -1,6 +1,6 @@
-"""Where connections arrive: strangers greet, and become links or payload lanes.
+"""Where connections arrive: they are half open, and become links or payload lanes.
 
-Whoever has not proved what it has to prove is a stranger. There are at most 64 at a
+They are half open until the peer has proved what it has to. There are at most 64 at a
 time, each may say 4 KiB (above TLS), and each has 5 s. So has a link whose lanes are to
 come; of those there are at most 256.
 
@@ -54,9 +54,9 @@ from asynckv.security.tls import TlsKeys
 from asynckv.security.tls_socket import Connection, TlsSocket, has_hung_up, is_readable
 
 __all__ = (
-    "MAX_STRANGERS",
-    "Reception",
-    "Strangers",
+    "MAX_HALF_OPEN",
+    "Acceptor",
+    "HalfOpen",
 )
 
 
@@ -72,10 +72,10 @@ class _Origin(NamedTuple):
     host: str
 
 
-class Strangers(Generic[T]):
+class HalfOpen(Generic[T]):
     """At most ``max_count`` of them. Each host is an IP address, or empty.
 
-    ``has_spoken(stranger)`` is asked before one goes that nothing was heard of.
+    ``has_spoken(one)`` is asked before one goes that nothing was heard of.
     """
 
     def __init__(
@@ -90,25 +90,25 @@ class Strangers(Generic[T]):
     def __len__(self) -> int:
         return len(self._origins)
 
-    def add(self, stranger: T, host: str) -> T | None:
+    def add(self, one: T, host: str) -> T | None:
         """Let one in, and return the one that has to go for it, if any."""
         victim = None
         origin = _Origin(_network_of(host), host)
         if len(self._origins) >= self._max_count:
             victim = self._choose(origin)
             self.discard(victim)
-        self._origins[stranger] = origin
-        self._silent.add(stranger)
+        self._origins[one] = origin
+        self._silent.add(one)
         return victim
 
-    def note_heard(self, stranger: T) -> None:
+    def note_spoken(self, one: T) -> None:
         """It has said something."""
-        self._silent.discard(stranger)
+        self._silent.discard(one)
 
-    def discard(self, stranger: T) -> None:
+    def discard(self, one: T) -> None:
         """It has proved itself, or is gone."""
-        self._origins.pop(stranger, None)
-        self._silent.discard(stranger)
+        self._origins.pop(one, None)
+        self._silent.discard(one)
 
     def _choose(self, newest: _Origin) -> T:
         origins = [*self._origins.values(), newest]
@@ -128,7 +128,7 @@ class Strangers(Generic[T]):
         for each in candidates:
             if each not in self._silent or not self._has_spoken(each):
                 return each
-            self.note_heard(each)
+            self.note_spoken(each)
         return candidates[0]
 
 
@@ -142,8 +142,8 @@ def _network_of(host: str) -> str:
 
 logger = logging.getLogger(__name__)
 
-MAX_STRANGERS: Final = 64
-_MAX_NEWCOMERS: Final = 256
+MAX_HALF_OPEN: Final = 64
+_MAX_PENDING: Final = 256
 _GREETING_S: Final = 5.0
 _LANES_S: Final = 5.0
 _ACCEPTS_A_TICK: Final = 8
@@ -153,7 +153,7 @@ _TOKEN_BYTES: Final = 16
 _WARNING_PAUSE_S: Final = 1.0
 
 
-class _Newcomer:
+class _PendingLink:
     """A link that was welcomed and waits for its payload lanes."""
 
     def __init__(
@@ -212,7 +212,7 @@ class _Newcomer:
                 sock.close()
 
 
-class Reception:
+class Acceptor:
     """Takes the connections of one listening socket, until it is closed.
 
     ``adopt(link)`` gets each link that is complete.
@@ -237,14 +237,14 @@ class Reception:
         self._turns = Turns(self._loop)
         self._unfinished = unfinished
         self._greetings: dict[asyncio.Task[bool], Connection] = {}
-        self._strangers: Strangers[asyncio.Task[bool]] = Strangers(
-            MAX_STRANGERS, self._has_spoken
+        self._half_open: HalfOpen[asyncio.Task[bool]] = HalfOpen(
+            MAX_HALF_OPEN, self._has_spoken
         )
-        self._newcomers: dict[bytes, _Newcomer] = {}
+        self._pending: dict[bytes, _PendingLink] = {}
         self._given_up: collections.deque[bytes] = collections.deque(
-            maxlen=_MAX_NEWCOMERS
+            maxlen=_MAX_PENDING
         )
-        self._waiting: Strangers[asyncio.Task[bool]] = Strangers(_MAX_NEWCOMERS)
+        self._waiting: HalfOpen[asyncio.Task[bool]] = HalfOpen(_MAX_PENDING)
         self._pause: asyncio.TimerHandle | None = None
         self._closed = False
         self._warns_at_s = 0.0
@@ -279,7 +279,7 @@ class Reception:
             )
             self._greetings[task] = sock
             task.add_done_callback(self._on_greeted)
-            self._make_room(self._strangers.add(task, host_in(peer)))
+            self._make_room(self._half_open.add(task, host_in(peer)))
             if self._turns.is_shared:
                 self._accept_later(_SHARED_PAUSE_S)
                 return
@@ -310,7 +310,7 @@ class Reception:
 
     def _on_greeted(self, task: asyncio.Task[bool]) -> None:
         sock = self._greetings.pop(task)
-        self._strangers.discard(task)
+        self._half_open.discard(task)
         if task.cancelled() or task.exception() or not task.result():
             sock.close()
         if not task.cancelled() and (error := task.exception()) is not None:
@@ -326,12 +326,12 @@ class Reception:
             check_peer(plain)
             async with asyncio.timeout(_GREETING_S):
                 await wait_readable(plain)
-                self._strangers.note_heard(_this_task())
+                self._half_open.note_spoken(_this_task())
                 keys = await keys_of(self._keyring)
                 if keys.tls is not None:
                     sock = self._over_tls(plain, keys.tls)
                     await secure(sock, keys.tls)
-                side = await self._hear(sock, keys)
+                side = await self._greeted(sock, keys)
             await self._answer(sock, side)
         except TimeoutError:
             logger.debug("a connection at %s did not greet in time", self._url)
@@ -349,7 +349,7 @@ class Reception:
         return True
 
     def _note_refusal(self, error: AsyncKVError, host: str) -> None:
-        """Warn, but not of each of many: strangers do not fill our log."""
+        """Warn, but not of each of many: they do not fill our log."""
         now_s = self._loop.time()
         level = logging.DEBUG
         if now_s >= self._warns_at_s:
@@ -363,8 +363,8 @@ class Reception:
         self._greetings[_this_task()] = sock
         return sock
 
-    async def _hear(self, sock: Connection, keys: Keys) -> ListenSide:
-        """Let a stranger say who it is and prove it."""
+    async def _greeted(self, sock: Connection, keys: Keys) -> ListenSide:
+        """Let the peer say who it is and prove it."""
         side = ListenSide(
             self._terms,
             keys.secrets,
@@ -384,7 +384,7 @@ class Reception:
         self, sock: Connection, side: ListenSide, agreement: Agreement
     ) -> None:
         task = _this_task()
-        self._strangers.discard(task)
+        self._half_open.discard(task)
         link = Link(
             SocketStream(sock, self._loop),
             agreement,
@@ -395,42 +395,42 @@ class Reception:
         )
         token = secrets.token_bytes(_TOKEN_BYTES)
         welcome = side.welcome(token, link.payload.describe())
-        newcomer = _Newcomer(
+        pending = _PendingLink(
             link, agreement.lanes, side.lane_proofs(), assurance_of(sock)
         )
-        self._newcomers[token] = newcomer
+        self._pending[token] = pending
         self._make_room(self._waiting.add(task, link.peer_host))
         try:
             async with asyncio.timeout(_LANES_S):
                 await send_first_frame(sock, welcome)
-                await newcomer.wait_for_lanes(sock)
-            await link.payload.open(agreement.payload_description, newcomer.lanes)
+                await pending.wait_for_lanes(sock)
+            await link.payload.open(agreement.payload_description, pending.lanes)
         except BaseException:
             self._given_up.append(token)
-            newcomer.close()
+            pending.close()
             raise
         finally:
-            del self._newcomers[token]
+            del self._pending[token]
             self._waiting.discard(task)
         self._adopt(link)
 
     async def _attach(self, sock: Connection, attach: Attach) -> None:
-        newcomer = self._newcomers.get(attach.link_token)
-        if newcomer is None or not newcomer.knows(attach, sock):
+        pending = self._pending.get(attach.link_token)
+        if pending is None or not pending.knows(attach, sock):
             refusal = AuthError("no link waits for this payload lane")
             if attach.link_token not in self._given_up:
                 raise refusal
             # Who gives up dialling may have sent its lanes already: nothing to warn of.
             await _refuse(sock, refusal)
             raise PeerLost("the link of this payload lane was given up")
-        self._strangers.discard(_this_task())
-        self._waiting.note_heard(newcomer.task)
-        newcomer.reserve(attach.lane, sock)
+        self._half_open.discard(_this_task())
+        self._waiting.note_spoken(pending.task)
+        pending.reserve(attach.lane, sock)
         # Attached leaves first: from the moment the link is complete, the
         # lane carries nothing but chunks.
-        attached = Attached(newcomer.lane_proofs.prove("listening", attach.lane))
+        attached = Attached(pending.lane_proofs.prove("listening", attach.lane))
         await send_first_frame(sock, encode_frame(0, attached)[0])
-        newcomer.count()
+        pending.count()
 
 
 async def _refuse(sock: Connection, error: AsyncKVError) -> None:
