@@ -292,23 +292,27 @@ def check_names(names: Iterable[str]) -> None:
         ``value``, ``hidden``, ``LAYER.key``, ``LAYER.value``, ``extras.NAME``, or
         both a whole tensor and a layer's are named
     """
-    names = tuple(as_text(name, "a tensor's name") for name in names)
-    if len(names) > _MAX_TENSORS:
-        raise ValueError(f"{len(names)} tensors; an entry has at most {_MAX_TENSORS}")
-    for name in names:
+    whole, layered = set[str](), set[str]()
+    for count, name in enumerate(names, 1):
+        if count > _MAX_TENSORS:
+            raise ValueError(f"an entry has at most {_MAX_TENSORS} tensors")
+        if name in _WHOLE:
+            whole.add(name)
+            continue
+        name = as_text(name, "a tensor's name")
         if len(name) > 512:
             raise ValueError(f"the name {name[:40]!r}... is longer than 512 characters")
+        if name.startswith(_EXTRAS):
+            continue
         layer, _, field = name.rpartition(".")
-        known = name in _WHOLE or name.startswith(_EXTRAS)
-        if not known and not (layer and field in ("key", "value")):
+        if not layer or field not in ("key", "value"):
             raise ValueError(
                 f"{name!r} is no tensor's name; write key, value, hidden, "
                 "LAYER.key, LAYER.value or extras.NAME"
             )
-    for field in ("key", "value"):
-        layered = any(_layer_of(name, field) is not None for name in names)
-        if field in names and layered:
-            raise ValueError(f"{field} is either one tensor or one a layer, not both")
+        layered.add(field)
+    if both := whole & layered:
+        raise ValueError(f"{min(both)} is either one tensor or one a layer, not both")
 
 
 def unflatten(
@@ -340,10 +344,3 @@ def _check_layer(layer: object) -> None:
         raise TypeError(f"a layer's name is text, not {layer!r}: write {str(layer)!r}")
     if f"{layer}.".startswith(_EXTRAS):
         raise ValueError(f"a layer called {layer!r} cannot be told from the extras")
-
-
-def _layer_of(name: str, field: str) -> str | None:
-    """Return the layer of ``LAYER.field``, or ``None`` if it is something else."""
-    layer, _, last = name.rpartition(".")
-    is_layer = bool(layer) and last == field and not name.startswith(_EXTRAS)
-    return layer if is_layer else None

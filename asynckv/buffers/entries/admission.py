@@ -7,13 +7,14 @@ plain functions notify.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from asynckv.buffers.entries.entries import Draft, EntryState, StoredEntry
 from asynckv.buffers.entries.ledger import Ledger
 from asynckv.errors import BufferClosed, EntryAborted
 from asynckv.observability.waits import LoggedWait
+from asynckv.tensors.runs import fill
 from asynckv.tensors.views import no_memory
 
 __all__ = (
@@ -74,11 +75,9 @@ class Admission:
         """
         self._ledger.check_open()
         await self._until_decided(draft.entry_id)
-        if digest is not None and digest == self._book.known_digest(draft.entry_id):
+        entry = self._admit(draft, digest)
+        if entry is None:
             return
-        entry = self._book.admit(draft)
-        if digest is not None:
-            self._book.resume(entry, digest)
         try:
             while not await self._attempt(entry, source):
                 pass
@@ -89,6 +88,39 @@ class Admission:
             raise
         finally:
             self._room.quit(entry)
+
+    def insert_nowait(
+        self,
+        draft: Draft,
+        pieces: Sequence[memoryview],
+        digests: Sequence[bytes],
+        digest: bytes | None = None,
+    ) -> bool:
+        """As :meth:`insert`, of a few bytes that are here, if nothing is waited for.
+
+        ``False``, and nothing was done, if something is: another insert under its id,
+        room, or a GPU.
+        """
+        self.check_open()
+        if self._room or self._book.is_undecided(draft.entry_id):
+            return False
+        entry = self._admit(draft, digest)
+        if entry is None:
+            return True
+        try:
+            is_in = self._book.memory.place(entry) and _fill(entry, pieces)
+        except BaseException as exc:
+            self._ledger.forsake(entry)
+            if isinstance(exc, MemoryError):
+                raise no_memory(entry.nbytes) from exc
+            raise
+        if not is_in:
+            self._ledger.forsake(entry)
+            return False
+        for index, found in enumerate(digests):
+            self._ledger.landed(entry, index, found)
+        self._ledger.commit(entry)
+        return True
 
     async def begin(self, draft: Draft) -> StoredEntry:
         """Reserve room for a streaming entry; its parts land one by one.
@@ -197,6 +229,20 @@ class Admission:
             )
         self._ledger.check_open()
 
+    def _admit(self, draft: Draft, digest: bytes | None) -> StoredEntry | None:
+        """Begin an entry, where one of the same contents broke off, if one did.
+
+        ``None`` if it was inserted before.
+
+        :raises EntryConflict: the id is known, of other contents
+        """
+        if digest is not None and digest == self._book.known_digest(draft.entry_id):
+            return None
+        entry = self._book.admit(draft)
+        if digest is not None:
+            self._book.resume(entry, digest)
+        return entry
+
     def _check_owned(self, entry: StoredEntry) -> None:
         check_not_aborted(entry)
         if entry.owner_gone:
@@ -204,3 +250,12 @@ class Admission:
                 "the buffer was closed before the consumer that holds the entry "
                 "acknowledged it"
             )
+
+
+def _fill(entry: StoredEntry, pieces: Sequence[memoryview]) -> bool:
+    """Put bytes in the regions, if these are in memory of the host."""
+    for part, piece in zip(entry.parts, pieces, strict=True):
+        if part.region is None or part.region.is_on_device:
+            return False
+        fill(part.region.memory(), piece)
+    return True

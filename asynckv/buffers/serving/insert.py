@@ -11,7 +11,7 @@ from asynckv.buffers.entries.admission import Landed
 from asynckv.buffers.entries.entries import Draft, EntryState, StoredEntry
 from asynckv.buffers.serving.pushes import ServedPushes
 from asynckv.buffers.serving.requests import LookupRequests
-from asynckv.buffers.serving.service import REQUEST_NBYTES
+from asynckv.buffers.serving.service import REQUEST_NBYTES, answer_at_once
 from asynckv.errors import AsyncKVError, EntryAborted, PeerLost, RemoteProtocolError
 from asynckv.links.link import LinkStream
 from asynckv.protocol.failures import to_failure
@@ -29,7 +29,7 @@ from asynckv.protocol.transfer_frames import Grant, Sent
 from asynckv.transfers.incoming import Incoming, hear_incoming
 from asynckv.transfers.manifest import Manifest, check_names, unpack, verify_inline
 from asynckv.transfers.queries import check_mask, check_tokens
-from asynckv.transfers.targets import Target, fill_targets, target_in
+from asynckv.transfers.targets import fill_targets, target_in
 from asynckv.waits.replies import Reply
 
 __all__ = (
@@ -77,7 +77,10 @@ def kept_nbytes(manifest: Manifest, body: bytes) -> int:
 
 
 class ServedInsert:
-    """One remote insert: the source of its entry's bytes."""
+    """One remote insert: the source of its entry's bytes.
+
+    What came along is in, and answered, at once, if it is to wait for nothing.
+    """
 
     def __init__(
         self, service: LookupRequests, stream: LinkStream, frame: Insert, body: bytes
@@ -85,15 +88,23 @@ class ServedInsert:
         self._service = service
         self._stream = stream
         self._frame = frame
+        self._incoming: Incoming | None = None
+        self._task: asyncio.Task[None] | None = None
         manifest = unpack(body, inline=frame.inline)
         self._draft = draft_of(frame, manifest, service)
+        self._inline = manifest.inline if frame.inline else None
+        self._digests = verify_inline(manifest) if frame.inline else []
+        if service.link.digest == "off":
+            # As those that come by payload: of a link without digests none is known.
+            self._digests = [b""] * len(self._digests)
+        if self._is_in_at_once():
+            answer_at_once(stream, Accepted())
+            return
         nbytes = kept_nbytes(manifest, body)
-        # What rode along in vain is asked for by payload once there is room.
-        fits = frame.inline and service.kept.inserts.fits(nbytes)
-        self._inline = manifest if fits else None
-        nbytes -= 0 if fits or not frame.inline else manifest.nbytes
+        if frame.inline and not service.kept.inserts.fits(nbytes):
+            # What rode along in vain is asked for by payload once there is room.
+            self._inline, nbytes = None, nbytes - manifest.nbytes
         service.link.payload.announce(frame.transfer)
-        self._incoming: Incoming | None = None
         self._task = service.run_insert(self._run, frame.entry_id, nbytes)
         self._task.add_done_callback(lambda task: answer(stream, task))
 
@@ -105,7 +116,9 @@ class ServedInsert:
             if part.region is not None
         ]
         if self._inline is not None:
-            await self._take_inline(self._inline, targets, landed)
+            await fill_targets(targets, self._inline, self._digests)
+            for index, digest in enumerate(self._digests):
+                landed(index, digest)
         elif targets:
             self._incoming = Incoming(
                 *(self._stream, self._frame.transfer, targets, landed),
@@ -116,27 +129,29 @@ class ServedInsert:
 
     def on_frame(self, frame: Frame, body: bytes) -> None:
         if isinstance(frame, Cancel):
-            self._task.cancel()
+            self._cancel()
         else:
             hear_incoming(self._incoming, frame, body)
 
     def on_lost(self, error: PeerLost) -> None:
-        self._task.cancel()
+        self._cancel()
+
+    def _cancel(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+
+    def _is_in_at_once(self) -> bool:
+        if self._inline is None or self._service.predecessors:
+            return False
+        admission, digest = self._service.buffer.admission, self._frame.digest or None
+        draft, digests = self._draft, self._digests
+        return admission.insert_nowait(draft, self._inline, digests, digest)
 
     async def _run(self) -> None:
         if self._service.predecessors:
             await self._service.after_predecessors()
         digest = self._frame.digest or None
         await self._service.buffer.admission.insert(self._draft, self, digest)
-
-    async def _take_inline(
-        self, manifest: Manifest, targets: list[Target], landed: Landed
-    ) -> None:
-        digests = verify_inline(manifest)
-        await fill_targets(targets, manifest.inline, digests)
-        for index, digest in enumerate(digests):
-            # As those that come by payload: of a link without digests none is known.
-            landed(index, b"" if self._service.link.digest == "off" else digest)
 
 
 def answer(stream: LinkStream, task: asyncio.Task[None]) -> None:
