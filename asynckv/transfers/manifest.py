@@ -205,13 +205,16 @@ def content_digest(
     records: Sequence[TensorRecord],
     input_tokens: Tokens | None,
     roi: Tokens | None,
+    packed: bytes | None = None,
 ) -> bytes:
     """Return the digest of a whole entry: records, tokens and roi.
 
-    The order of ``records`` does not matter: names are unique in an entry.
+    The order of ``records`` does not matter: names are unique in an entry. ``packed``
+    are they in their order, if that is at hand: of one there is nothing to sort.
     """
-    ordered = sorted(records, key=_name_of)
-    return digest_of(pack(ordered, input_tokens, roi))
+    if packed is None or len(records) > 1:
+        packed = pack(sorted(records, key=_name_of), input_tokens, roi)
+    return digest_of(packed)
 
 
 def verify(record: TensorRecord, found: bytes) -> None:

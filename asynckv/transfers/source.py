@@ -7,11 +7,12 @@ else needs to know of what kind it is.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Final, Protocol, TypeAlias
 
 import torch
 
+from asynckv.protocol.wire import digest_of
 from asynckv.tensors.arena import Region
 from asynckv.tensors.blocks import KVBlocks, KVMemory, memory_of, rows_of, spec_in
 from asynckv.tensors.copying import CopyPool
@@ -22,12 +23,13 @@ from asynckv.tensors.growth import Growth
 from asynckv.tensors.on_gpu import KVOnGpu
 from asynckv.tensors.paged_arena import PagedArena
 from asynckv.tensors.runs import Memory, Runs
-from asynckv.tensors.views import empty_tensor
+from asynckv.tensors.views import empty_tensor, packed, tensor_over
 from asynckv.transfers.manifest import INLINE_NBYTES, is_eager
 from asynckv.transfers.targets import device_memory
 from asynckv.types import TensorSpec
 
 __all__ = (
+    "CopiedSource",
     "GpuSource",
     "GpuStaging",
     "HostSource",
@@ -36,6 +38,7 @@ __all__ = (
     "Source",
     "StagedTensor",
     "are_on_gpu",
+    "copied_sources",
     "dense",
     "lendable",
     "release_staged",
@@ -100,6 +103,27 @@ class HostSource:
 
     def place(self) -> KVMemory:
         return self._memory
+
+
+class CopiedSource:
+    """A copy of few bytes, made when they were looked at; with their digest."""
+
+    __slots__ = ("_copy", "digest", "nbytes", "spec")
+
+    is_on_gpu: Final = False
+    region: Final = None
+
+    def __init__(self, spec: TensorSpec, copy: bytes) -> None:
+        self.digest = digest_of(copy)
+        self.spec = spec
+        self.nbytes = len(copy)
+        self._copy = copy
+
+    def host(self) -> Memory:
+        return memoryview(self._copy)
+
+    def place(self) -> torch.Tensor:
+        return tensor_over(self._copy, self.spec)
 
 
 class GpuSource:
@@ -237,6 +261,20 @@ class GpuStaging:
             return None
         region = arena.take_spare(nbytes) if isinstance(arena, PagedArena) else None
         return region if isinstance(region, DeviceRegion) else None
+
+
+def copied_sources(
+    tensors: Mapping[str, KVMemory], max_nbytes: int
+) -> dict[str, Source] | None:
+    """Return copies of all, if they are plain tensors of no more bytes together."""
+    sources = dict[str, Source]()
+    for name, tensor in tensors.items():
+        small = packed(tensor, max_nbytes) if type(tensor) is torch.Tensor else None
+        if small is None:
+            return None
+        sources[name] = CopiedSource(*small)
+        max_nbytes -= len(small[1])
+    return sources
 
 
 async def source_of(

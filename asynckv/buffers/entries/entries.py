@@ -57,8 +57,7 @@ _AT_A_TIME: Final = 32
 """As many tensors are looked at in less than half a millisecond."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Draft:
+class Draft(msgspec.Struct, frozen=True, eq=False):
     """Everything an insert says about its entry, checked."""
 
     entry_id: str

@@ -195,6 +195,7 @@ def begin_insert(
         are_known = are_known and bool(source.digest or not is_digested)
         records.append(TensorRecord(name, spec, source.digest if is_digested else b""))
     tokens = draft.input_tokens, draft.roi
+    head = pack(records, *tokens)
     on_gpu = not inline and are_on_gpu([(one.nbytes, one.region) for one in sources])
     frame = Insert(
         entry_id=draft.entry_id,
@@ -202,10 +203,10 @@ def begin_insert(
         inline=inline,
         ttl_s=draft.ttl_s,
         deliveries=draft.deliveries,
-        digest=content_digest(records, *tokens) if are_known else b"",
+        digest=content_digest(records, *tokens, head) if are_known else b"",
         on_gpu=on_gpu,
     )
-    body = pack(records, *tokens, views)
+    body = b"".join((head, *views))
     check_body(link.limits.max_body_bytes, body)
     return Sending(link, frame, body, sources, routes, is_on_gpu=on_gpu)
 

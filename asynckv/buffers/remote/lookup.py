@@ -22,11 +22,13 @@ from asynckv.buffers.local.consumer import PendingSelect
 from asynckv.buffers.remote.connection import PeerConnection, ask
 from asynckv.buffers.remote.insert import RemoteWriter, begin_insert
 from asynckv.buffers.remote.select import RemoteConsumer, check_key_fits
-from asynckv.observability.waits import LoggedWait
+from asynckv.links.link import Link
+from asynckv.observability.waits import LoggedWait, LoggedWaits
 from asynckv.protocol.frames import Peek, Taken, Withdraw
 from asynckv.tensors.blocks import KVMemory
+from asynckv.tensors.on_gpu import KVOnGpu
 from asynckv.tensors.views import spec_like
-from asynckv.transfers.manifest import check_names, flatten
+from asynckv.transfers.manifest import INLINE_NBYTES, check_names, flatten
 from asynckv.transfers.queries import (
     MAX_ID_LENGTH,
     as_mask,
@@ -36,7 +38,13 @@ from asynckv.transfers.queries import (
     key_of,
     make_query,
 )
-from asynckv.transfers.source import Source, release_staged, source_of, until_made
+from asynckv.transfers.source import (
+    Source,
+    copied_sources,
+    release_staged,
+    source_of,
+    until_made,
+)
 from asynckv.transfers.targets import check_targets
 from asynckv.types import TensorSpec
 
@@ -49,7 +57,8 @@ class RemoteLookupBuffer(KVLookupBuffer):
     def __init__(self, peer: PeerConnection) -> None:
         self._peer = peer
         self._consumer = RemoteConsumer(peer)
-        self._inserting = 0
+        room = f"room in the buffer at {peer.url}"
+        self._waits = LoggedWaits(_who_waits, room, "a drop_select or a withdraw there")
 
     def __repr__(self) -> str:
         return f"<RemoteLookupBuffer of {self._peer!r}>"
@@ -77,35 +86,31 @@ class RemoteLookupBuffer(KVLookupBuffer):
         ttl_s: float | None = 600.0,
         deliveries: int = 1,
     ) -> str:
-        self._peer.check()
-        pool = self._peer.pool
-        given = flatten(key, value, hidden, extras)
-        named = {name: pool.catch(t) for name, t in given.items()}
+        link, pool = self._peer.link_nowait(), self._peer.pool
+        named = flatten(key, value, hidden, extras)
+        copies = copied_sources(named, INLINE_NBYTES)
+        if copies is not None:
+            caught, specs = {}, {name: one.spec for name, one in copies.items()}
+        else:
+            caught = {name: pool.catch(tensor) for name, tensor in named.items()}
+            specs = await specs_in(caught)
         draft = make_draft(
             input_tokens,
             roi,
-            await specs_in(named),
+            specs,
             entry_id=entry_id,
             fingerprint=None,
             ttl_s=ttl_s,
             deliveries=deliveries,
         )
-        sources: list[Source] = []
-        nbytes = sum(draft.sizes)
-        staging = self._peer.ways.staging(nbytes)
+        self._waits.begin(draft)
         try:
-            for tensor in named.values():
-                sources += [await source_of(tensor, pool, staging, nbytes)]
-            await until_made(sources, pool)
-            if entry_id is not None:
-                await self._digest(sources)
-            self._inserting += 1
-            try:
-                await self._insert(draft, sources)
-            finally:
-                self._inserting -= 1
+            if copies is not None:
+                await self._insert(draft, [*copies.values()], link)
+            else:
+                await self._insert_from(caught, draft, digests=entry_id is not None)
         finally:
-            release_staged(sources)
+            self._waits.end(draft)
         return draft.entry_id
 
     def drop_select(
@@ -181,8 +186,11 @@ class RemoteLookupBuffer(KVLookupBuffer):
         )
         writer = RemoteWriter(await self._peer.link(), draft, self._peer.ways)
         try:
-            with self._waiting_for_room("open_insert", draft):
+            self._waits.begin(draft)
+            try:
                 await writer.granted()
+            finally:
+                self._waits.end(draft)
             yield writer
             writer.check_whole()
             await writer.commit()
@@ -216,7 +224,7 @@ class RemoteLookupBuffer(KVLookupBuffer):
         return RemoteStatistics(
             max_bytes=self._peer.budget.max_bytes,
             used_bytes=self._peer.budget.used_bytes,
-            waiting_inserts=self._inserting,
+            waiting_inserts=len(self._waits),
             waiting_selects=self._consumer.waiting,
             is_connected=self._peer.is_connected,
         )
@@ -249,8 +257,28 @@ class RemoteLookupBuffer(KVLookupBuffer):
         for source, digest in zip(sources, digests, strict=True):
             source.digest = digest
 
-    async def _insert(self, draft: Draft, sources: Sequence[Source]) -> None:
-        """Insert, and again on the next link while links are cut.
+    async def _insert_from(
+        self, named: Mapping[str, KVMemory | KVOnGpu], draft: Draft, *, digests: bool
+    ) -> None:
+        """Insert what is read where it lies; with ``digests`` from the start."""
+        pool, nbytes = self._peer.pool, sum(draft.sizes)
+        staging = self._peer.ways.staging(nbytes)
+        sources: list[Source] = []
+        try:
+            for tensor in named.values():
+                sources += [await source_of(tensor, pool, staging, nbytes)]
+            await until_made(sources, pool)
+            if digests:
+                await self._digest(sources)
+            await self._insert(draft, sources, self._peer.link_nowait())
+        finally:
+            release_staged(sources)
+
+    async def _insert(
+        self, draft: Draft, sources: Sequence[Source], link: Link | None
+    ) -> None:
+        """Insert, by ``link`` if it is up, and again on the next one while links are
+        cut.
 
         A peer that came back empty may have had the entry before, committed and
         even acknowledged: putting it in again could deliver it twice, and saying
@@ -259,22 +287,20 @@ class RemoteLookupBuffer(KVLookupBuffer):
         """
         incarnation = ""
         while True:
-            link = await self._peer.link(incarnation)
+            link = link or await self._peer.link(incarnation)
             inserting = begin_insert(link, draft, sources, self._peer.ways)
-            with self._waiting_for_room("insert", draft):
-                if await inserting.accepted():
-                    return
+            if await inserting.accepted():
+                return
             if inserting.may_be_in:
                 incarnation = link.peer.incarnation
+            link = None
             if not all(source.digest for source in sources):
                 await self._digest(sources)
 
-    def _waiting_for_room(self, call: str, draft: Draft) -> LoggedWait:
-        return LoggedWait(
-            f"{call} of {draft.entry_id} ({draft.nbytes} bytes)",
-            f"room in the buffer at {self._peer.url}",
-            "a drop_select or a withdraw there",
-        )
+
+def _who_waits(draft: Draft) -> str:
+    call = "open_insert" if draft.streaming else "insert"
+    return f"{call} of {draft.entry_id} ({draft.nbytes} bytes)"
 
 
 @dataclasses.dataclass(frozen=True)
