@@ -101,26 +101,25 @@ class Admission:
         ``False``, and nothing was done, if something is: another insert under its id,
         room, or a GPU.
         """
-        self.check_open()
+        self._ledger.check_open()
         if self._room or self._book.is_undecided(draft.entry_id):
             return False
         entry = self._admit(draft, digest)
         if entry is None:
             return True
+        is_in = False
         try:
             is_in = self._book.memory.place(entry) and _fill(entry, pieces)
-        except BaseException as exc:
-            self._ledger.forsake(entry)
-            if isinstance(exc, MemoryError):
-                raise no_memory(entry.nbytes) from exc
-            raise
-        if not is_in:
-            self._ledger.forsake(entry)
-            return False
-        for index, found in enumerate(digests):
-            self._ledger.landed(entry, index, found)
-        self._ledger.commit(entry)
-        return True
+        except MemoryError as exc:
+            raise no_memory(entry.nbytes) from exc
+        finally:
+            if not is_in:
+                self._ledger.forsake(entry)
+        if is_in:
+            for index, found in enumerate(digests):
+                self._ledger.landed(entry, index, found)
+            self._ledger.commit(entry)
+        return is_in
 
     async def begin(self, draft: Draft) -> StoredEntry:
         """Reserve room for a streaming entry; its parts land one by one.

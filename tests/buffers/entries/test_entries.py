@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import msgspec
 import pytest
 import torch
 
@@ -12,8 +13,7 @@ from harness.holders import RecordingHolder, draft_of
 
 
 def placed(tokens: torch.Tensor) -> StoredEntry:
-    draft = draft_of("it", tuple(tokens.tolist()))
-    object.__setattr__(draft, "input_tokens", as_tokens(tokens))
+    draft = msgspec.structs.replace(draft_of("it"), input_tokens=as_tokens(tokens))
     entry = StoredEntry(draft, 1)
     entry.place_regions(HeapArena(100).allocate(draft.sizes, draft.charges) or [])
     entry.complete = True
@@ -78,9 +78,8 @@ def test_the_beginning_of_a_small_offer_is_made_before_it_is_asked_for(
 def test_an_offer_of_many_parts_is_not_made_before_it_is_asked_for(
     parts: int, is_made: bool
 ) -> None:
-    draft = draft_of("it", (1, 2), 0)
     specs = {str(number): TensorSpec((0,), "uint8") for number in range(parts)}
-    object.__setattr__(draft, "specs", specs)
+    draft = msgspec.structs.replace(draft_of("it", (1, 2), 0), specs=specs)
     entry = StoredEntry(draft, 1)
     entry.make_complete()
     entry.parts[0] = Part("other", entry.parts[0].spec)
