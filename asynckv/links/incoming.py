@@ -182,8 +182,6 @@ class Incoming:
         if self._ending.error is not None:
             return
         self._heartbeat.was_heard = True
-        if not self._is_behind and self._hear_one(data):
-            return
         self._events = self._session.receive(data)
         self._heard_count = 0
         if self._is_behind:
@@ -225,30 +223,6 @@ class Incoming:
 
     def _may_hear(self) -> bool:
         return self._ending.error is None and not self._outgoing.is_reading_paused
-
-    def _hear_one(self, data: bytes) -> bool:
-        """Hear what was received, if it is one frame, as it is from who waits."""
-        session, outgoing = self._session, self._outgoing
-        event: Event[StreamHandler] | None = None
-        outgoing.will_flush = True
-        try:
-            event = session.receive_one(data)
-            if event is None:
-                return False  # handled with the others: that sets it again
-            if type(event) is Came:
-                event.owner.on_frame(event.frame, event.body)
-            elif type(event) is Opened:
-                self._open(event)
-            elif type(event) is not Nothing:
-                self._handle(event)
-            session.has_handled()
-        except Exception as exc:  # noqa: BLE001 - the link ends by it
-            self._fail(exc)
-        outgoing.end_handling(is_answered=session.outbox.answer_bytes > 0)
-        if type(event) is not Nothing:
-            self._turns.note_heard(self._number)
-        self._judge()
-        return True
 
     def _hear(self, max_count: int) -> int:
         """Hear so many frames of what was received; if there is more, wait for it."""

@@ -266,6 +266,8 @@ class FrameDecoder:
         # The beginning of a frame, and how many bytes of it are to be judged next.
         self._pending = bytearray()
         self._wanted_bytes = HEADER_BYTES
+        # What was fed, and how far it was read.
+        self._data, self._start = b"", 0
         self._error: RemoteProtocolError | None = None
 
     def limit(self, limits: Limits) -> None:
@@ -297,36 +299,8 @@ class FrameDecoder:
             data = self._join(data)
         elif type(data) is not bytes:
             data = bytes(data)
-        return self._read(data)
-
-    def whole(self, data: bytes) -> tuple[int, Frame, bytes] | None:
-        """Return stream, frame and body, if ``data`` is one frame that is all right.
-
-        Else ``None``, and nothing happened: :meth:`feed` says what it is.
-        """
-        nbytes = len(data)
-        if nbytes < HEADER_BYTES or self._pending or self._error is not None:
-            return None
-        beginning, control_bytes, body_bytes, stream, checksum, crc = unpack_fields(
-            data, 0
-        )
-        body_start = HEADER_BYTES + control_bytes
-        if (
-            beginning != PLAIN
-            or body_start + body_bytes != nbytes
-            or control_bytes > self._max_control_bytes
-            or body_bytes > self._max_part_bytes
-            or stream in self.bodies.streams
-            or crc32(data[:CRC32_OFFSET]) != crc
-        ):
-            return None
-        control, body = data[HEADER_BYTES:body_start], data[body_start:]
-        if checksum_of(control, body) != checksum:
-            return None
-        try:
-            return stream, _decode(control), body
-        except _NO_FRAME:
-            return None
+        self._data, self._start = data, 0
+        return iter(self.next_frame, None)
 
     def _join(self, data: Buffer) -> bytes:
         """Return what is pending with ``data`` behind it, when that is enough."""
@@ -340,10 +314,13 @@ class FrameDecoder:
         self._wanted_bytes = HEADER_BYTES
         return joined
 
-    def _read(self, data: bytes) -> Iterator[tuple[int, Frame, bytes]]:
-        """Yield what is whole in ``data``, and keep the rest."""
-        start, nbytes = 0, len(data)
-        unfinished = self.bodies.streams
+    def next_frame(self) -> tuple[int, Frame, bytes] | None:
+        """Return the next one that is whole in what was fed, or keep the rest of it.
+
+        :raises RemoteProtocolError: the peer's bytes are not a valid frame
+        """
+        data, start = self._data, self._start
+        nbytes = len(data)
         try:
             while nbytes - start >= HEADER_BYTES:
                 beginning, control_bytes, body_bytes, stream, checksum, crc = (
@@ -358,24 +335,27 @@ class FrameDecoder:
                     and control_bytes <= self._max_control_bytes
                     and body_bytes <= self._max_part_bytes
                     and end <= nbytes
-                    and stream not in unfinished
+                    and stream not in self.bodies.streams
                     and crc32(data[start : start + CRC32_OFFSET]) == crc
                 ):
                     control, body = data[control_start:body_start], data[body_start:end]
                     if checksum_of(control, body) != checksum:
                         raise RemoteProtocolError(_CHANGED)
-                    yield stream, _decode(control), body
-                else:
-                    end, whole = self._read_part(data, start)
-                    if whole is not None:
-                        yield whole
-                    elif end == start:
-                        break
+                    self._start = end
+                    return stream, _decode(control), body
+                end, whole = self._read_part(data, start)
+                self._start = end
+                if whole is not None:
+                    return whole
+                if end == start:
+                    break
                 start = end
+            self._data, self._start = b"", 0
             if start < nbytes:
                 self._pending += data[start:]
             if self._pending:
                 check_magic(self._pending)  # what is no frame, at its first bytes
+            return None
         except RemoteProtocolError as exc:
             self._die(exc)
             raise
@@ -387,6 +367,7 @@ class FrameDecoder:
 
     def _die(self, error: RemoteProtocolError) -> None:
         self._error = error
+        self._data, self._start = b"", 0
         self._pending.clear()
         self.bodies.clear()
 

@@ -346,34 +346,13 @@ class Session(Generic[T]):
         :raises RemoteProtocolError: the peer broke the rules; the link is dead
         """
         if self._ended:
-            return
-        streams = self._streams
-        for stream, frame, body in self._decoder.feed(data):
-            role = ROLES[type(frame)]
-            owner = streams.get(stream)
-            if role is _GOES_ON and owner is not None and owner is not _FORGOTTEN:
-                yield Came(owner, frame, body)
-                continue
-            if role is _OPENS and stream:
-                yield self._begin(stream, frame, body)
-                continue
-            event = self._judge(stream, role, frame, body)
-            if event is not None:
-                yield event
-                self._ending = None
-            else:
-                yield _NOTHING
-            if self._ended:
-                return
+            return iter(())
+        self._decoder.feed(data)
+        return iter(self._next_event, None)
 
-    def receive_one(self, data: bytes) -> Event[T] | None:
-        """As :meth:`receive`, if ``data`` is one frame; else ``None``: receive it.
-
-        Call :meth:`has_handled` when the event was taken.
-
-        :raises RemoteProtocolError: the peer broke the rules; the link is dead
-        """
-        found = None if self._ended else self._decoder.whole(data)
+    def _next_event(self) -> Event[T] | None:
+        self._ending = None  # the event before was taken
+        found = None if self._ended else self._decoder.next_frame()
         if found is None:
             return None
         stream, frame, body = found
@@ -385,10 +364,6 @@ class Session(Generic[T]):
             return self._begin(stream, frame, body)
         event = self._judge(stream, role, frame, body)
         return _NOTHING if event is None else event
-
-    def has_handled(self) -> None:
-        """What :meth:`receive_one` has returned was taken."""
-        self._ending = None
 
     def _judge(
         self, stream: int, role: Role, frame: Frame, body: bytes

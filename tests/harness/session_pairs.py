@@ -35,12 +35,7 @@ def pump(source: Session[str], sink: Session[str]) -> list[Event[str]]:
     """
     events: list[Event[str]] = []
     while source.outbox:
-        data = source.outbox.take(100_000)
-        if (event := sink.receive_one(data)) is None:
-            events += sink.receive(data)
-        else:
-            events.append(event)
-            sink.has_handled()
+        events += sink.receive(source.outbox.take(100_000))
     return events
 
 
