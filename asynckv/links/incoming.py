@@ -226,7 +226,35 @@ class Incoming:
 
     def _hear(self, max_count: int) -> int:
         """Hear so many frames of what was received; if there is more, wait for it."""
-        count, is_all = self._handle_events(max_count)
+        outgoing, session, ending = self._outgoing, self._session, self._ending
+        outgoing.will_flush = True
+        max_answer_bytes = 0  # the first answer leaves before others are made
+        count, empty_count, is_all = 0, 0, False
+        try:
+            for event in self._events:
+                count += 1
+                if type(event) is Came:
+                    event.owner.on_frame(event.frame, event.body)
+                elif type(event) is Opened:
+                    self._open(event)
+                elif type(event) is Nothing:
+                    empty_count += 1
+                else:
+                    self._handle(event)
+                if ending.error is not None or count >= max_count:
+                    break
+                if session.outbox.answer_bytes > max_answer_bytes:
+                    outgoing.flush()
+                    if outgoing.is_reading_paused:
+                        break
+                    max_answer_bytes = outgoing.max_answer_bytes
+            else:
+                is_all = True
+        except Exception as exc:  # noqa: BLE001 - the link ends by it
+            self._fail(exc)
+        outgoing.end_handling(is_answered=max_answer_bytes > 0)
+        if count > empty_count and not self._is_behind:
+            self._turns.note_heard(self._number)
         self._judge()
         self._heard_count += count
         if is_all:
@@ -267,38 +295,6 @@ class Incoming:
         self._judged_pings = pinged
         if is_flood and self._ending.error is None:
             self._ending.refuse(RemoteProtocolError("a flood of pings"))
-
-    def _handle_events(self, max_count: int) -> tuple[int, bool]:
-        """Hear at most so many frames: how many there were, and if that was all."""
-        outgoing, outbox, ending = self._outgoing, self._session.outbox, self._ending
-        outgoing.will_flush = True
-        max_answer_bytes = 0  # the first answer leaves before others are made
-        count, empty_count, is_all = 0, 0, False
-        try:
-            for event in self._events:
-                count += 1
-                if type(event) is Came:
-                    event.owner.on_frame(event.frame, event.body)
-                elif type(event) is Opened:
-                    self._open(event)
-                elif type(event) is Nothing:
-                    empty_count += 1
-                else:
-                    self._handle(event)
-                if ending.error is not None or count >= max_count:
-                    break
-                if outbox.answer_bytes > max_answer_bytes:
-                    if not outgoing.make_room():
-                        break
-                    max_answer_bytes = outgoing.max_answer_bytes
-            else:
-                is_all = True
-        except Exception as exc:  # noqa: BLE001 - the link ends by it
-            self._fail(exc)
-        outgoing.end_handling(is_answered=max_answer_bytes > 0)
-        if count > empty_count and not self._is_behind:
-            self._turns.note_heard(self._number)
-        return count, is_all
 
     def _fail(self, error: Exception) -> None:
         """End the link: the peer broke the rules, or we did."""

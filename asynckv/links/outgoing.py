@@ -27,8 +27,8 @@ _WRITE_BYTES: Final = 256 * 1024
 class Outgoing:
     """Moves an outbox to a stream, and pauses its reading where it must.
 
-    Whoever handles what came sets ``will_flush`` meanwhile, looks for room when
-    more than ``max_answer_bytes`` wait, and calls :meth:`end_handling`.
+    Whoever handles what came sets ``will_flush`` meanwhile, flushes when more than
+    ``max_answer_bytes`` wait, and calls :meth:`end_handling`.
     ``read_on()`` is called, on a later tick, when reading may go on: first with
     what was received already, then by ``resume_reading``.
     """
@@ -123,11 +123,6 @@ class Outgoing:
             self._read_on()
         if self._when_drained and self.nbytes < LOW_BYTES:
             self.tell_drained()
-
-    def make_room(self) -> bool:
-        """Write what is queued: whether one more answer may be; else reading pauses."""
-        self.flush()
-        return not self.is_reading_paused
 
     def finish(self) -> None:
         """Write what is queued, then end the writing half; read on meanwhile."""

@@ -34,6 +34,7 @@ from asynckv.protocol.wire import (
     pack_header,
     unpack_fields,
     unpack_header,
+    xxh3,
 )
 
 __all__ = (
@@ -180,7 +181,7 @@ def encode_plain(stream: int, frame: Frame, body: bytes, limits: Limits) -> byte
     control_bytes, nbytes = len(control), len(body)
     if control_bytes > limits.max_control_bytes or nbytes > limits.max_body_bytes:
         raise _too_long(frame, control_bytes, nbytes, limits)
-    checksum = checksum_of(control, body)
+    checksum = xxh3(body, xxh3(control)) if body else xxh3(control)
     fields = pack_fields(PLAIN, control_bytes, nbytes, stream, checksum)
     return b"".join((fields, crc32(fields).to_bytes(4, "big"), control, body))
 
@@ -266,7 +267,8 @@ class FrameDecoder:
         # The beginning of a frame, and how many bytes of it are to be judged next.
         self._pending = bytearray()
         self._wanted_bytes = HEADER_BYTES
-        # What was fed, and how far it was read.
+        self.has_unread = False
+        """Has something been fed that was not looked at yet?"""
         self._data, self._start = b"", 0
         self._error: RemoteProtocolError | None = None
 
@@ -299,7 +301,7 @@ class FrameDecoder:
             data = self._join(data)
         elif type(data) is not bytes:
             data = bytes(data)
-        self._data, self._start = data, 0
+        self._data, self._start, self.has_unread = data, 0, True
         return iter(self.next_frame, None)
 
     def _join(self, data: Buffer) -> bytes:
@@ -339,9 +341,11 @@ class FrameDecoder:
                     and crc32(data[start : start + CRC32_OFFSET]) == crc
                 ):
                     control, body = data[control_start:body_start], data[body_start:end]
-                    if checksum_of(control, body) != checksum:
+                    if (
+                        xxh3(body, xxh3(control)) if body else xxh3(control)
+                    ) != checksum:
                         raise RemoteProtocolError(_CHANGED)
-                    self._start = end
+                    self._start, self.has_unread = end, end < nbytes
                     return stream, _decode(control), body
                 end, whole = self._read_part(data, start)
                 self._start = end
@@ -350,7 +354,7 @@ class FrameDecoder:
                 if end == start:
                     break
                 start = end
-            self._data, self._start = b"", 0
+            self._data, self._start, self.has_unread = b"", 0, False
             if start < nbytes:
                 self._pending += data[start:]
             if self._pending:
@@ -367,7 +371,7 @@ class FrameDecoder:
 
     def _die(self, error: RemoteProtocolError) -> None:
         self._error = error
-        self._data, self._start = b"", 0
+        self._data, self._start, self.has_unread = b"", 0, False
         self._pending.clear()
         self.bodies.clear()
 

@@ -352,8 +352,9 @@ class Session(Generic[T]):
 
     def _next_event(self) -> Event[T] | None:
         self._ending = None  # the event before was taken
-        found = None if self._ended else self._decoder.next_frame()
-        if found is None:
+        if self._ended or not self._decoder.has_unread:
+            return None
+        if (found := self._decoder.next_frame()) is None:
             return None
         stream, frame, body = found
         role = ROLES[type(frame)]

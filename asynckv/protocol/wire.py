@@ -45,6 +45,7 @@ __all__ = (
     "parity_of",
     "unpack_fields",
     "unpack_header",
+    "xxh3",
 )
 
 
@@ -66,7 +67,8 @@ _Buffer: TypeAlias = bytes | bytearray | memoryview
 _MAGIC: Final = b"AKV1"
 _TLS_RECORDS: Final = (b"\x15", b"\x16")  # alert, handshake
 _STREAM_END: Final = 24
-_xxh3: Final = xxhash.xxh3_64_intdigest
+xxh3: Final = xxhash.xxh3_64_intdigest
+"""64 bits, as a number: of bytes, or seeded with those of what goes before them."""
 _pack_beginning: Final = struct.Struct("!4sBBH").pack
 _unpack_beginning: Final = struct.Struct("!4sBBH").unpack
 
@@ -96,8 +98,8 @@ def checksum_of(control: _Buffer, payload: _Buffer = b"") -> int:
 
     Of a chunk only the control part counts: its bytes have a digest of their own.
     """
-    checksum = _xxh3(control)
-    return _xxh3(payload, checksum) if payload else checksum
+    checksum = xxh3(control)
+    return xxh3(payload, checksum) if payload else checksum
 
 
 def pack_header(

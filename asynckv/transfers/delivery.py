@@ -5,7 +5,8 @@ What came through host memory is brought to the GPU where it is wanted.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Final
 
 import msgspec
 import torch
@@ -22,10 +23,9 @@ from asynckv.tensors.device_copying import DeviceCopyPool
 from asynckv.tensors.device_tensors import gpu_of
 from asynckv.tensors.growth import Growth
 from asynckv.tensors.runs import fill
-from asynckv.tensors.views import tensor_from
+from asynckv.tensors.views import dtype_of, tensor_from
 from asynckv.transfers.incoming import Incoming
 from asynckv.transfers.manifest import INLINE_NBYTES, Manifest, unflatten, verify
-from asynckv.transfers.queries import tensor_of
 from asynckv.transfers.targets import match_targets
 from asynckv.types import TensorSpec
 from asynckv.waits.line import ByteRoom
@@ -34,12 +34,49 @@ __all__ = (
     "Delivery",
     "MappedParts",
     "ReceiveBudget",
+    "SmallTensors",
     "goes_to_gpu",
     "is_on_gpu",
     "move_to_device",
     "moved_to_device",
     "on_host",
 )
+
+
+_MOST_SHAPES: Final = 8
+_MOST_NBYTES: Final = 16 * 1024
+
+
+class SmallTensors:
+    """The next few small tensors, made while their bytes are waited for.
+
+    Of the shapes of the last ones: after a wake-up each call of torch takes long.
+    """
+
+    def __init__(self) -> None:
+        self._made: dict[TensorSpec, tuple[torch.Tensor, memoryview] | None] = {}
+
+    def prepare(self) -> None:
+        """Make one of each shape that was asked for lately, if it was taken."""
+        for spec, made in self._made.items():
+            if made is None:
+                raw = bytearray(spec.nbytes)
+                flat = torch.frombuffer(raw, dtype=dtype_of(spec.dtype))
+                self._made[spec] = flat.view(spec.shape), memoryview(raw)
+
+    def tensor(self, piece: bytes | memoryview, spec: TensorSpec) -> torch.Tensor:
+        """Return a tensor of its own memory that holds a copy of ``piece``."""
+        made = self._made.get(spec)
+        if made is not None:
+            self._made[spec] = None
+            tensor, view = made
+            view[:] = piece
+            return tensor
+        if 0 < len(piece) <= _MOST_NBYTES and spec.dtype != "complex32":
+            if len(self._made) >= _MOST_SHAPES:
+                self._made.clear()
+            self._made[spec] = None
+        return tensor_from(piece, spec)
 
 
 class ReceiveBudget(ByteRoom):
@@ -53,6 +90,7 @@ class ReceiveBudget(ByteRoom):
             ends_with="the end of another drop_select or get",
         )
         self._memory = memory or Growth(max_bytes)
+        self.small = SmallTensors()
 
     def empty(self, spec: TensorSpec) -> torch.Tensor:
         """Return a tensor for some of the bytes that were reserved."""
@@ -113,6 +151,7 @@ class Delivery(msgspec.Struct, eq=False):
     tensors: dict[str, torch.Tensor] = {}
     incoming: Incoming | None = None
     charged_bytes: int = 0
+    tensor_from: Callable[[bytes | memoryview, TensorSpec], torch.Tensor] = tensor_from
 
     def __repr__(self) -> str:
         # Of no token and no tensor: reading one of a GPU would wait for that.
@@ -150,7 +189,7 @@ class Delivery(msgspec.Struct, eq=False):
                 fill(memory_of(target), piece)  # at most 64 KiB
                 self.tensors[record.name] = tensor_at(target)
             else:
-                self.tensors[record.name] = tensor_from(piece, record.spec)
+                self.tensors[record.name] = self.tensor_from(piece, record.spec)
         self.landed = [*self.tensors]
 
     def own_nbytes(self, targets: Mapping[str, KVMemory]) -> int:
@@ -188,12 +227,14 @@ class Delivery(msgspec.Struct, eq=False):
     def entry(self) -> KVEntry:
         """Return the entry, whole."""
         offer, manifest = self.offer, self.manifest
+        tokens, roi = manifest.input_tokens, manifest.roi
         tensors = self.tensors  # in the order in which they came
-        named = [(one.name, tensors[one.name]) for one in manifest.records]
-        key, value, hidden, extras = unflatten(named)
+        if len(tensors) > 1:
+            tensors = {one.name: tensors[one.name] for one in manifest.records}
+        key, value, hidden, extras = unflatten(tensors.items())
         return KVEntry(
-            tensor_of(manifest.input_tokens),
-            tensor_of(manifest.roi),
+            None if tokens is None else self.tensor_from(tokens.data, tokens.spec),
+            None if roi is None else self.tensor_from(roi.data, roi.spec),
             key,
             value,
             hidden,

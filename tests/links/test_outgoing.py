@@ -105,13 +105,15 @@ async def test_a_full_stream_is_given_nothing() -> None:
 async def test_reading_pauses_while_many_answers_wait_and_goes_on_after() -> None:
     sender = Sender(full=True)
     sender.answer(MAX_ANSWER_BYTES + 1)
-    assert not sender.outgoing.make_room()
+    sender.outgoing.flush()
+    assert sender.outgoing.is_reading_paused
     assert sender.stream.is_paused
     sender.stream.is_full = False
     sender.outgoing.flush()
     await asyncio.sleep(0)
     assert sender.resumed == 1
-    assert sender.outgoing.make_room()
+    sender.outgoing.flush()
+    assert not sender.outgoing.is_reading_paused
 
 
 async def test_what_this_side_asks_pauses_nothing() -> None:
@@ -119,7 +121,8 @@ async def test_what_this_side_asks_pauses_nothing() -> None:
     for _ in range(200):
         sender.outbox.put(1, Get("a"), bytes(50_000))
     sender.outgoing.flush()
-    assert sender.outgoing.make_room()
+    sender.outgoing.flush()
+    assert not sender.outgoing.is_reading_paused
 
 
 async def test_a_peer_that_takes_what_it_is_sent_is_not_judged() -> None:

@@ -123,7 +123,11 @@ class Selecting:
         while True:
             while (delivery := self.delivery) is None:
                 await self.changed()
-            await self._take_in(delivery)
+            if delivery.offer.inline:
+                targets = self.targets
+                delivery.read_inline(on_host(targets) if targets else targets)
+            else:
+                await self._take_in(delivery)
             if self._error is not None:
                 raise self._error
             while self.delivery is delivery:
@@ -233,6 +237,7 @@ class Selecting:
                 incoming = None if delivery is None else delivery.incoming
                 if incoming is not None and incoming.transfer == frame.transfer:
                     incoming.on_frame(frame, body)
+                return  # what has landed by it is told of
             case Complete(transfer=transfer):
                 if delivery is not None and delivery.offer.transfer == transfer:
                     delivery.has_completed = True
@@ -272,6 +277,7 @@ class Selecting:
             raise RemoteProtocolError("a second offer, the first one stands")
         reader, by_parts = self._reader, self._streams
         delivery = read_offer(self.link, offer, body, reader, by_parts=by_parts)
+        delivery.tensor_from = self._budget.small.tensor
         # What is mapped, and nobody wants any more, is let go.
         if offer.mapped is None or self._error is None:
             self.delivery = delivery
@@ -289,10 +295,7 @@ class Selecting:
     async def _take_in(self, delivery: Delivery) -> None:
         """Let its bytes land, or read them where they are."""
         reader = self._reader
-        if delivery.offer.inline:
-            targets = self.targets
-            delivery.read_inline(on_host(targets) if targets else targets)
-        elif delivery.mapped is not None and reader is not None and not self._streams:
+        if delivery.mapped is not None and reader is not None and not self._streams:
             await reader.take(delivery, self.targets, self._budget, self._stands)
         else:
             if self._receiver is None:
@@ -444,41 +447,27 @@ class RemoteConsumer:
     ) -> tuple[Selecting, Delivery]:
         while True:
             # Each of thousands that wait has this frame: it is kept small.
-            selecting = self._ask(
-                *(self._peer.link_nowait() or await self._peer.link(), query, targets),
+            peer = self._peer
+            link = peer.link_nowait() or await peer.link()
+            selecting = Selecting(
+                *(link, query, targets, peer.budget, peer.pool),
                 streams=streams,
-                views=views,
+                reader=peer.ways.reader(link, views=views),
+                ways=None if peer.on_gpu is None else peer.ways,
             )
+            self._waits.begin(selecting)
+            peer.budget.small.prepare()
             try:
                 delivery = await selecting.delivered()
                 if delivery.incoming is None and not streams:
-                    if self._peer.on_gpu is not None or targets:
-                        await move_to_device(delivery, targets, self._peer.pool)
+                    if peer.on_gpu is not None or targets:
+                        await move_to_device(delivery, targets, peer.pool)
                 return selecting, delivery
             except BaseException as exc:
                 if not await _may_ask_again(selecting, exc):
                     raise
             finally:
                 self._waits.end(selecting)
-
-    def _ask(
-        self,
-        link: Link,
-        query: Query,
-        targets: Mapping[str, KVMemory],
-        *,
-        streams: bool,
-        views: bool,
-    ) -> Selecting:
-        peer = self._peer
-        selecting = Selecting(
-            *(link, query, targets, peer.budget, peer.pool),
-            streams=streams,
-            reader=peer.ways.reader(link, views=views),
-            ways=None if peer.on_gpu is None else peer.ways,
-        )
-        self._waits.begin(selecting)
-        return selecting
 
     async def _settle(self, selecting: Selecting, delivery: Delivery) -> bool:
         """Acknowledge receipt of what is not small; ``False`` if it did not count."""

@@ -155,10 +155,10 @@ def make_offer(
         if keeper is not None and pin is not None:
             keeper.unpin(pin.number)
         raise
-    parts = [(part.spec.nbytes, part.region) for part in entry.parts]
     offering = Offering(
         *(stream, entry, link.new_transfer()),
-        is_on_gpu=not inline and are_on_gpu(parts),
+        is_on_gpu=not inline
+        and are_on_gpu([(part.spec.nbytes, part.region) for part in entry.parts]),
         pin=pin,
         exported=reader if pin is not None else None,
     )
