@@ -27,15 +27,14 @@ from asynckv.protocol.frames import (
 )
 from asynckv.protocol.transfer_frames import (
     Grant,
-    Mappable,
     OpenDevices,
-    OpenIpc,
+    OpenMemory,
     PushMapped,
     PushShared,
     Sent,
 )
 from asynckv.sharing.gpu_channel import DeviceStream
-from asynckv.sharing.handshake import GPU_OF_BOTH, HOST_OF_BOTH, Handshake
+from asynckv.sharing.handshake import Handshake
 from asynckv.tensors.open_device import OpenDevice
 from asynckv.types import TensorSpec
 
@@ -60,7 +59,7 @@ class PipeEnd:
         self._terms: tuple[OpenDevice, Digest] | None = None
         self._asked: dict[type[Frame], Callable[[GpuSide], None]] = {}
         self._mapping: MapSharing | None = None
-        self._asked_to_map: Handshake[Mappable] | None = None
+        self._handshake: Handshake | None = None
         self._may_share: bool | None = None
 
     @classmethod
@@ -103,23 +102,34 @@ class PipeEnd:
             self.inbound.granting.mapping = self._mapping
             if self._has_dialled:
                 self._mapping.ask()
-        if self._asked_to_map is not None:
-            self._answer_mapping(self._asked_to_map)
+        if self._handshake is not None:
+            self._answer_mapping(self._handshake)
 
-    def asked_to_map(self, stream: LinkStream) -> StreamHandler:
-        """The peer asks to share memory: that begins when this side can.
+    def asked_to_share(
+        self, stream: LinkStream, frame: OpenDevices | OpenMemory
+    ) -> StreamHandler:
+        """The peer asks to share memory, or to connect GPUs: begin when this side can.
 
-        :raises ConfigError: it may not, or was asked so before
+        :raises ConfigError: it may not, has no GPU, or was asked so before
         """
-        handshake = Handshake.answer(HOST_OF_BOTH, stream)
-        if self._has_dialled or self._asked_to_map or self._is_over:
+        if isinstance(frame, OpenDevices):
+            return self._asked_for_gpus(stream, frame)
+        if frame.of != "pipe":
+            raise ConfigError(f"a pipe has no memory of {frame.of}")
+        if frame.gpu_uuid:
+            return self._asked_for_gpus(stream, frame)
+        return self._asked_to_map(stream, frame)
+
+    def _asked_to_map(self, stream: LinkStream, frame: OpenMemory) -> StreamHandler:
+        handshake = Handshake.answer(stream, frame)
+        if self._has_dialled or self._handshake or self._is_over:
             raise ConfigError("this side of the pipe shares no memory")
-        self._asked_to_map = handshake
+        self._handshake = handshake
         if self._may_share is not None:
             self._answer_mapping(handshake)
         return handshake
 
-    def _answer_mapping(self, handshake: Handshake[Mappable]) -> None:
+    def _answer_mapping(self, handshake: Handshake) -> None:
         if self._mapping is None:
             handshake.leave(ConfigError("this side of the pipe has a GPU"))
         else:
@@ -138,13 +148,9 @@ class PipeEnd:
         for answer in self._asked.values():
             answer(self._on_gpu(*self._terms))
 
-    def asked_for_gpus(
-        self, stream: LinkStream, frame: OpenDevices | OpenIpc
+    def _asked_for_gpus(
+        self, stream: LinkStream, frame: OpenDevices | OpenMemory
     ) -> StreamHandler:
-        """The peer asks to connect GPUs: that begins when this side can.
-
-        :raises ConfigError: this side has none, or was asked so before
-        """
         if not self._may_be_asked or type(frame) in self._asked or self._is_over:
             raise ConfigError("this side of the pipe has no GPU to connect")
         handler, answer = _heard(stream, frame)
@@ -258,12 +264,12 @@ class PipeEnd:
 
 
 def _heard(
-    stream: LinkStream, frame: OpenDevices | OpenIpc
+    stream: LinkStream, frame: OpenDevices | OpenMemory
 ) -> tuple[StreamHandler, Callable[[GpuSide], None]]:
     """Return who hears what the peer says, and what answers it when there is a GPU."""
-    if isinstance(frame, OpenIpc):
-        handshake = Handshake.answer(GPU_OF_BOTH, stream)
-        return handshake, lambda gpus: gpus.opening.share(handshake, frame.uuid)
+    if isinstance(frame, OpenMemory):
+        handshake = Handshake.answer(stream, frame)
+        return handshake, lambda gpus: gpus.opening.share(handshake, frame.gpu_uuid)
     channel = DeviceStream(answers=True)
     channel.use(stream)
     return channel, lambda gpus: gpus.opening.answer(channel, frame)

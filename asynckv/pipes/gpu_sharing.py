@@ -30,14 +30,14 @@ from asynckv.links.options import new_identity
 from asynckv.protocol.handshake import DigestMode
 from asynckv.protocol.transfer_frames import (
     Devices,
-    Exported,
+    Exposed,
     OpenDevices,
-    OpenIpc,
+    OpenMemory,
     PushShared,
 )
 from asynckv.sharing.exporter import LEAST_NBYTES, Exporter, Importer, warn_of_loss
 from asynckv.sharing.gpu_channel import DeviceStream, GpuLink, ask_devices
-from asynckv.sharing.handshake import GPU_OF_BOTH, Handshake
+from asynckv.sharing.handshake import Handshake
 from asynckv.sharing.imports import PeerMemory
 from asynckv.sharing.peer_imports import check_same_host
 from asynckv.tensors.cuda import DeviceMemory
@@ -120,21 +120,22 @@ class GpuSharing:
         """
         if reason := self.why_not(self._uuid):
             return reason
-        with Handshake.ask(GPU_OF_BOTH, self._link, OpenIpc(self._uuid)) as handshake:
+        request = OpenMemory("pipe", self._uuid)
+        with Handshake.ask(self._link, request) as handshake:
             try:
-                exported = await handshake.exposed
+                exposed = await handshake.exposed
             except PeerLost:
                 raise
             except AsyncKVError as exc:
                 return exc.message
             async with asyncio.timeout(AGREE_S):
                 await self._growth.open()
-                handshake.prove(await self._import(exported))
+                handshake.prove(await self._import(exposed))
                 await self._export(handshake)
             self._begin()
         return ""
 
-    async def answer(self, handshake: Handshake[Exported]) -> None:
+    async def answer(self, handshake: Handshake) -> None:
         """Share with the peer that has asked for the same GPU; as :meth:`ask`.
 
         :raises AsyncKVError: the memory cannot be shared
@@ -214,17 +215,17 @@ class GpuSharing:
         await self.peer_memory.aclose()
         await self._exporter.aclose()
 
-    async def _import(self, exported: Exported) -> bytes:
+    async def _import(self, exposed: Exposed) -> bytes:
         pages = self._growth.device_pages
         if pages is None or not pages.is_open:
             raise ConfigError("this side has no memory of a GPU")
-        return await self.peer_memory.open(exported, pages.allocation)
+        return await self.peer_memory.open(exposed, pages.allocation)
 
-    async def _export(self, handshake: Handshake[Exported]) -> None:
-        importer, exposed = self._exporter.export(
+    async def _export(self, handshake: Handshake) -> None:
+        importer = self._exporter.export(
             self._link, self._wanted, self._uuid, least_nbytes=LEAST_NBYTES
         )
-        await handshake.export(importer, exposed)
+        await handshake.export(importer)
         self._importer = importer
         importer.lost = partial(self._lost, "the peer has closed the memory")
 
@@ -291,7 +292,7 @@ class GpuOpening:
         self._open(partial(self._answer, channel, frame))
         self._is_asked.set()
 
-    def share(self, handshake: Handshake[Exported], uuid: str) -> None:
+    def share(self, handshake: Handshake, uuid: str) -> None:
         """Share memory with the peer, which has asked for that GPU's. Never waits."""
         self._open(partial(self._share, handshake, uuid))
 
@@ -351,7 +352,7 @@ class GpuOpening:
             why = str(exc) or "no answer in time"
             raise ConfigError(f"{why}; nor by CUDA IPC: {reason}") from exc
 
-    async def _share(self, handshake: Handshake[Exported], uuid: str) -> None:
+    async def _share(self, handshake: Handshake, uuid: str) -> None:
         if reason := self._sharing.why_not(uuid):
             # Not the end of it: NCCL may be asked for, and is then soon.
             handshake.leave(ConfigError(reason))

@@ -22,7 +22,7 @@ from asynckv.pipes.opening import PipeListener
 from asynckv.pipes.pipe import Pipe
 from asynckv.pipes.rendezvous import Follower, Leader, Rendezvous, name_ranks
 from asynckv.protocol.frames import JoinGroup, Members, OpeningFrame, OpenPipe
-from asynckv.protocol.transfer_frames import OpenDevices, OpenIpc, OpenMap
+from asynckv.protocol.transfer_frames import OpenDevices, OpenMemory
 from asynckv.security.keyring import NO_KEYS, Keyring
 from asynckv.tensors.devices import Device
 from asynckv.tensors.open_device import OpenDevice, open_device
@@ -184,10 +184,8 @@ class Joining:
         """
         if isinstance(frame, JoinGroup) and isinstance(self._rendezvous, Leader):
             return self._rendezvous.seat(stream, frame)
-        if isinstance(frame, OpenDevices | OpenIpc):
-            return self._end_of(stream.link).asked_for_gpus(stream, frame)
-        if isinstance(frame, OpenMap):
-            return self._end_of(stream.link).asked_to_map(stream)
+        if isinstance(frame, OpenDevices | OpenMemory):
+            return self._end_of(stream.link).asked_to_share(stream, frame)
         if not isinstance(frame, OpenPipe):
             raise ConfigError("a group of ranks meets here: use join_group()")
         return self._callers.arrived(stream, frame)

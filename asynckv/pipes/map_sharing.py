@@ -23,10 +23,10 @@ from asynckv.links.link import Link
 from asynckv.links.options import Digest, map_digest, new_identity
 from asynckv.pipes.parcels import Parcel
 from asynckv.protocol.handshake import DigestMode, strictest
-from asynckv.protocol.transfer_frames import Mappable, OpenMap, PushMapped
+from asynckv.protocol.transfer_frames import Exposed, OpenMemory, PushMapped
 from asynckv.protocol.values import Place
 from asynckv.sharing.exporter import Exporter, Importer, place_of, warn_of_loss
-from asynckv.sharing.handshake import HOST_OF_BOTH, Handshake
+from asynckv.sharing.handshake import Handshake
 from asynckv.sharing.peer_files import PeerFile, edges_at, import_file
 from asynckv.sharing.peer_imports import check_same_host
 from asynckv.shielding import clear_all_frames
@@ -84,7 +84,7 @@ class MapSharing:
         if self._may_share():
             self._open(self._ask)
 
-    def answer(self, handshake: Handshake[Mappable]) -> None:
+    def answer(self, handshake: Handshake) -> None:
         """Share memory with the peer, which has asked for it. Never waits."""
         self._open(partial(self._answer, handshake))
 
@@ -221,15 +221,15 @@ class MapSharing:
             raise
 
     async def _ask(self) -> None:
-        with Handshake.ask(HOST_OF_BOTH, self._link, OpenMap()) as handshake:
+        with Handshake.ask(self._link, OpenMemory("pipe")) as handshake:
             # Until the peer accepts the pipe: that is bounded by the link's life.
-            mappable = await handshake.exposed
+            exposed = await handshake.exposed
             async with asyncio.timeout(_AGREE_S):
-                handshake.prove(await self._import(mappable))
+                handshake.prove(await self._import(exposed))
                 await self._export(handshake)
             self._begin()
 
-    async def _answer(self, handshake: Handshake[Mappable]) -> None:
+    async def _answer(self, handshake: Handshake) -> None:
         with handshake:
             async with asyncio.timeout(_AGREE_S):
                 await self._export(handshake)
@@ -239,15 +239,15 @@ class MapSharing:
             handshake.prove(nonce)
             handshake.accept()
 
-    async def _export(self, handshake: Handshake[Mappable]) -> None:
-        importer, exposed = self._exporter.export(self._link, self._wanted)
-        await handshake.export(importer, exposed)
+    async def _export(self, handshake: Handshake) -> None:
+        importer = self._exporter.export(self._link, self._wanted)
+        await handshake.export(importer)
         self._importer = importer
         importer.lost = partial(self.lose, "the peer has closed the memory")
 
-    async def _import(self, mappable: Mappable) -> bytes:
-        self._file = file = await import_file(mappable)
-        self.digest = strictest(self._wanted, mappable.digest)
+    async def _import(self, exposed: Exposed) -> bytes:
+        self._file = file = await import_file(exposed)
+        self.digest = strictest(self._wanted, exposed.digest)
         return file.nonce
 
     def _begin(self) -> None:

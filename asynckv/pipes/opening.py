@@ -26,7 +26,7 @@ from asynckv.loops import LoopBound
 from asynckv.pipes.end import PipeEnd
 from asynckv.pipes.pipe import Pipe
 from asynckv.protocol.frames import OpeningFrame, OpenPipe
-from asynckv.protocol.transfer_frames import OpenDevices, OpenIpc, OpenMap
+from asynckv.protocol.transfer_frames import OpenDevices, OpenMemory
 from asynckv.security.keyring import NO_KEYS, Keyring
 from asynckv.security.tls import TLS
 from asynckv.tensors.devices import Device, DeviceName, device_named
@@ -176,10 +176,8 @@ class _Door:
     def open(
         self, stream: LinkStream, frame: OpeningFrame, body: bytes
     ) -> StreamHandler:
-        if isinstance(frame, OpenDevices | OpenIpc) and self._end is not None:
-            return self._end.asked_for_gpus(stream, frame)
-        if isinstance(frame, OpenMap) and self._end is not None:
-            return self._end.asked_to_map(stream)
+        if isinstance(frame, OpenDevices | OpenMemory) and self._end is not None:
+            return self._end.asked_to_share(stream, frame)
         if not isinstance(frame, OpenPipe):
             raise ConfigError(
                 "this peer listens for pipes and serves no buffer: use open_pipe()"

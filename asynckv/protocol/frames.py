@@ -16,16 +16,14 @@ import msgspec
 from asynckv.protocol.transfer_frames import (
     DeviceFrame,
     Eager,
+    Exposed,
     Grant,
-    IpcFrame,
-    Mappable,
-    Mapped,
     OpenDevices,
-    OpenIpc,
-    OpenMap,
+    OpenMemory,
+    Proved,
     PushMapped,
+    PushShared,
     Sent,
-    ShowIpc,
 )
 from asynckv.protocol.values import (
     Base,
@@ -485,9 +483,7 @@ OpeningFrame: TypeAlias = (
     | Pin
     | JoinGroup
     | OpenDevices
-    | OpenMap
-    | OpenIpc
-    | ShowIpc
+    | OpenMemory
     | OpenPipe
 )
 
@@ -504,10 +500,10 @@ Frame: TypeAlias = (
     | Goodbye
     | OpeningFrame
     | DeviceFrame
-    | Mappable
-    | Mapped
+    | Exposed
+    | Proved
     | PushMapped
-    | IpcFrame
+    | PushShared
     | Grant
     | Sent
     | Eager

@@ -3,19 +3,13 @@
 What makes bytes leave, and says that they did. As in :mod:`asynckv.protocol.frames`,
 values only.
 
-Memory of the host is shown on one stream a link: :class:`OpenMap`, :class:`Mappable`,
-:class:`Mapped`, then ``Accepted`` or a ``Failure``. Both sides of a pipe show theirs:
-who asks says :class:`Mappable` too, behind its :class:`Mapped`, and hears a
-:class:`Mapped` before the ``Accepted``. :class:`PushMapped` belongs to the pipe's own
-stream.
-
-So is memory of a GPU: :class:`OpenIpc`, :class:`Exported`, :class:`Imported`, then
-``Accepted`` or a ``Failure``. Both sides of a pipe show theirs: who asks says
-:class:`Exported` too, behind its :class:`Imported`, and hears an :class:`Imported`
-before the ``Accepted``. :class:`PushShared` belongs to the pipe's own stream. A peer
-that inserts into a buffer shows memory of its own by :class:`ShowIpc`, with its
-:class:`Exported` right behind; it hears an :class:`Imported`, then ``Accepted`` or a
-``Failure``.
+Memory of the host, or of a GPU, is opened on a stream of its own: :class:`OpenMemory`,
+an :class:`Exposed` from whoever exports it, a :class:`Proved` from whoever reads it,
+then ``Accepted`` or a ``Failure`` from the side that was asked. Both sides of a pipe
+export theirs: who asks says :class:`Exposed` too, behind its :class:`Proved`, and hears
+a :class:`Proved` before the ``Accepted``. A peer that inserts from its own memory says
+:class:`Exposed` right behind the :class:`OpenMemory`. :class:`PushMapped` and
+:class:`PushShared` belong to the pipe's own stream.
 
 Payload from GPU to GPU by NCCL has one stream a link, too: :class:`OpenDevices`,
 :class:`Devices`, and then for each of two *pipes*, one a direction, what makes both
@@ -44,22 +38,17 @@ __all__ = (
     "Devices",
     "DevicesFinish",
     "Eager",
-    "Exported",
+    "Exposed",
     "Grant",
-    "Imported",
-    "IpcFrame",
-    "Mappable",
-    "Mapped",
     "MeetDevice",
     "OpenDevices",
-    "OpenIpc",
-    "OpenMap",
+    "OpenMemory",
     "PrepareDevice",
+    "Proved",
     "PushMapped",
     "PushShared",
     "RouteName",
     "Sent",
-    "ShowIpc",
 )
 
 
@@ -116,71 +105,44 @@ class Eager(Base, frozen=True, tag="eager"):
     digests: Annotated[tuple[Digest, ...], msgspec.Meta(max_length=MAX_EAGER)] = ()
 
 
-class OpenMap(Request, frozen=True, tag="openmap"):
-    """May this peer map the memory that the lookup buffer's entries are in?
-
-    Of a pipe: that which the other side sends from.
-    """
-
-
-class Mappable(Base, frozen=True, tag="mappable"):
-    """Ask at that abstract socket for the file, which has so many bytes.
-
-    ``ticket`` is good for one connection. ``digest`` is what this side wants to be
-    compared; the stricter one counts.
-    """
-
-    address: Id
-    ticket: Token
-    nbytes: Count
-    digest: Literal["full", "edges", "off"] = "edges"
-
-
-class Mapped(Base, frozen=True, tag="mapped"):
-    """What was read through the mapping, at the file's last page."""
-
-    found: Annotated[bytes, msgspec.Meta(max_length=64)]
-
-
 _Uuid = Annotated[str, msgspec.Meta(max_length=64)]
 
 
-class OpenIpc(Request, frozen=True, tag="openipc"):
-    """May this peer open the GPU memory that the lookup buffer's entries are in?
+class OpenMemory(Request, frozen=True, tag="openmemory"):
+    """Let one side open memory of the other, to read what lies there.
 
-    Of a pipe: that which the other side sends from.
+    ``of`` says whose: the lookup buffer's that the other side serves, the memory that
+    this side inserts from, or what each side of a pipe sends from.
 
-    ``uuid`` names the GPU that it uses itself: numbers differ from process to process.
+    ``gpu_uuid`` names the GPU that this side uses itself, since numbers differ from
+    process to process. Without it memory of the host is meant.
     """
 
-    uuid: _Uuid
+    of: Literal["lookup", "inserts", "pipe"]
+    gpu_uuid: _Uuid = ""
 
 
-class ShowIpc(Request, frozen=True, tag="showipc"):
-    """Will the buffers' side open memory of that GPU that this peer puts from?"""
+class Exposed(Base, frozen=True, tag="exposed"):
+    """Memory that the peer may open: a file, or with a ``handle`` one GPU allocation.
 
-    uuid: _Uuid
-
-
-class Exported(Base, frozen=True, tag="exported"):
-    """The handle of one allocation of that GPU, which has so many bytes in all.
-
-    ``ticket`` is good for one connection to that abstract socket, which is to be open
-    for as long as the memory is. ``digest`` is what this side wants to be compared;
-    the stricter one counts.
+    ``ticket`` is good for one connection to the abstract socket at ``address``. The
+    file comes by it, and it is to be open for as long as the memory is. ``nbytes`` are
+    all that there are. ``digest`` is what this side wants to be compared; the stricter
+    one counts. ``gpu_uuid`` names the GPU.
     """
 
     address: Id
     ticket: Token
-    handle: Annotated[bytes, msgspec.Meta(max_length=64)]
     nbytes: Count
+    handle: Annotated[bytes, msgspec.Meta(max_length=64)] = b""
     digest: Literal["full", "edges", "off"] = "edges"
+    gpu_uuid: _Uuid = ""
 
 
-class Imported(Base, frozen=True, tag="imported"):
-    """What was read at the end of the allocation."""
+class Proved(Base, frozen=True, tag="proved"):
+    """The nonce that was read in the peer's memory, at its end."""
 
-    found: Annotated[bytes, msgspec.Meta(max_length=64)]
+    nonce: Annotated[bytes, msgspec.Meta(max_length=64)]
 
 
 class PushShared(Request, frozen=True, tag="pushshared"):
@@ -209,9 +171,6 @@ class PushMapped(Request, frozen=True, tag="pushmapped"):
     spec: TensorSpec
     place: Place
     digest: Digest = b""
-
-
-IpcFrame: TypeAlias = Exported | Imported | PushShared
 
 
 _Description = Annotated[bytes, msgspec.Meta(max_length=4096)]

@@ -16,13 +16,13 @@ import secrets
 import struct
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import ClassVar, Final, Protocol, TypeAlias
+from typing import ClassVar, Final, Protocol
 
 from asynckv.errors import ConfigError
 from asynckv.links.fd_socket import FdConnection, FdDoor, has_fd_sockets
 from asynckv.links.link import Link
 from asynckv.protocol.handshake import DigestMode
-from asynckv.protocol.transfer_frames import Exported, Mappable
+from asynckv.protocol.transfer_frames import Exposed
 from asynckv.protocol.values import Place
 from asynckv.protocol.wire import Digester
 from asynckv.tensors.arena import Hold, Region
@@ -39,7 +39,6 @@ __all__ = (
     "MAX_PINS",
     "ExportedMemory",
     "Exporter",
-    "Exposed",
     "Importer",
     "Pin",
     "SharedMemory",
@@ -48,9 +47,6 @@ __all__ = (
     "warn_of_loss",
 )
 
-
-Exposed: TypeAlias = Mappable | Exported
-"""What a peer is told that may open memory."""
 
 LEAST_NBYTES: Final = 2 * 2**20
 """Of less CUDA shows the peer what lies beside it too."""
@@ -67,6 +63,7 @@ class ExportedMemory:
 
     def __init__(self, allocation: DeviceAllocation) -> None:
         self.handle = allocation.handle
+        self.gpu_uuid = allocation.uuid
         self.nbytes = allocation.memory.nbytes
         self.nonce = allocation.nonce
         self._allocation: DeviceAllocation | None = allocation
@@ -78,10 +75,6 @@ class ExportedMemory:
     def fileno(self) -> int:
         """Return a descriptor that can be sent. It is open until :meth:`close`."""
         return self._fd
-
-    def exposed(self, address: str, ticket: bytes, digest: DigestMode) -> Exported:
-        """Return what a peer is told of it, which is to come there with a ticket."""
-        return Exported(address, ticket, self.handle, self.nbytes, digest)
 
     def close(self) -> None:
         """Show it to nobody any more. Whoever holds this object holds the memory."""
@@ -168,14 +161,20 @@ class SharedMemory(Protocol):
 
     nbytes: int
     nonce: bytes
+
+    @property
+    def handle(self) -> bytes:
+        """What opens it, if a descriptor does not."""
+
+    @property
+    def gpu_uuid(self) -> str:
+        """Which GPU it is on; empty if it is on none."""
+
     must_be_closed_there: ClassVar[bool]
     """Must the memory outlive what a peer has open of it?"""
 
     def fileno(self) -> int:
         """Return the descriptor that is sent for a ticket."""
-
-    def exposed(self, address: str, ticket: bytes, digest: DigestMode) -> Exposed:
-        """Return what a peer is told of it, which is to come there with a ticket."""
 
     def edges(self, regions: Sequence[Region], places: Sequence[Place | None]) -> bytes:
         """Return the digest of the first and last bytes of what lies there."""
@@ -195,7 +194,8 @@ class Importer:
 
     def __init__(self, exporter: Exporter, file: SharedMemory, peer_id: str) -> None:
         self.peer_id = peer_id
-        self.ticket = b""
+        self.exposed = Exposed("", b"", 0)
+        """What it is told."""
         self.is_verified = False
         self._exporter = exporter
         self._file = file
@@ -346,33 +346,38 @@ class Exporter:
         self,
         link: Link,
         digest: DigestMode,
-        uuid: str | None = None,
+        gpu_uuid: str = "",
         *,
         least_nbytes: int = 0,
-    ) -> tuple[Importer, Exposed]:
+    ) -> Importer:
         """Let one more peer open memory of the host, or of the GPU of that name.
-
-        Return who that will be, and what it is told.
 
         :raises ConfigError: there is no such memory for it, or too little
         """
         # A handle is all that a process of this host needs, to write there too.
-        is_here = link.may_map and (uuid is None or link.own_host == link.peer_host)
-        file = self._open(uuid) if is_here and has_fd_sockets() else None
+        is_here = link.may_map and (not gpu_uuid or link.own_host == link.peer_host)
+        file = self._open(gpu_uuid) if is_here and has_fd_sockets() else None
         if file is None or self._door is None:
-            what = "that could be mapped" if uuid is None else "of that GPU to show"
+            what = "of that GPU to show" if gpu_uuid else "that could be mapped"
             raise ConfigError(f"this side has no memory {what}")
         importer = Importer(self, file, link.peer.id)
-        importer.ticket = self._door.admit(importer)
+        importer.exposed = Exposed(
+            address=self._door.address,
+            ticket=self._door.admit(importer),
+            nbytes=file.nbytes,
+            handle=file.handle,
+            digest=digest,
+            gpu_uuid=file.gpu_uuid,
+        )
         self._importers.add(importer)
         if file.nbytes < least_nbytes:
             importer.close()
             raise ConfigError("this side has too little memory of that GPU to show")
         link.call_when_lost(lambda _: importer.link_over())
-        return importer, file.exposed(self._door.address, importer.ticket, digest)
+        return importer
 
-    def _open(self, uuid: str | None) -> SharedMemory | None:
-        make = _memory_of(self._arena, uuid)
+    def _open(self, gpu_uuid: str) -> SharedMemory | None:
+        make = _memory_of(self._arena, gpu_uuid)
         if make is None:
             return None
         try:
@@ -387,7 +392,7 @@ class Exporter:
     def expel(self, importer: Importer) -> None:
         """It gets no file any more."""
         if self._door is not None:
-            self._door.expel(importer.ticket)
+            self._door.expel(importer.exposed.ticket)
 
     def forget(self, importer: Importer) -> None:
         """It has nothing of ours. With the last one the door is closed."""
@@ -429,15 +434,15 @@ class Exporter:
                 self._drop(file)
 
 
-def _memory_of(arena: object, uuid: str | None) -> Callable[[], SharedMemory] | None:
+def _memory_of(arena: object, gpu_uuid: str) -> Callable[[], SharedMemory] | None:
     """Return what exports memory of the host, or of the GPU of that name."""
-    if uuid is None:
+    if not gpu_uuid:
         slabs = arena.pages.open_slabs() if isinstance(arena, SlabArena) else None
         return None if slabs is None else partial(SharedFile, slabs)
     if not isinstance(arena, DeviceArena) or not arena.pages.is_open:
         return None
     allocation = arena.pages.allocation
-    is_there = bool(allocation.handle) and allocation.uuid == uuid
+    is_there = bool(allocation.handle) and allocation.uuid == gpu_uuid
     return partial(ExportedMemory, allocation) if is_there else None
 
 

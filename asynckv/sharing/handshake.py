@@ -1,97 +1,65 @@
 """The stream on which one side opens memory of the other: exposed, proved, accepted.
 
-An example: a peer asks by ``OpenMap`` for memory of the host, hears in a ``Mappable``
-where it is, maps it, says in a ``Mapped`` what it has read there, and hears
-``Accepted``. What differs from one kind of memory to another is a row of a table.
+An example: a peer asks by ``OpenMemory`` for memory of a lookup buffer, hears in an
+``Exposed`` where it is, opens it, says in a ``Proved`` what it has read there, and
+hears ``Accepted``. The other way round, or both ways at once, it is the same.
 """
 
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 from types import TracebackType
-from typing import Final, Generic, Literal, Self, TypeVar
+from typing import Any, Final, Self
 
 from asynckv.errors import AsyncKVError, ConfigError, PeerLost, RemoteProtocolError
 from asynckv.links.link import Link, LinkStream
 from asynckv.links.requests import fail_by
 from asynckv.protocol.failures import to_failure
-from asynckv.protocol.frames import (
-    Accepted,
-    Cancel,
-    Cancelled,
-    Frame,
-    OpeningFrame,
-)
-from asynckv.protocol.transfer_frames import Exported, Imported, Mappable, Mapped
-from asynckv.sharing.exporter import Exposed, Importer
+from asynckv.protocol.frames import Accepted, Cancel, Cancelled, Frame
+from asynckv.protocol.transfer_frames import Exposed, OpenMemory, Proved
+from asynckv.sharing.exporter import Importer
 from asynckv.waits.replies import Reply
 
-__all__ = (
-    "GPU",
-    "GPU_OF_ASKER",
-    "GPU_OF_BOTH",
-    "HOST",
-    "HOST_OF_BOTH",
-    "Handshake",
-    "Kind",
-)
+__all__ = ("Handshake",)
 
 _ACCEPT_S: Final = 10.0
 
-E = TypeVar("E", bound=Exposed)
 
-
-@dataclasses.dataclass(frozen=True)
-class Kind(Generic[E]):
-    """One kind of memory, and which side of the stream exports it."""
-
-    exposed: type[E]
-    proof: type[Mapped] | type[Imported]
-    exporter: Literal["asks", "answers", "both"] = "answers"
-
-
-HOST: Final = Kind(Mappable, Mapped)
-HOST_OF_BOTH: Final = Kind(Mappable, Mapped, "both")
-GPU: Final = Kind(Exported, Imported)
-GPU_OF_ASKER: Final = Kind(Exported, Imported, "asks")
-GPU_OF_BOTH: Final = Kind(Exported, Imported, "both")
-
-
-class Handshake(Generic[E]):
+class Handshake:
     """One side of it, as a context: whoever leaves it by an error says so.
 
     What the peer says is kept until it is awaited; a frame that makes no sense breaks
     the link. The side that ``answers`` accepts, when all is as it should be.
     """
 
-    def __init__(self, kind: Kind[E], *, answers: bool) -> None:
-        self.exposed: Reply[E] = Reply()
+    def __init__(self, request: OpenMemory, *, answers: bool) -> None:
+        self.exposed: Reply[Exposed] = Reply()
         """What the peer exports, if this side is to import it."""
         self.proof: Reply[bytes] = Reply()
         """What the peer has read in memory of this side."""
         self.accepted: Reply[None] = Reply()
-        self._kind = kind
+        of = request.of
         self._answers = answers
-        self._exports = kind.exporter in ("both", "answers" if answers else "asks")
-        self._imports = kind.exporter in ("both", "asks" if answers else "answers")
+        self._is_on_gpu = bool(request.gpu_uuid)
+        self._exports = of == "pipe" or (of == "lookup") is answers
+        self._imports = of == "pipe" or (of == "inserts") is answers
         self._stream: LinkStream | None = None
         self._is_over = False
 
     @classmethod
-    def ask(cls, kind: Kind[E], link: Link, frame: OpeningFrame) -> Self:
+    def ask(cls, link: Link, request: OpenMemory) -> Self:
         """Begin one on ``link``.
 
         :raises PeerLost: the link is over
         """
-        handshake = cls(kind, answers=False)
-        handshake._stream = link.open_stream(handshake, frame)
+        handshake = cls(request, answers=False)
+        handshake._stream = link.open_stream(handshake, request)
         return handshake
 
     @classmethod
-    def answer(cls, kind: Kind[E], stream: LinkStream) -> Self:
+    def answer(cls, stream: LinkStream, request: OpenMemory) -> Self:
         """Return the other side of one that the peer has begun."""
-        handshake = cls(kind, answers=True)
+        handshake = cls(request, answers=True)
         handshake._stream = stream
         return handshake
 
@@ -109,7 +77,7 @@ class Handshake(Generic[E]):
             # These keep the error, which keeps frames, and what is in them.
             self.exposed, self.proof, self.accepted = Reply(), Reply(), Reply()
 
-    async def export(self, importer: Importer, exposed: Exposed) -> None:
+    async def export(self, importer: Importer) -> None:
         """Expose memory, and wait until the peer has proved that it reads it.
 
         Who has asked for that alone waits until it is accepted, too. However else the
@@ -120,11 +88,11 @@ class Handshake(Generic[E]):
         :raises AsyncKVError: the peer has refused, or has given it up
         """
         try:
-            self._send(exposed)
+            self._send(importer.exposed)
             if not importer.verify(await self.proof):
                 raise ConfigError("that is not what the memory holds")
             self.check()
-            if self._kind.exporter == "asks":
+            if not (self._imports or self._answers):
                 await self.accepted
         except BaseException:
             importer.link_over()
@@ -132,7 +100,7 @@ class Handshake(Generic[E]):
 
     def prove(self, nonce: bytes) -> None:
         """Say what was read in the peer's memory. Never waits."""
-        self._send(self._kind.proof(nonce))
+        self._send(Proved(nonce))
 
     def check(self) -> None:
         """Raise why nothing comes of it, if the peer has given it up meanwhile."""
@@ -178,10 +146,10 @@ class Handshake(Generic[E]):
             return
         imports = self._imports and _is_due(self.exposed)
         exports = self._exports and _is_due(self.proof)
-        if imports and isinstance(frame, self._kind.exposed):
+        if imports and isinstance(frame, Exposed) and self._is_asked_for(frame):
             self.exposed.give(frame)
-        elif exports and isinstance(frame, self._kind.proof):
-            self.proof.give(frame.found)
+        elif exports and isinstance(frame, Proved):
+            self.proof.give(frame.nonce)
         elif isinstance(frame, Accepted) and not self._answers:
             self._is_over = True
             self.accepted.give(None)
@@ -193,6 +161,9 @@ class Handshake(Generic[E]):
 
     def on_lost(self, error: PeerLost) -> None:
         self._fail(error)
+
+    def _is_asked_for(self, exposed: Exposed) -> bool:
+        return bool(exposed.handle) is self._is_on_gpu
 
     def _fail(self, error: Exception) -> None:
         self._is_over = True
@@ -208,5 +179,5 @@ class Handshake(Generic[E]):
             self._stream.send(frame)
 
 
-def _is_due(answer: Reply[E] | Reply[bytes]) -> bool:
+def _is_due(answer: Reply[Any]) -> bool:
     return not answer.is_in or answer.is_given_up

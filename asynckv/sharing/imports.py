@@ -20,7 +20,7 @@ from asynckv.errors import ChecksumError, GPUFailed, PeerLost, RemoteProtocolErr
 from asynckv.links.fd_socket import fetch_file
 from asynckv.processes import ProcessBound
 from asynckv.protocol.handshake import DigestMode, strictest
-from asynckv.protocol.transfer_frames import Exported
+from asynckv.protocol.transfer_frames import Exposed
 from asynckv.protocol.values import Place
 from asynckv.sharing.mappings import MappedMemory, MappedPin
 from asynckv.shielding import clear_all_frames
@@ -92,7 +92,7 @@ class GpuImport(ProcessBound):
 
 
 async def import_gpu(
-    exported: Exported, own: DeviceAllocation
+    exposed: Exposed, own: DeviceAllocation
 ) -> tuple[GpuImport, bytes]:
     """Open what a peer has exported, on the GPU of ``own``; return its nonce too.
 
@@ -104,8 +104,8 @@ async def import_gpu(
     :raises RemoteProtocolError: that is no place for a ticket, or no allocation
     :raises GPUFailed: it cannot be opened, or is this process's own
     """
-    _check(exported)
-    sock, fd = await fetch_file(exported.address, exported.ticket)
+    _check(exposed)
+    sock, fd = await fetch_file(exposed.address, exposed.ticket)
     os.close(fd)
     owner = os.getpid()
 
@@ -115,12 +115,12 @@ async def import_gpu(
 
     cuda, device = own.gpus.cuda, own.memory.device
     allocation, nonce = await open_allocation(
-        cuda, device, exported.handle, exported.nbytes, ended
+        cuda, device, exposed.handle, exposed.nbytes, ended
     )
     return GpuImport(sock, allocation, own.gpus), nonce
 
 
-def _check(exported: Exported) -> None:
+def _check(exposed: Exposed) -> None:
     """Check what a peer claims to have exported, before any of it is opened.
 
     That it has so many bytes CUDA alone can tell. What the peer says later is checked
@@ -128,11 +128,11 @@ def _check(exported: Exported) -> None:
 
     :raises RemoteProtocolError: no handle, or no allocation, is like that
     """
-    if len(exported.handle) != IPC_HANDLE_NBYTES:
-        raise RemoteProtocolError(f"a handle of {len(exported.handle)} bytes is none")
-    nbytes = exported.nbytes - MARK_NBYTES
+    if len(exposed.handle) != IPC_HANDLE_NBYTES:
+        raise RemoteProtocolError(f"a handle of {len(exposed.handle)} bytes is none")
+    nbytes = exposed.nbytes - MARK_NBYTES
     if nbytes < PAGE_NBYTES or nbytes % PAGE_NBYTES or nbytes > _MAX_NBYTES:
-        raise RemoteProtocolError(f"nobody exports {exported.nbytes} bytes of a GPU")
+        raise RemoteProtocolError(f"nobody exports {exposed.nbytes} bytes of a GPU")
 
 
 def _hang_up(sock: socket.socket) -> None:
@@ -258,10 +258,10 @@ class PeerMemory:
         """Whether it can be read."""
         return self._imported is not None and not self._is_over
 
-    async def open(self, exported: Exported, own: DeviceAllocation) -> bytes:
+    async def open(self, exposed: Exposed, own: DeviceAllocation) -> bytes:
         """Open what the peer has exported; return its nonce. As :func:`import_gpu`."""
-        imported, nonce = await import_gpu(exported, own)
-        self.digest = strictest(self.digest, exported.digest)
+        imported, nonce = await import_gpu(exposed, own)
+        self.digest = strictest(self.digest, exposed.digest)
         self.put(imported)
         return nonce
 

@@ -20,7 +20,7 @@ import numpy.typing
 from asynckv.errors import PeerLost, RemoteProtocolError
 from asynckv.links.fd_socket import fetch_file
 from asynckv.processes import ProcessBound
-from asynckv.protocol.transfer_frames import Mappable
+from asynckv.protocol.transfer_frames import Exposed
 from asynckv.protocol.values import Place
 from asynckv.tensors.imports import in_thread
 from asynckv.tensors.shared_file import (
@@ -48,7 +48,7 @@ def edges_at(memory: _Bytes, generation: int) -> bytes:
     return edges_of(memory, [Place(((0, nbytes),), 0, generation)], [nbytes])
 
 
-async def import_file(mappable: Mappable) -> PeerFile:
+async def import_file(exposed: Exposed) -> PeerFile:
     """Map what a peer shows. A cancelled call leaves nothing behind.
 
     :raises PeerLost: nobody is where the ticket is good, or hung up
@@ -56,9 +56,9 @@ async def import_file(mappable: Mappable) -> PeerFile:
     :raises ValueError: it is no file that a peer should send
     :raises OSError: it cannot be mapped
     """
-    sock, fd = await fetch_file(mappable.address, mappable.ticket)
+    sock, fd = await fetch_file(exposed.address, exposed.ticket)
     try:
-        return PeerFile(sock, fd, mappable.nbytes)
+        return PeerFile(sock, fd, exposed.nbytes)
     except BaseException:
         sock.close()
         os.close(fd)

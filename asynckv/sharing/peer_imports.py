@@ -18,16 +18,10 @@ from asynckv.errors import AsyncKVError, IncompatiblePeer, NotServed, PeerLost
 from asynckv.links.fd_socket import fetch_file
 from asynckv.links.link import Link
 from asynckv.protocol.handshake import DigestMode, strictest
-from asynckv.protocol.transfer_frames import (
-    Exported,
-    Mappable,
-    OpenIpc,
-    OpenMap,
-    ShowIpc,
-)
+from asynckv.protocol.transfer_frames import Exposed, OpenMemory
 from asynckv.sharing.exporter import LEAST_NBYTES, Exporter, Importer, warn_of_loss
 from asynckv.sharing.gpu_channel import GpuLink, open_devices
-from asynckv.sharing.handshake import GPU, GPU_OF_ASKER, HOST, E, Handshake
+from asynckv.sharing.handshake import Handshake
 from asynckv.sharing.imports import ImportedMemory, import_gpu
 from asynckv.sharing.mappings import MappedMemory
 from asynckv.tensors.device_pages import DeviceAllocation, DevicePages
@@ -181,25 +175,24 @@ class PeerImports:
 
     async def _export(self, link: Link, exporter: Exporter, uuid: str) -> None:
         """Let the other end of ``link``, which has that GPU too, read what is put."""
-        found = exporter.export(link, self._digest, uuid, least_nbytes=LEAST_NBYTES)
-        with Handshake.ask(GPU_OF_ASKER, link, ShowIpc(uuid)) as handshake:
+        importer = exporter.export(link, self._digest, uuid, least_nbytes=LEAST_NBYTES)
+        with Handshake.ask(link, OpenMemory("inserts", uuid)) as handshake:
             async with asyncio.timeout(_EXPORT_S):
-                await handshake.export(*found)
-        self._importers[link], _ = found
-        found[0].lost = partial(warn_of_loss, link, "what is put at", _CLOSED_THERE)
+                await handshake.export(importer)
+        self._importers[link] = importer
+        importer.lost = partial(warn_of_loss, link, "what is put at", _CLOSED_THERE)
         logger.info("what is put at %s is read in memory of a GPU", link.peer.id)
 
     async def _open_memory(self, link: Link, own: DeviceAllocation) -> None:
         self._check_here(link)
-        handshake = Handshake.ask(GPU, link, OpenIpc(own.uuid))
-        await self._import(link, handshake, partial(self._import_gpu, own))
+        request = OpenMemory("lookup", own.uuid)
+        await self._import(link, request, partial(self._import_gpu, own))
         link.use_ipc()
         logger.info("entries at %s are read in its memory of a GPU", link.peer.id)
 
     async def _map(self, link: Link) -> None:
         self._check_here(link)
-        handshake = Handshake.ask(HOST, link, OpenMap())
-        await self._import(link, handshake, self._import_file)
+        await self._import(link, OpenMemory("lookup"), self._import_file)
         link.use_map()
         logger.info("entries at %s are read in its memory of the host", link.peer.id)
 
@@ -222,12 +215,12 @@ class PeerImports:
     async def _import(
         self,
         link: Link,
-        handshake: Handshake[E],
-        import_it: Callable[[E], Awaitable[tuple[MappedMemory, bytes]]],
+        request: OpenMemory,
+        import_it: Callable[[Exposed], Awaitable[tuple[MappedMemory, bytes]]],
     ) -> None:
         memory = None
         try:
-            with handshake:
+            with Handshake.ask(link, request) as handshake:
                 async with asyncio.timeout(OPEN_S):
                     memory, nonce = await import_it(await handshake.exposed)
                 handshake.prove(nonce)
@@ -241,20 +234,20 @@ class PeerImports:
         link.call_when_lost(lambda _: memory.link_over())
 
     async def _import_gpu(
-        self, own: DeviceAllocation, exported: Exported
+        self, own: DeviceAllocation, exposed: Exposed
     ) -> tuple[MappedMemory, bytes]:
-        imported, nonce = await import_gpu(exported, own)
-        digest = strictest(self._digest, exported.digest)
+        imported, nonce = await import_gpu(exposed, own)
+        digest = strictest(self._digest, exposed.digest)
         return ImportedMemory(imported, digest, own), nonce
 
-    async def _import_file(self, mappable: Mappable) -> tuple[MappedMemory, bytes]:
-        sock, fd = await fetch_file(mappable.address, mappable.ticket)
+    async def _import_file(self, exposed: Exposed) -> tuple[MappedMemory, bytes]:
+        sock, fd = await fetch_file(exposed.address, exposed.ticket)
         try:
-            file = self._file = _open_file(fd, mappable.nbytes, self._file)
+            file = self._file = _open_file(fd, exposed.nbytes, self._file)
         except BaseException:
             sock.close()
             raise
-        digest = strictest(self._digest, mappable.digest)
+        digest = strictest(self._digest, exposed.digest)
         return MappedMemory(sock, file, digest), file.nonce
 
 

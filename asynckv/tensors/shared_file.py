@@ -11,13 +11,12 @@ import os
 import secrets
 import struct
 from collections.abc import Iterable, Sequence
-from typing import Any, ClassVar, Final, Literal, TypeAlias
+from typing import Any, ClassVar, Final, TypeAlias
 
 import numpy
 import numpy.typing
 import torch
 
-from asynckv.protocol.transfer_frames import Mappable
 from asynckv.protocol.values import Place
 from asynckv.protocol.wire import Digester
 from asynckv.tensors.arena import ALIGNMENT_NBYTES, Region
@@ -60,6 +59,8 @@ class SharedFile:
     """
 
     must_be_closed_there: ClassVar[bool] = False  # a mapping keeps its file
+    handle: ClassVar[bytes] = b""
+    gpu_uuid: ClassVar[str] = ""
 
     def __init__(self, slabs: Slabs) -> None:
         self._fd = -1
@@ -77,12 +78,6 @@ class SharedFile:
     def fileno(self) -> int:
         """Return a descriptor that can be sent. It is open until :meth:`close`."""
         return self._fd
-
-    def exposed(
-        self, address: str, ticket: bytes, digest: Literal["full", "edges", "off"]
-    ) -> Mappable:
-        """Return what a peer is told of it, which is to come there with a ticket."""
-        return Mappable(address, ticket, self.nbytes, digest)
 
     def drop(self) -> None:
         """The kernel does, with the last mapping."""

@@ -19,7 +19,7 @@ from asynckv.links.fd_socket import has_fd_sockets
 from asynckv.links.link import LinkStream
 from asynckv.protocol.failures import to_failure
 from asynckv.protocol.frames import Cancelled, Frame, OpeningFrame
-from asynckv.protocol.transfer_frames import Exported, Grant, OpenDevices
+from asynckv.protocol.transfer_frames import Exposed, Grant, OpenDevices
 from asynckv.sharing import exporter as sharing, imports, peer_imports as importing
 from asynckv.sharing.exporter import ExportedMemory, Importer
 from asynckv.sharing.imports import GpuImport, ImportedMemory
@@ -183,12 +183,12 @@ async def test_a_cancelled_connect_leaves_nothing_behind(gpus: FakeGpus) -> None
         assert counts.suspensions >= 5
 
 
-@pytest.mark.parametrize("answer", [Cancelled(), Grant(1), "Exported twice"])
+@pytest.mark.parametrize("answer", [Cancelled(), Grant(1), "Exposed twice"])
 async def test_what_is_no_invitation_opens_nothing(
     monkeypatch: pytest.MonkeyPatch, gpus: FakeGpus, answer: Frame | str
 ) -> None:
     def say(stream: LinkStream, frame: OpeningFrame, body: bytes) -> None:
-        exported = Exported(f"asynckv-{0:032}", b"t" * 16, b"h" * 64, MIB + 512)
+        exported = Exposed(f"asynckv-{0:032}", b"t" * 16, MIB + 512, b"h" * 64)
         frames = [answer] if not isinstance(answer, str) else [exported, exported]
         if isinstance(frame, OpenDevices):
             stream.send(to_failure(ConfigError("nor a way to it")))

@@ -8,7 +8,7 @@ import struct
 from asynckv.links.fd_socket import fetch_file
 from asynckv.links.link import Link, LinkStream
 from asynckv.protocol.frames import Frame, Offer, Select
-from asynckv.protocol.transfer_frames import Mappable, Mapped, OpenMap
+from asynckv.protocol.transfer_frames import Exposed, OpenMemory, Proved
 from asynckv.tensors.shared_file import MappedFile
 from harness.link_pairs import Hearer
 
@@ -28,21 +28,21 @@ class RawMapper:
         self.hearer = Hearer()
         self._asking: LinkStream | None = None
 
-    async def ask(self) -> Mappable:
+    async def ask(self) -> Exposed:
         """Ask for the memory; return the invitation.
 
         :raises ValueError: there is none
         """
-        self._asking = self.link.open_stream(self.hearer, OpenMap())
+        self._asking = self.link.open_stream(self.hearer, OpenMemory("lookup"))
         frame, _ = await self.hearer.next()
-        if not isinstance(frame, Mappable):
+        if not isinstance(frame, Exposed):
             raise ValueError(f"no invitation, but {frame}")
         return frame
 
-    async def fetch(self, mappable: Mappable) -> MappedFile:
+    async def fetch(self, exposed: Exposed) -> MappedFile:
         """Take the ticket to the other socket, and map what comes for it."""
-        self.sock, fd = await fetch_file(mappable.address, mappable.ticket)
-        self.file = MappedFile(fd, mappable.nbytes)
+        self.sock, fd = await fetch_file(exposed.address, exposed.ticket)
+        self.file = MappedFile(fd, exposed.nbytes)
         return self.file
 
     async def say(self, frame: Frame) -> Frame:
@@ -54,7 +54,7 @@ class RawMapper:
     async def map(self) -> MappedFile:
         """Do all of it as it should be done."""
         file = await self.fetch(await self.ask())
-        await self.say(Mapped(file.nonce))
+        await self.say(Proved(file.nonce))
         return file
 
     async def select(self) -> tuple[Hearer, LinkStream, Offer, bytes]:

@@ -22,7 +22,7 @@ from asynckv.links.options import Digest
 from asynckv.pipes import gpu_sharing
 from asynckv.pipes.gpu_sharing import GpuSharing
 from asynckv.protocol.frames import Failure
-from asynckv.protocol.transfer_frames import Exported, OpenIpc
+from asynckv.protocol.transfer_frames import Exposed, OpenMemory
 from asynckv.sharing import exporter as sharing, imports as peer_memory
 from asynckv.sharing.exporter import LEAST_NBYTES, Importer
 from asynckv.sharing.handshake import Handshake
@@ -182,7 +182,7 @@ async def test_a_side_whose_memory_is_gone_opens_none(pair: IpcPipes) -> None:
     pages = pair.far_sharing._growth.device_pages
     assert pages is not None
     pages.unmap()
-    exported = Exported("", b"", b"", 2**20, "edges")
+    exported = Exposed("", b"", 2**20, b"", "edges")
     with pytest.raises(ConfigError, match="no memory of a GPU"):
         await pair.far_sharing._import(exported)
 
@@ -374,7 +374,7 @@ async def test_what_is_closed_meanwhile_shares_nothing(
 ) -> None:
     export, exported = GpuSharing._export, list[GpuSharing]()
 
-    async def close_then(one: GpuSharing, handshake: Handshake[Exported]) -> None:
+    async def close_then(one: GpuSharing, handshake: Handshake) -> None:
         await export(one, handshake)
         exported.append(one)
         if len(exported) == which + 1:
@@ -390,7 +390,9 @@ async def test_what_is_closed_meanwhile_shares_nothing(
 
 async def test_memory_is_shown_once(pair: IpcPipes) -> None:
     hearer = Hearer()
-    pair.near._link.open_stream(hearer, OpenIpc(pair.ours.process.cuda.uuid(0)))
+    pair.near._link.open_stream(
+        hearer, OpenMemory("pipe", pair.ours.process.cuda.uuid(0))
+    )
     frame, _ = await hearer.next()
     assert isinstance(frame, Failure) and pair.opened == 2
 

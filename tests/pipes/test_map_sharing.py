@@ -438,7 +438,7 @@ async def test_a_peer_on_another_host_is_not_asked(
         await near.send_tensor(noise(LARGE, 1))
         assert is_same(await far.recv_tensor(), noise(LARGE, 1))
         assert near._sends._mapping is not None and not near._sends._mapping._tasks
-        assert far._sends._asked_to_map is None
+        assert far._sends._handshake is None
 
 
 async def test_a_pipe_that_nobody_accepts_ends() -> None:

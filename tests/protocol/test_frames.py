@@ -48,9 +48,9 @@ VALUES: dict[str, Any] = {
     "address": "asynckv-0",
     "kind": "edges",
     "ticket": b"t" * 16,
-    "uuid": "0123456789abcdef" * 2,
+    "of": "lookup",
     "handle": b"h" * 64,
-    "found": b"n" * 16,
+    "Proved.nonce": b"n" * 16,
     "description": b"d" * 16,
     "generations": (1, None),
     "pipe": 1,
@@ -73,7 +73,8 @@ VALUES: dict[str, Any] = {
 def sample(frame: type[msgspec.Struct]) -> msgspec.Struct:
     """A frame with a value in each field that has no default."""
     needed = [f.name for f in msgspec.structs.fields(frame) if f.required]
-    return frame(**{name: VALUES.get(name, 3) for name in needed})
+    own = {name: VALUES.get(f"{frame.__name__}.{name}") for name in needed}
+    return frame(**{name: own[name] or VALUES.get(name, 3) for name in needed})
 
 
 @pytest.mark.parametrize("frame", FRAMES)
@@ -174,7 +175,7 @@ def test_a_value_outside_its_bounds_is_refused(frame: msgspec.Struct) -> None:
         (frames.Missing, "ranks", (1,) * 1024, (1,) * 1025),
         (frames.Members, "urls", ("",) * 1024, ("",) * 1025),
         (Result, "flags", (True,) * 4096, (True,) * 4097),
-        (map_frames.Mapped, "found", b"n" * 64, b"n" * 65),
+        (map_frames.Proved, "nonce", b"n" * 64, b"n" * 65),
         (payload_frames.Eager, "parts", (0,) * 1024, (0,) * 1025),
         (payload_frames.Eager, "digests", (b"",) * 1024, (b"",) * 1025),
         (pin_frames.Pin, "keys", ("k",) * 4096, ("k",) * 4097),

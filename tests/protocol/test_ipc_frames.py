@@ -7,30 +7,29 @@ import pytest
 
 from asynckv.protocol.frames import Frame
 from asynckv.protocol.transfer_frames import (
-    Exported,
-    Imported,
-    OpenIpc,
+    Exposed,
+    OpenMemory,
+    Proved,
     PushShared,
-    ShowIpc,
 )
 from asynckv.types import TensorSpec
 
 DECODER = msgspec.msgpack.Decoder[Frame](Frame)
 FRAMES: Final[tuple[msgspec.Struct, ...]] = (
-    OpenIpc("0" * 32),
-    Exported("asynckv-0", b"t" * 16, b"h" * 64, 2**30),
-    Imported(b"n" * 16),
+    OpenMemory("pipe", "0" * 32),
+    Exposed("asynckv-0", b"t" * 16, 2**30, b"h" * 64),
+    Proved(b"n" * 16),
     PushShared(1, TensorSpec((8,), "uint8"), 0),
-    ShowIpc("0" * 32),
 )
 BOUNDS: dict[str, tuple[tuple[Any, Any], ...]] = {
-    "uuid": (("0" * 64, "0" * 65),),
+    "of": (("inserts", "anything"), ("lookup", "")),
+    "gpu_uuid": (("0" * 64, "0" * 65),),
     "address": (("a" * 256, "a" * 257),),
     "ticket": ((b"t" * 16, b"t" * 17),),
     "handle": ((b"h" * 64, b"h" * 65),),
     "nbytes": ((0, -1), (2**62, 2**62 + 1)),
     "digest": (("off", "none"),),
-    "found": ((b"n" * 64, b"n" * 65),),
+    "nonce": ((b"n" * 64, b"n" * 65),),
     "transfer": ((0, -1), (2**62, 2**62 + 1)),
     "trace": ((b"t" * 64, b"t" * 65),),
     "offset": ((0, -1), (2**62, 2**62 + 1)),
@@ -64,4 +63,4 @@ def test_a_field_may_reach_its_bound_and_no_further(
 
 
 def test_both_sides_compare_the_edges_unless_told_otherwise() -> None:
-    assert Exported("a", b"t", b"h", 1).digest == "edges"
+    assert Exposed("a", b"t", 1).digest == "edges"

@@ -4,7 +4,7 @@ import msgspec
 import pytest
 
 from asynckv.protocol.frames import Frame, Offer
-from asynckv.protocol.transfer_frames import Mappable, Mapped, OpenMap
+from asynckv.protocol.transfer_frames import OpenMemory
 from asynckv.protocol.values import MappedOffer, Place
 
 DECODER = msgspec.msgpack.Decoder[Frame](Frame)
@@ -15,18 +15,10 @@ def test_an_offer_of_mapped_memory_survives_the_wire() -> None:
     assert DECODER.decode(msgspec.msgpack.encode(offer)) == offer
 
 
-@pytest.mark.parametrize("frame", [OpenMap()])
-def test_a_wish_for_memory_survives_the_wire(frame: Frame) -> None:
-    assert DECODER.decode(msgspec.msgpack.encode(frame)) == frame
-
-
-@pytest.mark.parametrize(
-    "frame",
-    [Mappable("a" * 257, b"", 1), Mappable("a", b"t" * 17, 1), Mapped(b"n" * 65)],
-)
-def test_what_is_longer_than_it_can_be_is_refused(frame: Frame) -> None:
-    with pytest.raises(msgspec.ValidationError):
-        DECODER.decode(msgspec.msgpack.encode(frame))
+def test_memory_of_no_gpu_is_memory_of_the_host() -> None:
+    request = OpenMemory("lookup")
+    assert DECODER.decode(msgspec.msgpack.encode(request)) == request
+    assert not request.gpu_uuid
 
 
 @pytest.mark.parametrize(

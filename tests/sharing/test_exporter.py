@@ -50,11 +50,11 @@ async def test_only_the_gpu_that_was_named_is_shown(
     gpu: FakeDevice, growth: Growth, pair: LinkPair
 ) -> None:
     shown = Exporter(growth.arena, lambda: None)
-    for name in ("0" * 32, "", None):
+    for name in ("0" * 32, ""):
         with pytest.raises(ConfigError, match="has no memory"):
             shown.export(pair.far, "edges", name)
-    found = shown.export(pair.far, "off", gpu.process.cuda.uuid(0))
-    assert found[1].digest == "off"
+    exposed = shown.export(pair.far, "off", gpu.process.cuda.uuid(0)).exposed
+    assert exposed.digest == "off" and exposed.gpu_uuid == gpu.process.cuda.uuid(0)
     shown.close()
 
 
@@ -75,10 +75,10 @@ async def test_a_region_stays_until_its_pin_ends_or_the_peer_is_gone(
 ) -> None:
     told: list[Importer] = []
     shown = Exporter(growth.arena, lambda: told.append(importer), growth.drop_soon)
-    found = shown.export(pair.far, "edges", gpu.process.cuda.uuid(0))
-    importer, exported = found
+    importer = shown.export(pair.far, "edges", gpu.process.cuda.uuid(0))
+    exposed = importer.exposed
     assert not importer.is_connected
-    sock, fd = await fetch_file(exported.address, exported.ticket)
+    sock, fd = await fetch_file(exposed.address, exposed.ticket)
     nonce = growth.device_pages and growth.device_pages.allocation.nonce
     assert (
         importer.verify(nonce or b"") and importer.is_connected and importer.is_usable
@@ -100,9 +100,9 @@ async def test_memory_is_used_by_who_has_read_in_it_what_is_there_alone(
     gpu: FakeDevice, growth: Growth, pair: LinkPair
 ) -> None:
     shown = Exporter(growth.arena, lambda: None, growth.drop_soon)
-    found = shown.export(pair.far, "edges", gpu.process.cuda.uuid(0))
-    importer, exported = found
-    sock, fd = await fetch_file(exported.address, exported.ticket)
+    importer = shown.export(pair.far, "edges", gpu.process.cuda.uuid(0))
+    exposed = importer.exposed
+    sock, fd = await fetch_file(exposed.address, exposed.ticket)
     assert not importer.is_connected
     assert not importer.verify(bytes(16)) and not importer.is_usable
     sock.close()

@@ -14,7 +14,7 @@ from asynckv.errors import AsyncKVError, ConfigError, PeerLost
 from asynckv.links.fd_socket import has_fd_sockets
 from asynckv.links.link import Link, LinkStream
 from asynckv.protocol.frames import Cancelled, Frame, OpeningFrame
-from asynckv.protocol.transfer_frames import Grant, ShowIpc
+from asynckv.protocol.transfer_frames import Grant, OpenMemory
 from asynckv.sharing import exporter as sharing, imports, peer_imports as importing
 from asynckv.sharing.exporter import Exporter, Importer, warn_of_loss
 from asynckv.sharing.peer_imports import PeerImports
@@ -224,7 +224,7 @@ async def test_a_lost_link_ends_the_wait_to_be_read(growth: Growth) -> None:
     async with linked("tcp://127.0.0.1:0", lambda *_: None) as links:
         showing = asyncio.create_task(export(sources, links.near, uuid_of(growth)))
         await until(lambda: bool(links.service.asked))
-        assert isinstance(links.service.asked[0][1], ShowIpc)
+        assert isinstance(links.service.asked[0][1], OpenMemory)
         links.near.abort()
         with pytest.raises(PeerLost):
             await showing

@@ -15,19 +15,16 @@ from asynckv.errors import AsyncKVError, ConfigError, PeerLost, RemoteProtocolEr
 from asynckv.protocol.codec import Buffer
 from asynckv.protocol.failures import to_failure
 from asynckv.protocol.frames import Accepted, Cancel, Cancelled, Failure, Frame, Ping
-from asynckv.protocol.transfer_frames import Exported, Imported, Mappable, Mapped
-from asynckv.sharing.handshake import (
-    GPU,
-    GPU_OF_ASKER,
-    GPU_OF_BOTH,
-    HOST,
-    Handshake,
-    Kind,
-)
+from asynckv.protocol.transfer_frames import Exposed, OpenMemory, Proved
+from asynckv.sharing.handshake import Handshake
 from asynckv.testing.blocked import until_blocked
 
-EXPORTED = Exported("asynckv-0", b"t" * 16, b"h" * 64, 2**20)
-MAPPABLE = Mappable("asynckv-0", b"t" * 16, 2**20)
+ON_GPU = Exposed("asynckv-0", b"t" * 16, 2**20, b"h" * 64)
+ON_HOST = Exposed("asynckv-0", b"t" * 16, 2**20)
+GPU = OpenMemory("lookup", "0" * 32)
+GPU_OF_ASKER = OpenMemory("inserts", "0" * 32)
+GPU_OF_BOTH = OpenMemory("pipe", "0" * 32)
+HOST = OpenMemory("lookup")
 
 
 @dataclasses.dataclass
@@ -43,13 +40,11 @@ class Said:
         return self
 
 
-def make(
-    kind: Kind[Any] = GPU_OF_BOTH, *, answers: bool
-) -> tuple[Handshake[Any], Said]:
+def make(request: OpenMemory = GPU_OF_BOTH, *, answers: bool) -> tuple[Handshake, Said]:
     said: Any = Said()
     if answers:
-        return Handshake.answer(kind, said), said
-    return Handshake.ask(kind, said, Ping(1)), said  # type: ignore[arg-type]
+        return Handshake.answer(said, request), said
+    return Handshake.ask(said, request), said
 
 
 @dataclasses.dataclass
@@ -58,6 +53,7 @@ class Reader:
 
     nonce: bytes
     may_open: bool = True
+    exposed: Exposed = ON_GPU
 
     def verify(self, nonce: bytes) -> bool:
         return nonce == self.nonce
@@ -66,10 +62,10 @@ class Reader:
         self.may_open = False
 
 
-async def export(handshake: Handshake[Any], found: bytes) -> None:
+async def export(handshake: Handshake, found: bytes) -> None:
     reader = Reader(found)
     try:
-        await handshake.export(reader, EXPORTED)  # type: ignore[arg-type]
+        await handshake.export(reader)  # type: ignore[arg-type]
     finally:
         is_over = sys.exc_info()[0] is not None
         assert reader.may_open is not is_over
@@ -77,14 +73,14 @@ async def export(handshake: Handshake[Any], found: bytes) -> None:
 
 async def test_what_comes_is_kept_until_it_is_waited_for() -> None:
     handshake, said = make(answers=True)
-    handshake.on_frame(Imported(b"n"), b"")
-    handshake.on_frame(EXPORTED, b"")
+    handshake.on_frame(Proved(b"n"), b"")
+    handshake.on_frame(ON_GPU, b"")
     with handshake:
         await export(handshake, b"n")
-        assert await handshake.exposed == EXPORTED
+        assert await handshake.exposed == ON_GPU
         handshake.prove(b"m")
         handshake.accept()
-    assert said.frames == [EXPORTED, Imported(b"m"), Accepted()]
+    assert said.frames == [ON_GPU, Proved(b"m"), Accepted()]
 
 
 async def test_whoever_is_about_to_accept_hears_that_the_peer_has_left() -> None:
@@ -107,10 +103,10 @@ async def test_who_has_accepted_says_nothing_more() -> None:
 
 async def test_whoever_has_read_something_else_is_refused() -> None:
     handshake, said = make(GPU, answers=True)
-    handshake.on_frame(Imported(b"x"), b"")
+    handshake.on_frame(Proved(b"x"), b"")
     with pytest.raises(ConfigError, match="not what the memory holds"), handshake:
         await export(handshake, b"n")
-    assert [type(one) for one in said.frames] == [Exported, Failure]
+    assert [type(one) for one in said.frames] == [Exposed, Failure]
 
 
 @pytest.mark.parametrize(
@@ -126,12 +122,12 @@ async def test_a_peer_that_gives_it_up_is_heard(answers: bool, frame: Frame) -> 
         await waiting
     with pytest.raises(AsyncKVError), handshake:
         await handshake.exposed
-    assert said.frames == [EXPORTED, *([Cancelled()] if answers else [])]
+    assert said.frames == [ON_GPU, *([Cancelled()] if answers else [])]
 
 
 async def test_who_leaves_behind_his_proof_may_open_nothing() -> None:
     handshake, said = make(GPU, answers=True)
-    handshake.on_frame(Imported(b"n"), b"")
+    handshake.on_frame(Proved(b"n"), b"")
     handshake.on_frame(Cancel(), b"")
     with pytest.raises(AsyncKVError, match="given it up"), handshake:
         await export(handshake, b"n")
@@ -140,17 +136,17 @@ async def test_who_leaves_behind_his_proof_may_open_nothing() -> None:
 
 async def test_who_asked_to_be_read_waits_until_that_is_accepted() -> None:
     handshake, said = make(GPU_OF_ASKER, answers=False)
-    handshake.on_frame(Imported(b"n"), b"")
+    handshake.on_frame(Proved(b"n"), b"")
     waiting = asyncio.ensure_future(export(handshake, b"n"))
     await until_blocked(waiting)
     handshake.on_frame(Accepted(), b"")
     await waiting
-    assert said.frames == [EXPORTED]
+    assert said.frames == [ON_GPU]
 
 
 async def test_who_is_refused_after_the_proof_is_not_read() -> None:
     handshake, _ = make(GPU_OF_ASKER, answers=False)
-    handshake.on_frame(Imported(b"n"), b"")
+    handshake.on_frame(Proved(b"n"), b"")
     waiting = asyncio.ensure_future(export(handshake, b"n"))
     await until_blocked(waiting)
     handshake.on_frame(to_failure(ConfigError("no")), b"")
@@ -188,40 +184,39 @@ async def test_whoever_leaves_by_an_error_says_so_and_hears_nothing_more(
 async def test_what_comes_after_a_cancelled_wait_makes_sense() -> None:
     handshake, _ = make(HOST, answers=False)
 
-    async def wait() -> Mappable:
-        return await handshake.exposed  # type: ignore[no-any-return]
+    async def wait() -> Exposed:
+        return await handshake.exposed
 
     waiting = asyncio.create_task(wait())
     await asyncio.sleep(0)
     waiting.cancel()
-    handshake.on_frame(MAPPABLE, b"")
+    handshake.on_frame(ON_HOST, b"")
     with pytest.raises(asyncio.CancelledError):
         await waiting
 
 
 @pytest.mark.parametrize(
-    ("kind", "answers", "frames"),
+    ("opened", "answers", "frames"),
     [
-        (GPU_OF_BOTH, False, (EXPORTED, EXPORTED)),
-        (GPU_OF_BOTH, True, (EXPORTED, EXPORTED)),
-        (GPU_OF_BOTH, False, (Imported(b"n"), Imported(b"n"))),
-        (GPU, False, (Imported(b"n"),)),
-        (GPU, True, (EXPORTED,)),
-        (GPU_OF_ASKER, False, (EXPORTED,)),
-        (GPU_OF_ASKER, True, (Imported(b"n"),)),
-        (HOST, False, (EXPORTED,)),
-        (HOST, True, (Imported(b"n"),)),
-        (GPU, False, (MAPPABLE,)),
-        (GPU, True, (Mapped(b"n"),)),
+        (GPU_OF_BOTH, False, (ON_GPU, ON_GPU)),
+        (GPU_OF_BOTH, True, (ON_GPU, ON_GPU)),
+        (GPU_OF_BOTH, False, (Proved(b"n"), Proved(b"n"))),
+        (GPU, False, (Proved(b"n"),)),
+        (GPU, True, (ON_GPU,)),
+        (GPU_OF_ASKER, False, (ON_GPU,)),
+        (GPU_OF_ASKER, True, (Proved(b"n"),)),
+        (HOST, False, (ON_GPU,)),
+        (GPU, False, (ON_HOST,)),
+        (HOST, False, (Proved(b"n"),)),
         (GPU, True, (Accepted(),)),
         (GPU, False, (Cancel(),)),
         (HOST, False, (Ping(1),)),
     ],
 )
 async def test_what_makes_no_sense_breaks_the_link(
-    kind: Kind[Any], answers: bool, frames: tuple[Frame, ...]
+    opened: OpenMemory, answers: bool, frames: tuple[Frame, ...]
 ) -> None:
-    handshake, _ = make(kind, answers=answers)
+    handshake, _ = make(opened, answers=answers)
     for frame in frames[:-1]:
         handshake.on_frame(frame, b"")
     with pytest.raises(RemoteProtocolError, match="belongs here"):
@@ -231,7 +226,7 @@ async def test_what_makes_no_sense_breaks_the_link(
 async def test_no_frame_has_a_body() -> None:
     handshake, _ = make(answers=False)
     with pytest.raises(RemoteProtocolError, match="body"):
-        handshake.on_frame(EXPORTED, b"something")
+        handshake.on_frame(ON_GPU, b"something")
 
 
 async def test_an_error_that_somebody_keeps_is_kept_by_no_handshake() -> None:

@@ -16,7 +16,7 @@ import pytest
 
 from asynckv.errors import GPUFailed, RemoteProtocolError
 from asynckv.links.fd_socket import has_fd_sockets
-from asynckv.protocol.transfer_frames import Exported
+from asynckv.protocol.transfer_frames import Exposed
 from asynckv.sharing.exporter import Exporter, Importer
 from asynckv.sharing.imports import import_gpu
 from asynckv.sharing.peer_imports import check_same_host
@@ -38,7 +38,7 @@ class Both:
 
     link: LinkPair
     importer: Importer
-    exported: Exported
+    exposed: Exposed
     theirs: FakeDevice
     own: Growth
 
@@ -49,7 +49,7 @@ class Both:
     def open(self) -> Any:
         pages = self.own.device_pages
         assert pages is not None
-        return import_gpu(self.exported, pages.allocation)
+        return import_gpu(self.exposed, pages.allocation)
 
 
 @pytest.fixture
@@ -59,10 +59,8 @@ async def both(gpus: FakeGpus) -> AsyncIterator[Both]:
     await asyncio.gather(shown.open(), own.open())
     sharing = Exporter(shown.arena, lambda: None, shown.drop_soon)
     async with linked() as link:
-        found = sharing.export(link.far, "edges", ours.process.cuda.uuid(0))
-        importer, exported = found
-        assert isinstance(exported, Exported)
-        yield Both(link, importer, exported, theirs, own)
+        importer = sharing.export(link.far, "edges", ours.process.cuda.uuid(0))
+        yield Both(link, importer, importer.exposed, theirs, own)
     sharing.close()
     await sharing.aclose()
     await shown.aclose()
@@ -118,7 +116,7 @@ async def test_what_nobody_exports_is_not_even_connected_to(
     both: Both, claim: dict[str, Any]
 ) -> None:
     lie = dataclasses.replace(
-        both, exported=msgspec.structs.replace(both.exported, **claim)
+        both, exposed=msgspec.structs.replace(both.exposed, **claim)
     )
     with pytest.raises(RemoteProtocolError):
         await lie.open()
@@ -130,9 +128,9 @@ async def test_what_nobody_exports_is_not_even_connected_to(
 
 
 async def test_more_than_was_exported_is_not_opened(both: Both) -> None:
-    more = msgspec.structs.replace(both.exported, nbytes=both.exported.nbytes + 4096)
+    more = msgspec.structs.replace(both.exposed, nbytes=both.exposed.nbytes + 4096)
     with pytest.raises(GPUFailed):
-        await dataclasses.replace(both, exported=more).open()
+        await dataclasses.replace(both, exposed=more).open()
     await until(lambda: both.importer._connection is None)
     assert not both.opened
 

@@ -20,10 +20,10 @@ from asynckv.errors import IncompatiblePeer, LeaseLost, PeerLost
 from asynckv.links.fd_socket import has_fd_sockets
 from asynckv.links.link import Link, LinkStream
 from asynckv.protocol.frames import OpeningFrame, Peek, Result
-from asynckv.protocol.transfer_frames import Mappable, OpenMap
+from asynckv.protocol.transfer_frames import Exposed, OpenMemory
 from asynckv.sharing import handshake, peer_imports
 from asynckv.sharing.exporter import Importer
-from asynckv.sharing.handshake import HOST, Handshake
+from asynckv.sharing.handshake import Handshake
 from asynckv.sharing.mappings import MappedMemory
 from asynckv.tensors.paged_arena import SlabArena
 from asynckv.testing.blocked import until
@@ -454,8 +454,8 @@ async def test_memory_that_comes_after_a_cancel_breaks_no_link() -> None:
         if isinstance(frame, Peek):
             stream.send(Result(1))
 
-    async def wait(link: Link) -> Mappable:
-        with Handshake.ask(HOST, link, OpenMap()) as handshake:
+    async def wait(link: Link) -> Exposed:
+        with Handshake.ask(link, OpenMemory("lookup")) as handshake:
             return await handshake.exposed
 
     async with linked(answer=answer) as pair:
@@ -464,7 +464,7 @@ async def test_memory_that_comes_after_a_cancel_breaks_no_link() -> None:
         opening.cancel()
         await asyncio.wait({opening})
         stream, _, _ = pair.service.asked[0]
-        stream.send(Mappable(f"asynckv-{0:032}", b"t" * 16, 2**20))
+        stream.send(Exposed(f"asynckv-{0:032}", b"t" * 16, 2**20))
         hearer = Hearer()
         pair.near.open_stream(hearer, Peek(False))
         await hearer.next()

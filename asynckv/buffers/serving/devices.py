@@ -19,19 +19,16 @@ from asynckv.buffers.serving.service import Service
 from asynckv.errors import AsyncKVError, ConfigError, RemoteProtocolError
 from asynckv.links.link import Link, LinkStream
 from asynckv.links.requests import StreamHandler
-from asynckv.protocol.frames import Frame, OpeningFrame
+from asynckv.protocol.frames import OpeningFrame
 from asynckv.protocol.handshake import DigestMode
 from asynckv.protocol.transfer_frames import (
     Devices,
-    Exported,
     OpenDevices,
-    OpenIpc,
-    OpenMap,
-    ShowIpc,
+    OpenMemory,
 )
-from asynckv.sharing.exporter import Exporter, Exposed, Importer, warn_of_loss
+from asynckv.sharing.exporter import Exporter, Importer, warn_of_loss
 from asynckv.sharing.gpu_channel import DeviceStream, GpuLink, NcclRoute
-from asynckv.sharing.handshake import GPU, GPU_OF_ASKER, HOST, Handshake, Kind
+from asynckv.sharing.handshake import Handshake
 from asynckv.sharing.imports import PeerMemory
 from asynckv.tensors.device_copying import DeviceCopyPool
 from asynckv.tensors.device_pages import DeviceAllocation
@@ -68,7 +65,7 @@ class PeerImport:
         self._uuid = ""
         self._opening: asyncio.Task[None] | None = None
 
-    def open(self, stream: LinkStream, frame: ShowIpc) -> StreamHandler:
+    def open(self, stream: LinkStream, frame: OpenMemory) -> StreamHandler:
         """Answer the wish; what is returned hears what is exported.
 
         :raises ConfigError: nothing that the peer exports is read
@@ -79,11 +76,11 @@ class PeerImport:
             raise RemoteProtocolError("a link exports memory to put from once")
         # As with what this side exports: only processes of one host read each other's.
         is_here = link.may_map and link.own_host == link.peer_host
-        if not is_here or self._own(frame.uuid) is None:
+        if not is_here or self._own(frame.gpu_uuid) is None:
             raise ConfigError("this side reads no memory of that GPU")
         link.call_when_lost(lambda _: self.close())
-        handshake = Handshake.answer(GPU_OF_ASKER, stream)
-        opening = self._open(handshake, frame.uuid)
+        handshake = Handshake.answer(stream, frame)
+        opening = self._open(handshake, frame.gpu_uuid)
         loop = asyncio.get_running_loop()
         self._opening = loop.create_task(opening, name="asynckv: open a peer's GPU")
         return handshake
@@ -118,15 +115,15 @@ class PeerImport:
         own = self._buffer.growth.allocation
         return own if own is not None and own.uuid == uuid else None
 
-    async def _open(self, handshake: Handshake[Exported], uuid: str) -> None:
+    async def _open(self, handshake: Handshake, uuid: str) -> None:
         peer = self._link.peer.id
         try:
             with handshake:
-                exported = await handshake.exposed
+                exposed = await handshake.exposed
                 if (own := self._own(uuid)) is None:
                     raise ConfigError("the buffer was closed meanwhile")
                 async with asyncio.timeout(_OPEN_S):
-                    nonce = await self._memory.open(exported, own)
+                    nonce = await self._memory.open(exposed, own)
                 handshake.check()
                 self._uuid = uuid
                 handshake.prove(nonce)
@@ -183,10 +180,15 @@ class DeviceService(Service):
         :raises ConfigError: this side has no GPU, or is to use none
         :raises RemoteProtocolError: the peer has asked before
         """
-        if isinstance(frame, ShowIpc) and self._may_use_nccl:
-            return self.peer_import.open(stream, frame)
-        if not isinstance(frame, OpenDevices):
-            return None
+        match frame:
+            case OpenMemory(of="inserts") if self._may_use_nccl:
+                return self.peer_import.open(stream, frame)
+            case OpenDevices():
+                return self._connect(stream, frame)
+            case _:
+                return None
+
+    def _connect(self, stream: LinkStream, frame: OpenDevices) -> StreamHandler:
         if self._was_asked:
             raise RemoteProtocolError("a link connects GPUs once")
         self._was_asked = True
@@ -258,33 +260,28 @@ class BufferExport:
         self.importer: Importer | None = None
         self._exporter = exporter
         self.digest: DigestMode = digest
-        self._asked: frozenset[type[Frame]] = frozenset()
+        self._asked: frozenset[bool] = frozenset()
 
-    def open(
-        self, stream: LinkStream, asked: OpenMap | OpenIpc, run: _Run
-    ) -> StreamHandler:
+    def open(self, stream: LinkStream, asked: OpenMemory, run: _Run) -> StreamHandler:
         """Answer the wish; what is returned hears what the peer has read.
 
         :raises ConfigError: this side exports nothing to that peer
         :raises RemoteProtocolError: it has asked so before
         """
-        if type(asked) in self._asked:
+        is_on_gpu = bool(asked.gpu_uuid)
+        if is_on_gpu in self._asked:
             raise RemoteProtocolError("a link maps memory once")
-        self._asked |= {type(asked)}
-        uuid = None if isinstance(asked, OpenMap) else asked.uuid
-        found = self._exporter.export(self.link, self.digest, uuid)
-        kind: Kind[Any] = HOST if uuid is None else GPU
-        handshake = Handshake.answer(kind, stream)
-        run(self._export(handshake, *found), f"export memory to {self.link.peer.id}")
+        self._asked |= {is_on_gpu}
+        importer = self._exporter.export(self.link, self.digest, asked.gpu_uuid)
+        handshake = Handshake.answer(stream, asked)
+        run(self._export(handshake, importer), f"export memory to {self.link.peer.id}")
         return handshake
 
-    async def _export(
-        self, handshake: Handshake[Any], importer: Importer, exposed: Exposed
-    ) -> None:
+    async def _export(self, handshake: Handshake, importer: Importer) -> None:
         link = self.link
         try:
             with handshake:
-                await handshake.export(importer, exposed)
+                await handshake.export(importer)
                 self.importer = importer
                 if importer.memory_file.must_be_closed_there:
                     link.use_ipc()

@@ -25,7 +25,7 @@ from asynckv.protocol.frames import (
     Taken,
     Withdraw,
 )
-from asynckv.protocol.transfer_frames import OpenIpc, OpenMap
+from asynckv.protocol.transfer_frames import OpenMemory
 from asynckv.transfers.queries import TOKEN_NBYTES
 
 __all__ = ("LookupService",)
@@ -95,7 +95,7 @@ class LookupService(LookupRequests):
                 book = self.buffer.ledger.book
                 was_acknowledged = book.was_acknowledged(entry_id, token)
                 return answer_at_once(stream, Result(int(was_acknowledged)))
-            case OpenMap() | OpenIpc():
+            case OpenMemory(of="lookup"):
                 return self.export.open(stream, frame, self.run)
             case Taken(entry_id=entry_id):
                 return _ServedTaken(self, stream, entry_id)

@@ -15,7 +15,7 @@ from asynckv.protocol.frames import (
     Cancelled,
     Failure,
 )
-from asynckv.protocol.transfer_frames import Grant, Mapped, OpenMap
+from asynckv.protocol.transfer_frames import Grant, OpenMemory, Proved
 from harness.link_pairs import Hearer, name_of
 from harness.raw_maps import RawMapper
 
@@ -24,14 +24,14 @@ LARGE = torch.ones(2**18)
 
 async def test_who_reads_the_nonce_is_accepted(mapper: RawMapper) -> None:
     file = await mapper.fetch(await mapper.ask())
-    assert await mapper.say(Mapped(file.nonce)) == Accepted()
+    assert await mapper.say(Proved(file.nonce)) == Accepted()
 
 
 async def test_a_wrong_nonce_leaves_the_link_to_its_lanes(
     local: LookupBuffer, mapper: RawMapper
 ) -> None:
     await mapper.fetch(await mapper.ask())
-    assert isinstance(await mapper.say(Mapped(b"x" * 16)), Failure)
+    assert isinstance(await mapper.say(Proved(b"x" * 16)), Failure)
     await local.insert([1], None, LARGE, None, None)
     assert (await mapper.select())[2].mapped is None
 
@@ -42,7 +42,7 @@ async def test_the_right_nonce_without_a_connection_is_no_mapping(
     await mapper.ask()
     file = local.exporter._file
     assert file is not None
-    assert isinstance(await mapper.say(Mapped(file.nonce)), Failure)
+    assert isinstance(await mapper.say(Proved(file.nonce)), Failure)
 
 
 async def test_the_right_nonce_is_nothing_when_the_connection_has_gone(
@@ -55,7 +55,7 @@ async def test_the_right_nonce_is_nothing_when_the_connection_has_gone(
     with pytest.raises(Exception, match="file|descriptors"):
         _, fd = await fetch_file(mappable.address, mappable.ticket)
         os.close(fd)
-    assert isinstance(await mapper.say(Mapped(file.nonce)), Failure)
+    assert isinstance(await mapper.say(Proved(file.nonce)), Failure)
 
 
 async def test_a_cancelled_mapping_is_none(
@@ -69,7 +69,7 @@ async def test_a_cancelled_mapping_is_none(
 async def test_a_link_maps_memory_only_once(mapper: RawMapper) -> None:
     await mapper.map()
     again = Hearer()
-    mapper.link.open_stream(again, OpenMap())
+    mapper.link.open_stream(again, OpenMemory("lookup"))
     assert "maps memory once" in str((await again.loss()).__cause__)
 
 

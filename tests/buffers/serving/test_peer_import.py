@@ -18,7 +18,7 @@ from asynckv.links.dial import dial
 from asynckv.links.fd_socket import has_fd_sockets
 from asynckv.links.link import Link, LinkStream
 from asynckv.protocol.frames import Cancel, Cancelled, Failure, Frame
-from asynckv.protocol.transfer_frames import Exported, Grant, ShowIpc
+from asynckv.protocol.transfer_frames import Exposed, Grant, OpenMemory
 from asynckv.sharing import imports
 from asynckv.testing.blocked import until
 from asynckv.testing.lookup_checks.values import MIB
@@ -29,7 +29,7 @@ from harness.link_pairs import Hearer, name_of
 
 pytestmark = pytest.mark.skipif(not has_fd_sockets(), reason="no sockets for handles")
 
-NOWHERE = Exported(f"asynckv-{0:032}", b"t" * 16, b"h" * 64, 2 * MIB + 512)
+NOWHERE = Exposed(f"asynckv-{0:032}", b"t" * 16, 2 * MIB + 512, b"h" * 64)
 
 
 @pytest.fixture
@@ -55,7 +55,7 @@ async def link(server: Server) -> AsyncIterator[Link]:
 
 def show(gpu: FakeDevice, link: Link, *frames: Frame) -> tuple[Hearer, LinkStream]:
     hearer = Hearer()
-    stream = link.open_stream(hearer, ShowIpc(gpu.process.cuda.uuid(0)))
+    stream = link.open_stream(hearer, OpenMemory("inserts", gpu.process.cuda.uuid(0)))
     for frame in frames:
         stream.send(frame)
     return hearer, stream
@@ -75,7 +75,7 @@ async def test_a_gpu_that_no_buffer_is_on_is_not_read(
     gpu: FakeDevice, link: Link
 ) -> None:
     hearer = Hearer()
-    link.open_stream(hearer, ShowIpc("0" * 32))
+    link.open_stream(hearer, OpenMemory("inserts", "0" * 32))
     assert "no memory of that GPU" in str(await hearer.next())
 
 

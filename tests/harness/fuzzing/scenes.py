@@ -24,17 +24,13 @@ from asynckv.protocol.codec import encode_frame
 from asynckv.protocol.frames import Attach, Commit, Insert, Retract, Select, Settle
 from asynckv.protocol.session import Session
 from asynckv.protocol.transfer_frames import (
-    Exported,
+    Exposed,
     Grant,
-    Imported,
-    Mappable,
-    Mapped,
-    OpenIpc,
-    OpenMap,
+    OpenMemory,
+    Proved,
     PushMapped,
     PushShared,
     Sent,
-    ShowIpc,
 )
 from asynckv.protocol.values import Limits, Place
 from asynckv.security.keyring import Keyring
@@ -274,16 +270,16 @@ async def _record_made_up() -> Recording:
     select = near.open("select", Select(has_key=False))
     insert = near.open("insert", Insert("e", 1, False, streaming=True))
     near.send(insert, Commit())
-    mapping = near.open("map", OpenMap())
-    sharing = near.open("share", OpenIpc("0" * 32))
-    near.open("show", ShowIpc("0" * 32))
+    mapping = near.open("map", OpenMemory("lookup"))
+    sharing = near.open("share", OpenMemory("pipe", "0" * 32))
+    near.open("show", OpenMemory("inserts", "0" * 32))
     pass_on(near, far)
     far.send(select, Retract(2))
-    far.send(mapping, Mappable(f"asynckv-{0:032}", b"t" * 16, 2**20))
-    far.send(sharing, Exported(f"asynckv-{1:032}", b"t" * 16, b"h" * 64, 2**20 + 512))
+    far.send(mapping, Exposed(f"asynckv-{0:032}", b"t" * 16, 2**20))
+    far.send(sharing, Exposed(f"asynckv-{1:032}", b"t" * 16, 2**20 + 512, b"h" * 64))
     pass_on(far, near)
-    near.send(mapping, Mapped(b"n" * 16))
-    near.send(sharing, Imported(b"n" * 16))
+    near.send(mapping, Proved(b"n" * 16))
+    near.send(sharing, Proved(b"n" * 16))
     near.send(select, Grant(2, "nccl", "edges"))
     near.send(select, PushShared(3, TensorSpec((4,), "uint8"), 4096, b"d" * 16))
     place = Place(((4096, 8192),), 64, 1)
