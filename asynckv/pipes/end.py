@@ -270,6 +270,5 @@ def _heard(
     if isinstance(frame, OpenMemory):
         handshake = Handshake.answer(stream, frame)
         return handshake, lambda gpus: gpus.opening.share(handshake, frame.gpu_uuid)
-    channel = DeviceStream(answers=True)
-    channel.use(stream)
+    channel = DeviceStream.answer(stream)
     return channel, lambda gpus: gpus.opening.answer(channel, frame)

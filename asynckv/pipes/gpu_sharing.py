@@ -29,14 +29,13 @@ from asynckv.links.link import Link
 from asynckv.links.options import new_identity
 from asynckv.protocol.handshake import DigestMode
 from asynckv.protocol.transfer_frames import (
-    Devices,
     Exposed,
     OpenDevices,
     OpenMemory,
     PushShared,
 )
 from asynckv.sharing.exporter import LEAST_NBYTES, Exporter, Importer, warn_of_loss
-from asynckv.sharing.gpu_channel import DeviceStream, GpuLink, ask_devices
+from asynckv.sharing.gpu_channel import DeviceStream, GpuLink
 from asynckv.sharing.handshake import Handshake
 from asynckv.sharing.imports import PeerMemory
 from asynckv.sharing.peer_imports import check_same_host
@@ -46,7 +45,6 @@ from asynckv.tensors.device_regions import DeviceRegion
 from asynckv.tensors.devices import Device
 from asynckv.tensors.growth import Growth
 from asynckv.tensors.on_gpu import KVOnGpu
-from asynckv.transports.nccl.connecting import DeviceDescription, check_peer
 from asynckv.waits.own_tasks import OwnTasks
 
 __all__ = (
@@ -364,36 +362,15 @@ class GpuOpening:
             await self._sharing.answer(handshake)
 
     async def _ask_nccl(self) -> None:
+        # The peer answers once it accepts the pipe: that is bounded by the link's life.
         way = await self._make_way()
-        channel = ask_devices(self._link, way.transport)
-        try:
-            # Whenever it accepts the pipe: that is bounded by the link's life.
-            description = await channel.description()
-            await self._allocate_for(way, description)
-            await way.open(way.transport.open(description, channel))
-        except BaseException:
-            channel.detach()
-            raise
+        await way.ask(self._memory.open)
 
     async def _answer(self, channel: DeviceStream, frame: OpenDevices) -> None:
-        try:
+        with channel:
             way = await self._make_way()
-            await self._allocate_for(way, frame.description)
-            channel.send(Devices(way.transport.describe()))
-            await way.open(way.transport.open(frame.description, channel))
-        except Exception as exc:
-            channel.refuse(exc)
-            raise
-        except BaseException:
-            channel.detach()
-            raise
+            await way.answer(channel, frame.description, self._memory.open)
 
     async def _make_way(self) -> GpuLink:
         self._way = await GpuLink.make(self._link, self._device, self._digest)
         return self._way
-
-    async def _allocate_for(self, way: GpuLink, description: bytes) -> None:
-        """Allocate the memory of the GPU, unless the peer's goes not with this one."""
-        own = DeviceDescription.decode(way.transport.describe())
-        check_peer(own, DeviceDescription.decode(description))
-        await self._memory.open()

@@ -10,14 +10,21 @@ from __future__ import annotations
 
 import asyncio
 import collections
+import contextlib
 import dataclasses
 import logging
 import weakref
-from collections.abc import Callable, Coroutine
-from typing import Any, ClassVar, Final, Protocol
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from types import TracebackType
+from typing import Any, ClassVar, Final, Protocol, Self
 
-from asynckv.abc import PayloadTransport
-from asynckv.errors import ChecksumError, GPUFailed, PeerLost, RemoteProtocolError
+from asynckv.errors import (
+    ChecksumError,
+    GPUFailed,
+    IncompatiblePeer,
+    PeerLost,
+    RemoteProtocolError,
+)
 from asynckv.links.link import Link, LinkStream
 from asynckv.links.progress import Progress
 from asynckv.protocol.failures import from_failure, to_failure
@@ -35,6 +42,7 @@ from asynckv.tensors.cuda import DeviceMemory
 from asynckv.tensors.device_copying import DeviceCopyPool
 from asynckv.tensors.devices import Device
 from asynckv.tensors.runs import Memory
+from asynckv.transports.nccl.connecting import DeviceDescription, check_peer
 from asynckv.transports.nccl.directions import NcclSettings
 from asynckv.transports.nccl.transport import NcclTransport
 from asynckv.transports.nccl.worker import WorkerUse, worker_of
@@ -47,8 +55,6 @@ __all__ = (
     "NcclRoute",
     "RouteLost",
     "Ways",
-    "ask_devices",
-    "open_devices",
     "other_bytes",
 )
 
@@ -61,7 +67,8 @@ class DeviceStream:
     """One side of the stream; fits
     :class:`~asynckv.transports.nccl.transport.DeviceChannel`.
 
-    Frames that come before it is attached to are kept, and handed on then.
+    Frames that come before it is attached to are kept, and handed on then. As a
+    context: whoever leaves it by an error says so.
     """
 
     def __init__(self, *, answers: bool) -> None:
@@ -75,9 +82,31 @@ class DeviceStream:
         loop = asyncio.get_running_loop()
         self._description: asyncio.Future[bytes] = loop.create_future()
 
-    def use(self, stream: LinkStream) -> None:
-        """Send by ``stream`` from here on."""
-        self._stream = stream
+    def ask(self, link: Link, description: bytes) -> None:
+        """Ask the peer for its transport's description; this is ours. Never waits.
+
+        :raises PeerLost: the link is over
+        """
+        self._stream = link.open_stream(self, OpenDevices(description))
+
+    @classmethod
+    def answer(cls, stream: LinkStream) -> Self:
+        """Return the other side of one that the peer has begun."""
+        channel = cls(answers=True)
+        channel._stream = stream
+        return channel
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if isinstance(error, Exception):
+            self.give_up(error)
 
     async def description(self) -> bytes:
         """Wait for what the peer says of itself.
@@ -86,6 +115,11 @@ class DeviceStream:
         :raises AsyncKVError: the peer has refused
         """
         return await asyncio.shield(self._description)
+
+    def describe(self, description: bytes) -> None:
+        """Say what the asking side waits for, if this one answers. Never waits."""
+        if self._answers:
+            self.send(Devices(description))
 
     def send(self, frame: DeviceFrame) -> None:
         if self._stream is not None and not self._is_over:
@@ -105,9 +139,10 @@ class DeviceStream:
         self._came.clear()
         self._end()
 
-    def refuse(self, error: Exception) -> None:
-        """End it with a reason that the peer raises, unless it has ended."""
-        if self._stream is not None and not self._is_over:
+    def give_up(self, error: BaseException) -> None:
+        """End it, unless it has ended: with a reason that a peer which asked raises."""
+        is_told = self._answers and isinstance(error, Exception)
+        if is_told and self._stream is not None and not self._is_over:
             self._is_over = True
             self._stream.send(to_failure(error))
         self.detach()
@@ -169,40 +204,16 @@ class DeviceStream:
             self._stream.close()
 
 
-def ask_devices(link: Link, transport: PayloadTransport) -> DeviceStream:
-    """Ask the peer for its transport's description; return the channel. Never waits.
-
-    :raises PeerLost: the link is over
-    """
-    channel = DeviceStream(answers=False)
-    channel.use(link.open_stream(channel, OpenDevices(transport.describe())))
-    return channel
-
-
-async def open_devices(link: Link, transport: PayloadTransport) -> DeviceStream:
-    """Open ``transport`` with the peer's by a stream of ``link``; return its channel.
-
-    Cancelled, or if that fails, the transport has ended.
-
-    :raises PeerLost: the link ended, or the GPUs' pipes cannot be opened
-    :raises IncompatiblePeer: the GPUs do not go together
-    """
-    channel = ask_devices(link, transport)
-    try:
-        await transport.open(await channel.description(), channel)
-    except BaseException:
-        transport.abort()
-        channel.detach()
-        raise
-    return channel
-
-
 logger = logging.getLogger(__name__)
 
 _OPEN_S: Final = 10.0
 _CLOSE_S: Final = 1.0
 _LOOK_AGAIN_S: Final = 0.5
 _SETTINGS: Final = NcclSettings(open_s=_OPEN_S)
+
+
+async def _nothing() -> None:
+    pass
 
 
 class RouteLost(GPUFailed):
@@ -251,6 +262,58 @@ class GpuLink:
         :raises GPUFailed: the GPU's worker was given up, or is blocked
         """
         return cls(link, await worker_of(device), digest)
+
+    async def ask(self, prepare: Callable[[], Awaitable[None]] = _nothing) -> None:
+        """Open it with the peer's: wait for what that says of its GPU, then 10 s.
+
+        ``prepare`` is called once both GPUs are known to go together. If it fails it is
+        over; cancelled, it goes on as :meth:`open` does.
+
+        :raises PeerLost: the link ended, or the GPUs' pipes cannot be opened
+        :raises IncompatiblePeer: the GPUs do not go together
+        :raises Exception: what the peer has refused it for, or why it is not open
+        """
+        channel = DeviceStream(answers=False)
+        with self._ended_by_errors(channel):
+            channel.ask(self.link, self.transport.describe())
+            await self._open_with(await channel.description(), channel, prepare)
+
+    async def answer(
+        self,
+        channel: DeviceStream,
+        description: bytes,
+        prepare: Callable[[], Awaitable[None]] = _nothing,
+    ) -> None:
+        """Open it with the peer's, which has asked and described its own; as above."""
+        with self._ended_by_errors(channel):
+            await self._open_with(description, channel, prepare)
+
+    @contextlib.contextmanager
+    def _ended_by_errors(self, channel: DeviceStream) -> Iterator[None]:
+        try:
+            yield
+        except BaseException as exc:
+            if not self.is_opening:  # else it is over with its opening
+                self.close()
+                channel.give_up(exc)
+            raise
+
+    async def _open_with(
+        self,
+        description: bytes,
+        channel: DeviceStream,
+        prepare: Callable[[], Awaitable[None]],
+    ) -> None:
+        own = self.transport.describe()
+        peer = DeviceDescription.decode(description)
+        try:
+            check_peer(DeviceDescription.decode(own), peer)
+        except IncompatiblePeer:
+            channel.describe(own)  # so that the peer finds its own words for it
+            raise
+        await prepare()
+        channel.describe(own)
+        await self.open(self.transport.open(description, channel))
 
     async def open(self, opening: Coroutine[Any, Any, object]) -> None:
         """Wait for the transport's opening, at most 10 s.

@@ -20,7 +20,7 @@ from asynckv.links.link import Link
 from asynckv.protocol.handshake import DigestMode, strictest
 from asynckv.protocol.transfer_frames import Exposed, OpenMemory
 from asynckv.sharing.exporter import LEAST_NBYTES, Exporter, Importer, warn_of_loss
-from asynckv.sharing.gpu_channel import GpuLink, open_devices
+from asynckv.sharing.gpu_channel import GpuLink
 from asynckv.sharing.handshake import Handshake
 from asynckv.sharing.imports import ImportedMemory, import_gpu
 from asynckv.sharing.mappings import MappedMemory
@@ -39,6 +39,8 @@ OPEN_S: Final = 2.0
 
 _EXPORT_S: Final = 2.0
 """Until the peer has opened what is put from; else that goes through the hosts."""
+
+_CONNECT_S: Final = 10.0
 
 _BY_HOST: Final = "goes through host memory"
 _CLOSED_THERE: Final = "the peer has closed memory of this side's GPU"
@@ -202,7 +204,8 @@ class PeerImports:
         self._ways[link] = way = await GpuLink.make(link, device, self._device_digest)
         # It refers to its link: as long as it is known here, neither is collected.
         way.call_when_closed(lambda: self._forget(link))
-        await way.open(open_devices(link, way.transport))
+        async with asyncio.timeout(_CONNECT_S):
+            await way.ask()
 
     def _forget(self, link: Link) -> None:
         self._ways.pop(link, None)

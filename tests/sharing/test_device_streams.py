@@ -13,14 +13,9 @@ from asynckv.protocol.frames import Frame, OpeningFrame, Ping
 from asynckv.protocol.transfer_frames import (
     DeviceMet,
     DeviceReady,
-    Devices,
     OpenDevices,
 )
-from asynckv.sharing.gpu_channel import (
-    MAX_UNHEARD,
-    DeviceStream,
-    open_devices,
-)
+from asynckv.sharing.gpu_channel import MAX_UNHEARD, DeviceStream
 from asynckv.testing.blocked import until
 from asynckv.transports.nccl.transport import DeviceChannel
 from harness.fake_gpus import FakeGpus
@@ -38,12 +33,17 @@ class Service(ScriptedService):
 
     def open(self, stream: LinkStream, frame: OpeningFrame, body: bytes) -> object:  # type: ignore[override]
         assert isinstance(frame, OpenDevices)
-        channel = DeviceStream(answers=True)
-        channel.use(stream)
-        stream.send(Devices(self.pair.far.describe()))
+        channel = DeviceStream.answer(stream)
+        channel.describe(self.pair.far.describe())
         opening = self.pair.far.open(frame.description, channel)
         self.opening = asyncio.create_task(opening)
         return channel
+
+
+async def open_near(link: LinkPair, pair: NcclPair) -> None:
+    channel = DeviceStream(answers=False)
+    channel.ask(link.near, pair.near.describe())
+    await pair.near.open(await channel.description(), channel)
 
 
 @contextlib.asynccontextmanager
@@ -51,7 +51,7 @@ async def opened() -> AsyncIterator[tuple[NcclPair, LinkPair]]:
     pair = NcclPair(FakeGpus(2), lambda error: None, lambda error: None)
     async with linked(service=(service := Service(pair))) as link:
         try:
-            await open_devices(link.near, pair.near)
+            await open_near(link, pair)
             assert service.opening is not None
             await service.opening
             yield pair, link
@@ -86,7 +86,7 @@ async def test_gpus_that_do_not_go_together_are_not_opened() -> None:
     pair.near._own = type(pair.near._own)("x", 1, b"", b"8 bytes!", 1)
     async with linked(service=Service(pair)) as link:
         with pytest.raises(IncompatiblePeer):
-            await open_devices(link.near, pair.near)
+            await open_near(link, pair)
         service = link.service
         assert isinstance(service, Service) and service.opening is not None
         with pytest.raises(IncompatiblePeer):
@@ -101,7 +101,7 @@ async def test_a_refusal_is_raised() -> None:
     pair = NcclPair(FakeGpus(2), lambda error: None, lambda error: None)
     async with linked(answer=refuse) as link:
         with pytest.raises(ConfigError, match="no GPU here"):
-            await open_devices(link.near, pair.near)
+            await open_near(link, pair)
     await pair.aclose()
 
 

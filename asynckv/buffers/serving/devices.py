@@ -21,11 +21,7 @@ from asynckv.links.link import Link, LinkStream
 from asynckv.links.requests import StreamHandler
 from asynckv.protocol.frames import OpeningFrame
 from asynckv.protocol.handshake import DigestMode
-from asynckv.protocol.transfer_frames import (
-    Devices,
-    OpenDevices,
-    OpenMemory,
-)
+from asynckv.protocol.transfer_frames import OpenDevices, OpenMemory
 from asynckv.sharing.exporter import Exporter, Importer, warn_of_loss
 from asynckv.sharing.gpu_channel import DeviceStream, GpuLink, NcclRoute
 from asynckv.sharing.handshake import Handshake
@@ -195,8 +191,7 @@ class DeviceService(Service):
         device = self._buffer.growth.open_device
         if device is None or not self._may_use_nccl:
             raise ConfigError("this side has no GPU to send from")
-        channel = DeviceStream(answers=True)
-        channel.use(stream)
+        channel = DeviceStream.answer(stream)
         self.run(self._open(channel, frame, device), "connect GPUs")
         return channel
 
@@ -237,13 +232,11 @@ class DeviceService(Service):
     ) -> None:
         way = None
         try:
-            way = await GpuLink.make(self.link, device, self._digest)
-            channel.send(Devices(way.transport.describe()))
-            self.way = way
-            await way.open(way.transport.open(asked.description, channel))
+            with channel:
+                self.way = way = await GpuLink.make(self.link, device, self._digest)
+                await way.answer(channel, asked.description)
         except (AsyncKVError, OSError, TimeoutError) as exc:
             logger.info("no way from GPU to GPU to %s: %s", self.link.peer.id, exc)
-            channel.refuse(exc)
         if way is not None:
             await way.closed()  # until then the buffers' memory may be sent from
 

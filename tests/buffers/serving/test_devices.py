@@ -26,7 +26,7 @@ async def ask(url: str) -> None:
     link = await dial(url, identity=name_of("consumer"))
     try:
         channel = DeviceStream(answers=False)
-        channel.use(link.open_stream(channel, OpenDevices(b"nonsense")))
+        channel.ask(link, b"nonsense")
         await channel.description()
         channel.attach(lambda frame: None, lambda error: None)
         await until(lambda: channel._error is not None)

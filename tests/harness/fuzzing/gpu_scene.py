@@ -13,8 +13,8 @@ from asynckv.links.dial import dial
 from asynckv.links.link import LinkStream
 from asynckv.links.listen import listen
 from asynckv.protocol.frames import OpeningFrame
-from asynckv.protocol.transfer_frames import Devices, OpenDevices
-from asynckv.sharing.gpu_channel import DeviceStream, open_devices
+from asynckv.protocol.transfer_frames import OpenDevices
+from asynckv.sharing.gpu_channel import DeviceStream
 from asynckv.tensors.cuda import DeviceMemory
 from asynckv.testing.blocked import until
 from asynckv.testing.expectations import expect
@@ -61,9 +61,8 @@ class _Accepting:
     ) -> DeviceStream:
         if not isinstance(frame, OpenDevices):
             raise ValueError(f"asked for something else: {frame}")
-        channel = DeviceStream(answers=True)
-        channel.use(stream)
-        stream.send(Devices(self._transport.describe()))
+        channel = DeviceStream.answer(stream)
+        channel.describe(self._transport.describe())
         opening = self._transport.open(frame.description, channel)
         self.opening = asyncio.create_task(opening)
         return channel
@@ -80,7 +79,9 @@ class _Using:
         near, far = self.pair.near, self.pair.far
         link = await dial(url, identity=name_of("near"), lanes=1)
         try:
-            await open_devices(link, near)
+            channel = DeviceStream(answers=False)
+            channel.ask(link, near.describe())
+            await near.open(await channel.description(), channel)
             await self.accepting.opening
             await self._move(0, 1)
             await self._move(1, 2)
