@@ -25,7 +25,6 @@ from asynckv.tensors.device_regions import DeviceRegion
 from asynckv.tensors.growth import Growth
 from asynckv.tensors.on_gpu import KVOnGpu, caught
 from asynckv.tensors.open_device import OpenDevice
-from asynckv.tensors.paged_arena import PagedArena
 from asynckv.tensors.views import spec_of
 from asynckv.types import TensorSpec
 
@@ -70,11 +69,8 @@ class GpuSide:
 
     def spare(self, nbytes: int) -> DeviceRegion | None:
         """Take memory of the GPU, if there is so much now. Never waits."""
-        arena, pages = self._growth.arena, self._growth.device_pages
-        if pages is None or not pages.is_open or not isinstance(arena, PagedArena):
-            return None
-        region = arena.take_spare(max(nbytes, 1))
-        return region if isinstance(region, DeviceRegion) else None
+        regions = self._growth.take_on_device([max(nbytes, 1)])
+        return None if regions is None else regions[0]
 
     def spare_for(self, source: object, nbytes: int) -> DeviceRegion | None:
         """Take memory for what is sent from there, where it is to; as :meth:`spare`."""

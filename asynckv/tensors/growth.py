@@ -18,6 +18,7 @@ from asynckv.tensors.copying import CopyPool
 from asynckv.tensors.device_arena import DeviceArena
 from asynckv.tensors.device_copying import DeviceCopyPool
 from asynckv.tensors.device_pages import DeviceAllocation, DevicePages
+from asynckv.tensors.device_regions import DeviceRegion
 from asynckv.tensors.devices import Device
 from asynckv.tensors.forking import watch_forks
 from asynckv.tensors.late_views import LateViews
@@ -223,6 +224,18 @@ class Growth:
     def late_views(self) -> int:
         """How many views have kept memory for 10 s after their entry's end."""
         return self._late.count
+
+    def take_on_device(self, sizes: Sequence[int]) -> list[DeviceRegion] | None:
+        """Take memory of the GPU for each, if there is so much of it now. Never waits.
+
+        Whoever gets it releases it.
+        """
+        regions = None
+        if self._slabs is not None and self.open_device is not None:
+            regions = self._slabs.take_spares(sizes)
+        if regions is None:
+            return None
+        return [region for region in regions if isinstance(region, DeviceRegion)]
 
     def call_when_given_back(self, callback: Callable[[], None]) -> None:
         """Call back when memory of a GPU may be free; it must not take any then."""

@@ -21,7 +21,6 @@ from asynckv.tensors.device_regions import DeviceRegion
 from asynckv.tensors.device_tensors import gpu_of
 from asynckv.tensors.growth import Growth
 from asynckv.tensors.on_gpu import KVOnGpu
-from asynckv.tensors.paged_arena import PagedArena
 from asynckv.tensors.runs import Memory, Runs
 from asynckv.tensors.views import empty_tensor, packed, tensor_over
 from asynckv.transfers.manifest import INLINE_NBYTES, is_eager
@@ -256,11 +255,10 @@ class GpuStaging:
         return gpu == pages.device.index or (gpu is None and self._takes_host)
 
     def _take(self, nbytes: int) -> DeviceRegion | None:
-        arena = self._growth.arena
         if self._is_awaited():
             return None
-        region = arena.take_spare(nbytes) if isinstance(arena, PagedArena) else None
-        return region if isinstance(region, DeviceRegion) else None
+        regions = self._growth.take_on_device([nbytes])
+        return None if regions is None else regions[0]
 
 
 def copied_sources(

@@ -18,9 +18,7 @@ from collections.abc import Sequence
 from asynckv.abc import InsertWriter
 from asynckv.errors import PeerLost
 from asynckv.observability.waits import LoggedWait
-from asynckv.tensors.device_regions import DeviceRegion
 from asynckv.tensors.growth import Growth
-from asynckv.tensors.paged_arena import PagedArena
 from asynckv.transfers.source import StagedTensor, release_staged
 from asynckv.types import TensorSpec
 from asynckv.waits.line import FairLine
@@ -60,7 +58,7 @@ class GpuRoom:
     """Hands out memory of ``growth``, which is open, in the order of those who ask."""
 
     def __init__(self, growth: Growth) -> None:
-        self._arena = growth.arena
+        self._growth = growth
         self._line: FairLine[_Waiting] = FairLine(self._give)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._is_looking = False
@@ -78,9 +76,10 @@ class GpuRoom:
 
         Who is in ``lost`` meanwhile can be failed. A cancelled call leaves no trace.
         """
-        arena, sizes = self._arena, [spec.nbytes for spec in specs]
-        if not isinstance(arena, PagedArena) or not arena.pages.could_ever_fit(sizes):
-            self._tell_too_small(sum(sizes))
+        pages, sizes = self._growth.device_pages, [spec.nbytes for spec in specs]
+        if pages is None or not pages.could_ever_fit(sizes):
+            there = 0 if pages is None else pages.nbytes
+            self._warn_too_small(sum(sizes), there)
             return None
         waiting = _Waiting(tuple(specs))
         self._loop = asyncio.get_running_loop()
@@ -99,12 +98,10 @@ class GpuRoom:
             self._line.quit(waiting)
 
     def _taken(self, specs: Sequence[TensorSpec]) -> list[StagedTensor] | None:
-        arena, sizes = self._arena, [spec.nbytes for spec in specs]
-        regions = arena.take_spares(sizes) if isinstance(arena, PagedArena) else None
+        regions = self._growth.take_on_device([spec.nbytes for spec in specs])
         if regions is None:
             return None
-        pairs = zip(regions, specs, strict=True)
-        return [StagedTensor(r, s) for r, s in pairs if isinstance(r, DeviceRegion)]
+        return [StagedTensor(r, s) for r, s in zip(regions, specs, strict=True)]
 
     def _look_soon(self) -> None:
         """Not at once: whoever gives memory back is in the middle of something."""
@@ -119,18 +116,16 @@ class GpuRoom:
 
     def _give(self, waiting: _Waiting) -> bool:
         if not waiting.turn.is_in:
-            if self._arena.is_closed:
+            if self._growth.arena.is_closed:
                 waiting.turn.fail(PeerLost("the way to the peer was closed"))
             elif (taken := self._taken(waiting.specs)) is not None:
                 waiting.taken = taken
                 waiting.turn.give(taken)
         return waiting.turn.is_in
 
-    def _tell_too_small(self, nbytes: int) -> None:
+    def _warn_too_small(self, nbytes: int, there: int) -> None:
         if not self._was_too_small:
             self._was_too_small = True
-            arena = self._arena
-            there = arena.pages.nbytes if isinstance(arena, PagedArena) else 0
             logger.warning(
                 "%d bytes leave through host memory: there are %d of the GPU to send "
                 "from",
