@@ -135,42 +135,35 @@ class D2HCopier:
             return
         memory = None
         try:
-            memory = await self._copies.empty(source.nbytes)
-            async with self._turn:
-                await self._copy(source, memory)
+            memory = await self._piece(source, 0, source.nbytes)
             copied(memory)
         finally:
             memory = None  # whoever keeps the task keeps this frame
 
     async def _feed(self, source: Source, copied: Callable[[HostCopy], None]) -> None:
-        nbytes = source.nbytes
-        feed, memory = Feed(nbytes), None
+        feed, nbytes = Feed(source.nbytes), self._piece_nbytes
         try:
-            for start in range(0, nbytes, self._piece_nbytes):
-                stop = min(start + self._piece_nbytes, nbytes)
-                memory = await self._copies.empty(stop - start)
-                async with self._turn:
-                    await self._copy_piece(source, start, memory)
-                feed.put(memory)
-                memory = None
+            for start in range(0, source.nbytes, nbytes):
+                stop = min(start + nbytes, source.nbytes)
+                feed.put(await self._piece(source, start, stop))
                 if not start:
                     copied(feed)
         finally:
-            del feed, memory  # as there
+            del feed  # as there
 
-    async def _copy(self, source: Source, memory: memoryview) -> None:
-        target = tensor_over(memory, source.spec)
-        copying = self._pool.copy([source.place()], [target], digest=False)
-        del memory, target  # as there
-        await copying
-
-    async def _copy_piece(self, source: Source, start: int, memory: memoryview) -> None:
-        place, nbytes = source.place(), memory.nbytes
-        if not isinstance(place, DeviceMemory | KVOnGpu):
-            raise TypeError("what is fed lies on a GPU")
-        target = tensor_over(memory, TensorSpec((nbytes,), "uint8"))
-        copying = self._pool.copy(
-            [place.part(start, start + nbytes)], [target], digest=False
-        )
-        del memory, target, place
-        await copying
+    async def _piece(self, source: Source, start: int, stop: int) -> memoryview:
+        """Wait for room, and for the turn, to copy those bytes; return the copy."""
+        memory = await self._copies.empty(stop - start)
+        try:
+            async with self._turn:
+                place = source.place()
+                if not isinstance(place, DeviceMemory | KVOnGpu):
+                    raise TypeError("what is copied so lies on a GPU")
+                target = tensor_over(memory, TensorSpec((stop - start,), "uint8"))
+                part = place.part(start, stop)
+                copying = self._pool.copy([part], [target], digest=False)
+                del target, place, part  # as there
+                await copying
+            return memory
+        finally:
+            del memory  # as there
