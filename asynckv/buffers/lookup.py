@@ -163,7 +163,7 @@ class LookupBuffer(InMemoryBuffer, KVLookupBuffer):
             min_matched_tokens=min_matched_tokens,
         )
         consumer = self._consumer
-        targets = check_targets(into, may_be_on_gpu=True)
+        targets = check_targets(into)
         return PendingSelect(consumer.take, consumer.borrow, query, targets)
 
     async def peek(
@@ -237,7 +237,7 @@ class LookupBuffer(InMemoryBuffer, KVLookupBuffer):
             match=match,
             min_matched_tokens=min_matched_tokens,
         )
-        targets = check_targets(into, may_be_on_gpu=True)
+        targets = check_targets(into)
         async with self._consumer.stream(query, targets) as stream:
             yield stream
 

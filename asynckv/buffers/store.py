@@ -148,6 +148,6 @@ def check_place(into: torch.Tensor) -> None:
     if not isinstance(into, torch.Tensor):
         raise TypeError(f"into is a tensor, not {type(into).__name__}")
     try:
-        check_landing_place(into, may_be_on_gpu=True)
+        check_landing_place(into)
     except ValueError as exc:
         raise ValueError(f"into: {exc}") from None

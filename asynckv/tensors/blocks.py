@@ -139,14 +139,14 @@ def rows_of(tensor: torch.Tensor) -> KVBlocks | None:
     return KVBlocks(tensor, range(len(tensor)))
 
 
-def landing_of(memory: KVMemory, *, may_be_on_gpu: bool = False) -> KVMemory:
+def landing_of(memory: KVMemory) -> KVMemory:
     """Return what a tensor can land in as it lies.
 
-    :raises ValueError: nothing can: no plain CPU memory, not contiguous and not
-        in rows that are, or a block is there twice
+    :raises ValueError: nothing can: no plain memory, not contiguous and not in rows
+        that are (on a GPU: not contiguous), or a block is there twice
     """
-    if may_be_on_gpu and isinstance(memory, torch.Tensor) and memory.is_cuda:
-        check_landing_place(memory, may_be_on_gpu=True)
+    if isinstance(memory, torch.Tensor) and memory.is_cuda:
+        check_landing_place(memory)
         return memory
     found = memory if isinstance(memory, KVBlocks) else rows_of(memory) or memory
     if not isinstance(found, KVBlocks):

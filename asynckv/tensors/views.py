@@ -232,12 +232,12 @@ def no_memory(nbytes: int) -> EntryTooLarge:
     )
 
 
-def check_landing_place(into: torch.Tensor, *, may_be_on_gpu: bool = False) -> None:
-    """Refuse memory that no tensor can land in; ``may_be_on_gpu``: or a GPU's.
+def check_landing_place(into: torch.Tensor) -> None:
+    """Refuse memory that no tensor can land in.
 
     :raises ValueError: it is not plain memory, or not contiguous
     """
-    if may_be_on_gpu and into.device.type == "cuda":
+    if into.device.type == "cuda":
         _check_plain(into)
         if not into.is_contiguous() or into.is_conj() or into.is_neg():
             raise ValueError("the tensor is not contiguous")

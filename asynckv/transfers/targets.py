@@ -7,8 +7,9 @@ copied from it. Some of the memory is what the caller named in ``into=``.
 from __future__ import annotations
 
 import abc
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import ClassVar, Protocol
+from typing import ClassVar
 
 import torch
 
@@ -24,9 +25,9 @@ from asynckv.transfers.manifest import check_names
 from asynckv.types import TensorSpec
 
 __all__ = (
-    "BufferPart",
     "DeviceTarget",
     "HostTarget",
+    "Part",
     "Target",
     "TensorTarget",
     "check_targets",
@@ -131,12 +132,17 @@ class DeviceTarget(Target):
         return bounce
 
 
-class BufferPart(Protocol):
-    """A tensor of a buffer's entry. It has no region before there is room, nor when
-    the entry has left."""
+@dataclasses.dataclass(slots=True)
+class Part:
+    """One tensor of a buffer's entry. ``digest`` is set when it has landed.
 
-    region: Region | None
+    It has no region before there is room, nor when the entry has left.
+    """
+
+    name: str
     spec: TensorSpec
+    region: Region | None = None
+    digest: bytes | None = None
 
 
 class _RegionTarget(DeviceTarget):
@@ -144,7 +150,7 @@ class _RegionTarget(DeviceTarget):
 
     __slots__ = ("_part",)
 
-    def __init__(self, part: BufferPart, pool: CopyPool) -> None:
+    def __init__(self, part: Part, pool: CopyPool) -> None:
         super().__init__(part.spec, pool, empty=pool.host_empty)
         self._part = part
 
@@ -195,7 +201,7 @@ class TensorTarget(DeviceTarget):
         self._into = None
 
 
-def target_in(region: Region, part: BufferPart, pool: CopyPool) -> Target:
+def target_in(region: Region, part: Part, pool: CopyPool) -> Target:
     """Return a part's ``region`` as what its bytes are to land in.
 
     :raises EntryTooLarge: of the heap, and the process may have no more
@@ -261,14 +267,11 @@ async def fill_targets(
         await copy_to_device(on_device, [d for t, d in every if t.is_on_device])
 
 
-def check_targets(
-    into: Mapping[str, KVMemory] | None, *, may_be_on_gpu: bool = False
-) -> Mapping[str, KVMemory]:
+def check_targets(into: Mapping[str, KVMemory] | None) -> Mapping[str, KVMemory]:
     """Refuse memory that nothing can land in, before anything is waited for.
 
     :raises ValueError: a name that no entry has, or memory that is not plain CPU
-        memory (with ``may_be_on_gpu``: or a GPU's), contiguous or in contiguous rows;
-        or two of them share memory
+        memory or a GPU's, contiguous or in contiguous rows; or two of them share memory
     :raises TypeError: no mapping of names to memory
     """
     if into is None:
@@ -287,7 +290,7 @@ def check_targets(
                 f"into[{name!r}] is a {type(memory).__name__}, not a tensor or KVBlocks"
             )
         try:
-            found[name] = landing_of(memory, may_be_on_gpu=may_be_on_gpu)
+            found[name] = landing_of(memory)
         except ValueError as exc:
             raise ValueError(f"into[{name!r}]: {exc}") from None
     check_apart(found)

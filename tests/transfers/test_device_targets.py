@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator
 
 import pytest
@@ -19,6 +18,7 @@ from asynckv.testing.expectations import noise
 from asynckv.transfers.targets import (
     DeviceTarget,
     HostTarget,
+    Part,
     Target,
     TensorTarget,
     copy_to_device,
@@ -39,19 +39,11 @@ BYTES = bytes_of(noise(NBYTES, 1))
 DIGEST = digest_of(BYTES)
 
 
-@dataclasses.dataclass
-class Part:
-    """Of an entry that is there, until its region is gone."""
-
-    region: Region | None
-    spec: TensorSpec = SPEC
-
-
 @pytest.fixture
 def part(gpu: FakeDevice) -> Iterator[Part]:
     with open_device_arena(gpu, 2**20) as arena:
         region = region_in(arena, NBYTES)
-        yield Part(region)
+        yield Part("key", SPEC, region)
         arena.free([region])
 
 
@@ -70,7 +62,7 @@ async def digest_there(part: Part, pool: CopyPool) -> bytes:
 
 async def test_what_is_for_the_host_lands_where_it_belongs(pool: CopyPool) -> None:
     region = Region(NBYTES, None)
-    target = target_in(region, Part(region), pool)
+    target = target_in(region, Part("key", SPEC, region), pool)
     await fill_targets([target], [BYTES], [b"of other bytes"])
     assert not target.is_on_device and region.view() == BYTES
     with pytest.raises(TypeError, match="is on no GPU"):

@@ -9,7 +9,6 @@ checked: the same for every lookup buffer.
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import enum
 import uuid
 from collections.abc import Callable, Mapping, Sequence
@@ -36,6 +35,7 @@ from asynckv.transfers.queries import (
     as_tokens,
     key_of,
 )
+from asynckv.transfers.targets import Part
 from asynckv.types import KVFingerprint, TensorSpec
 
 __all__ = (
@@ -43,7 +43,6 @@ __all__ = (
     "EntryState",
     "Holder",
     "Lease",
-    "Part",
     "Payer",
     "Shown",
     "StoredEntry",
@@ -153,16 +152,6 @@ class EntryState(enum.Enum):
     READY = "committed; can be selected"
     DIRECT = "had no room; its bytes go straight to the one who selected it"
     GONE = "left"
-
-
-@dataclasses.dataclass(slots=True)
-class Part:
-    """One tensor of an entry. ``digest`` is set when it has landed."""
-
-    name: str
-    spec: TensorSpec
-    region: Region | None = None
-    digest: bytes | None = None
 
 
 class Shown(NamedTuple):
@@ -355,13 +344,17 @@ class Waiter(msgspec.Struct, eq=False):
     holder: Holder
     seq: int
     fingerprint: KVFingerprint | None
-    is_waiting: bool = False
     is_forgotten: bool = False
     place: Place[Waiter] | None = None
     lease: Lease | None = None
 
     def __repr__(self) -> str:
         return f"<Waiter {self.seq}>"  # asyncio's debug mode would show the prompt
+
+    @property
+    def is_waiting(self) -> bool:
+        """Is it in line?"""
+        return self.place is not None
 
     def may_have(self, entry: StoredEntry) -> bool:
         """May the consumer have a delivery of an entry that has one left?"""

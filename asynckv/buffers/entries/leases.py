@@ -203,12 +203,10 @@ class Matchmaker:
     def enqueue(self, waiter: Waiter) -> None:
         """Let the query wait, in the place its ``seq`` gives."""
         self.waiting_count += 1
-        waiter.is_waiting = True
         self._lines[waiter.fingerprint].add(waiter)
 
     def dequeue(self, waiter: Waiter) -> None:
         """The query waits no longer."""
-        waiter.is_waiting = False
         self.waiting_count -= 1
         self._lines[waiter.fingerprint].remove(waiter)
 
@@ -224,8 +222,6 @@ class Matchmaker:
     def everyone(self) -> list[Waiter]:
         """Take every waiting query out of its line, who waits longest first."""
         waiters = [w for line in self._lines.values() for w in line.everyone()]
-        for waiter in waiters:
-            waiter.is_waiting = False
         self.waiting_count = 0
         return sorted(waiters, key=lambda waiter: waiter.seq)
 
@@ -466,8 +462,12 @@ class Leases:
             self.offer(entry)
 
     def _take_back(self, lease: Lease, reason: str) -> None:
-        """Tell the holder of an ended delivery that the entry will not come."""
+        """The entry will not come: of an ended delivery."""
         self._counters.retracted += 1
+        self._notify(lease, reason)
+
+    def _notify(self, lease: Lease, reason: str) -> None:
+        """Tell the holder of an ended delivery, unless an application has it whole."""
         if lease.holder.streams:
             lease.holder.aborted(lease, reason)
         elif not lease.reached:
@@ -482,11 +482,7 @@ class Leases:
             self._max_hold_s,
         )
         self.give_back(lease, reached=lease.reached)
-        if lease.holder.streams:
-            lease.holder.aborted(lease, "lapsed")
-        elif not lease.reached:
-            lease.holder.retracted(lease)
-            self.serve_again(lease.waiter)
+        self._notify(lease, "lapsed")
 
 
 def entry_taken() -> EntryAborted:

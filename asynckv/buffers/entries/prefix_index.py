@@ -17,8 +17,9 @@ from itertools import count, islice
 from operator import attrgetter
 from typing import Final, Generic, TypeVar
 
+from asynckv.transfers.queries import TOKEN_NBYTES
+
 __all__ = (
-    "TOKEN_NBYTES",
     "Frontier",
     "Node",
     "Place",
@@ -32,7 +33,6 @@ __all__ = (
 
 T = TypeVar("T")
 
-TOKEN_NBYTES: Final = 8
 # Measured on CPython 3.11: a node with its edge's header, list and share of
 # its parent's dict.
 _NODE_NBYTES: Final = 282

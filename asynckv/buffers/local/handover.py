@@ -10,7 +10,7 @@ from typing import Final, TypeAlias
 import torch
 
 from asynckv.abc import KVEntry
-from asynckv.buffers.entries.entries import Lease, Part
+from asynckv.buffers.entries.entries import Lease
 from asynckv.errors import LeaseLost
 from asynckv.tensors.arena import Region
 from asynckv.tensors.blocks import (
@@ -22,7 +22,7 @@ from asynckv.tensors.cuda import DeviceMemory
 from asynckv.tensors.runs import Runs
 from asynckv.transfers.manifest import unflatten
 from asynckv.transfers.queries import tensor_of
-from asynckv.transfers.targets import match_targets
+from asynckv.transfers.targets import Part, match_targets
 
 __all__ = (
     "build_entry",

@@ -131,7 +131,7 @@ class RemoteLookupBuffer(KVLookupBuffer):
             min_matched_tokens=min_matched_tokens,
         )
         consumer = self._consumer
-        targets = check_targets(into, may_be_on_gpu=True)
+        targets = check_targets(into)
         return PendingSelect(consumer.take, consumer.borrow, query, targets)
 
     async def peek(
@@ -216,7 +216,7 @@ class RemoteLookupBuffer(KVLookupBuffer):
             match=match,
             min_matched_tokens=min_matched_tokens,
         )
-        targets = check_targets(into, may_be_on_gpu=True)
+        targets = check_targets(into)
         async with self._consumer.stream(query, targets) as stream:
             yield stream
 

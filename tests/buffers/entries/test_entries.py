@@ -4,10 +4,11 @@ import msgspec
 import pytest
 import torch
 
-from asynckv.buffers.entries.entries import EntryState, Lease, Part, StoredEntry, Waiter
+from asynckv.buffers.entries.entries import EntryState, Lease, StoredEntry, Waiter
 from asynckv.tensors.arena import HeapArena
 from asynckv.transfers.manifest import content_digest
 from asynckv.transfers.queries import Query, as_tokens
+from asynckv.transfers.targets import Part
 from asynckv.types import TensorSpec
 from harness.holders import RecordingHolder, draft_of
 
