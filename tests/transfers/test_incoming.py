@@ -113,9 +113,8 @@ class Transfer:
             7,
             targets or [HostTarget(memoryview(memory)) for memory in self.memory],
             lambda part, found: self.told.append((part, found)),
-            self.errors.append,
             route=None if route is None else self._find,
-            **options,
+            **{"failed": self.errors.append} | options,
         )
 
     def _find(self) -> DeviceRoute | None:
@@ -347,6 +346,16 @@ async def test_who_waits_is_told_of_other_bytes_when_the_memory_is_quiet() -> No
     with pytest.raises(ChecksumError) as told:
         await receiving
     assert told.value.__traceback__ is not None
+
+
+async def test_who_waits_is_told_of_other_bytes_where_nobody_else_is() -> None:
+    transfer = Transfer(LARGE, failed=None)
+    receiving = asyncio.create_task(transfer.incoming.receive())
+    await until_blocked(receiving)
+    transfer.payload.done[0](b"digest", None)
+    transfer.say(Sent(7, 0, b"other"))
+    with pytest.raises(ChecksumError):
+        await receiving
 
 
 async def test_a_failure_just_after_a_cancellation_is_no_matter() -> None:
