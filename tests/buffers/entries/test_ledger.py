@@ -106,6 +106,19 @@ async def test_a_forsaken_stream_outside_is_its_consumers_alone() -> None:
     assert bench.book.memory.outside_bytes == 0
 
 
+async def test_nobody_else_gets_a_stream_outside_that_its_writer_gave_up() -> None:
+    bench = SteppedLedger()
+    bench.insert("full", tokens=(9,), nbytes=90)
+    entry = bench.begin("a", nbytes=50, streaming=True, deliveries=2)
+    holder, _ = bench.select(consumer="one")
+    bench.finish(entry)
+    bench.ledger.abort_streaming(entry)
+    assert bench.select(consumer="two")[0].entry_id is None
+    bench.leases.give_back(holder.held(), reached=False)
+    assert "a" not in bench.book.entries
+    assert bench.book.memory.outside_bytes == 0
+
+
 async def test_a_stream_that_began_outside_moves_in_when_there_is_room() -> None:
     bench = SteppedLedger()
     full = bench.insert("full", tokens=(9,), nbytes=80)

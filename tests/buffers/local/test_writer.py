@@ -98,6 +98,16 @@ async def test_leaving_wakes_who_still_waits_for_a_tensor() -> None:
                 await writer.put(name, noise(8))
 
 
+async def test_a_stream_gives_each_tensor_once_in_the_order_they_landed_in() -> None:
+    async with LookupBuffer(1000, drain_s=0) as buffer:
+        async with buffer.open_insert([1], None, SPECS) as writer:
+            async with buffer.open_drop_select([1]) as stream:
+                for name in ("value", "key"):
+                    await writer.put(name, noise(8))
+                assert await stream.wait_for("key") is not None
+                assert [(await anext(stream))[0] for _ in SPECS] == ["value", "key"]
+
+
 async def test_a_cancelled_read_reads_the_same_tensor_again() -> None:
     async with LookupBuffer(1000, drain_s=0) as buffer:
         async with buffer.open_insert([1], None, SPECS) as writer:
