@@ -96,7 +96,7 @@ class LookupBuffer(InMemoryBuffer, KVLookupBuffer):
         )
 
     def __repr__(self) -> str:
-        entries = len(self.ledger.book.entries) - self.ledger.waiting_inserts
+        entries = len(self.ledger.table.entries) - self.ledger.waiting_inserts
         return self._shown(f"{entries} entries")
 
     @property
@@ -140,7 +140,7 @@ class LookupBuffer(InMemoryBuffer, KVLookupBuffer):
         source = LocalSource(tensors, self.pool)
         digest = None
         # What is new here need not be read once more to know whether it goes on.
-        if entry_id is not None and self.ledger.book.is_known(entry_id):
+        if entry_id is not None and self.ledger.table.is_known(entry_id):
             digest = await source.digest(draft)
         await self.admission.insert(draft, source, digest)
         return draft.entry_id
@@ -176,7 +176,7 @@ class LookupBuffer(InMemoryBuffer, KVLookupBuffer):
 
     async def taken(self, entry_id: str) -> None:
         self._check_loop()
-        await self.ledger.book.when_gone(as_text(entry_id, "an entry_id"))
+        await self.ledger.table.when_gone(as_text(entry_id, "an entry_id"))
 
     async def withdraw(self, entry_id: str) -> bool:
         self._check_loop()
@@ -264,9 +264,9 @@ class LookupBuffer(InMemoryBuffer, KVLookupBuffer):
         waiting = self.ledger.waiting_inserts
         return LookupStatistics(
             mapped_by=self.exporter.mapped_by,
-            outside_bytes=ledger.book.memory.outside_bytes,
-            entries=len(ledger.book.entries) - waiting,
-            leased=sum(bool(entry.leases) for entry in ledger.book.entries.values()),
+            outside_bytes=ledger.table.memory.outside_bytes,
+            entries=len(ledger.table.entries) - waiting,
+            leased=sum(bool(entry.leases) for entry in ledger.table.entries.values()),
             waiting_inserts=waiting,
             waiting_selects=ledger.leases.waiting_count,
             oldest_insert_wait_s=self.room.longest_wait_s(now),
@@ -295,7 +295,7 @@ class LookupBuffer(InMemoryBuffer, KVLookupBuffer):
             self.ledger.refuse_inserts()
             with anyio.move_on_after(drain_s):
                 await self.room.until(
-                    lambda: not self.ledger.book.entries or self.is_closed
+                    lambda: not self.ledger.table.entries or self.is_closed
                 )
             self.abort()
             ending = self._end()

@@ -159,7 +159,7 @@ class P2PRoutes:
         """Whether all that a rank was to push for ``order`` is here."""
         if self.buffer is None:
             return False
-        entries = self.buffer.ledger.book.entries
+        entries = self.buffer.ledger.table.entries
         entry = entries.get(_pushed(order.transfer_id, rank))
         return entry is not None and entry.state is EntryState.READY
 

@@ -90,7 +90,7 @@ async def test_bytes_that_changed_on_the_gpu_are_refused_by_who_gets_them(
     pair: GpuPair,
 ) -> None:
     await fill(pair.buffer)
-    (entry,) = pair.buffer.ledger.book.entries.values()
+    (entry,) = pair.buffer.ledger.table.entries.values()
     part = next(part for part in entry.parts if part.name == "key")
     assert part.region is not None
     place = part.region.place(part.spec)
@@ -131,7 +131,7 @@ async def test_a_cancelled_select_reads_nothing_more_from_the_gpu(
 
 
 async def test_a_cancelled_insert_leaves_no_trace_on_the_gpu(pair: GpuPair) -> None:
-    entries = pair.buffer.ledger.book.entries
+    entries = pair.buffer.ledger.table.entries
 
     async def check(k: int, mode: CancelMode, outcome: Outcome[str]) -> None:
         await pair.peer.lookup.peek([1])  # all that was said before is heard
@@ -264,7 +264,7 @@ async def test_of_a_layer_that_is_on_the_gpu_the_host_keeps_nothing(
     monkeypatch.setattr(pool, "host_empty", note)
     async with pair.peer.lookup.open_insert([1], None, LAYERS) as writer:
         await writer.put("key", noise(MIB))
-        (entry,) = pair.buffer.ledger.book.entries.values()
+        (entry,) = pair.buffer.ledger.table.entries.values()
         await until(lambda: 0 in entry.landed)
         await until(lambda: copies[0]() is None)
         await writer.put("hidden", noise(8))
@@ -276,7 +276,7 @@ async def test_an_entry_that_leaves_while_a_layer_is_lifted_needs_it_no_more(
     copy, leases = Incoming._copy_soon, pair.buffer.ledger.leases
 
     def copy_too_late(incoming: Incoming, part: int, digest: bytes) -> None:
-        (entry,) = pair.buffer.ledger.book.entries.values()
+        (entry,) = pair.buffer.ledger.table.entries.values()
         leases.acknowledge(next(iter(entry.leases.values())))
         copy(incoming, part, digest)
 
@@ -285,7 +285,7 @@ async def test_an_entry_that_leaves_while_a_layer_is_lifted_needs_it_no_more(
         with pytest.raises(LeaseLost):
             async with pair.buffer.open_drop_select([1]):
                 await writer.put("key", noise(MIB))
-                await until(lambda: not pair.buffer.ledger.book.entries)
+                await until(lambda: not pair.buffer.ledger.table.entries)
         await writer.put("hidden", noise(8))
     await until(lambda: not pair.buffer.statistics().used_bytes)
 
@@ -296,7 +296,7 @@ async def test_small_entries_get_to_and_from_a_gpu_that_holds_many_of_them(
     count = 4 * MIB // SMALL + 8  # more than stay in host memory
     for number in range(count):
         await pair.peer.lookup.insert([number], None, noise(SMALL, number), None, None)
-    on_gpu = [e for e in pair.buffer.ledger.book.entries.values() if is_on_gpu(e)]
+    on_gpu = [e for e in pair.buffer.ledger.table.entries.values() if is_on_gpu(e)]
     assert len(on_gpu) >= 8
     for number in range(count):
         entry = await pair.peer.lookup.drop_select([number])
@@ -309,7 +309,7 @@ async def test_small_layers_get_to_a_gpu_that_holds_many(pair: GpuPair) -> None:
     specs = {"key": TensorSpec((SMALL,), "uint8")}
     async with pair.peer.lookup.open_insert([777], None, specs) as writer:
         await writer.put("key", noise(SMALL, 7))
-    assert is_on_gpu(pair.buffer.ledger.book.entries[writer.entry_id])
+    assert is_on_gpu(pair.buffer.ledger.table.entries[writer.entry_id])
     assert is_same(only((await pair.buffer.drop_select([777])).key), noise(SMALL, 7))
 
 

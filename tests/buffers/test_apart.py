@@ -37,7 +37,7 @@ def _layers() -> dict[str, torch.Tensor]:
 
 
 def _runs_of(local: LookupBuffer, entry_id: str) -> Sequence[Run]:
-    pages = local.ledger.book.entries[entry_id].regions[0].pages
+    pages = local.ledger.table.entries[entry_id].regions[0].pages
     assert pages is not None
     return pages.runs
 

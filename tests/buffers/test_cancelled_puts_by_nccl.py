@@ -17,7 +17,7 @@ async def test_a_cancelled_insert_leaves_no_trace_on_either_gpu(
 ) -> None:
     tensor = nccl_pair.theirs.tensor
     key, hidden = tensor(noise(MIB, 1)), tensor(noise(8))
-    entries = nccl_pair.buffer.ledger.book.entries
+    entries = nccl_pair.buffer.ledger.table.entries
 
     async def before() -> None:
         key.as_subclass(torch.Tensor).copy_(noise(MIB, 1))
@@ -87,7 +87,7 @@ async def test_memory_of_the_host_is_quiet_when_a_cancelled_insert_ends(
         value.fill_(0)
         await nccl_pair.peer.lookup.peek([1])
         await until(lambda: not coming(nccl_pair))
-        if nccl_pair.buffer.ledger.book.entries:
+        if nccl_pair.buffer.ledger.table.entries:
             entry = await nccl_pair.buffer.drop_select([1])
             assert isinstance(entry.value, torch.Tensor)
             assert is_same(entry.value, noise(MIB, 2))

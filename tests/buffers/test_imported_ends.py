@@ -72,7 +72,7 @@ async def view_of(pair: GpuPair) -> torch.Tensor:
 
 def change(pair: GpuPair, offset: int) -> None:
     """Change a byte of what was inserted, in the memory of the GPU."""
-    (stored,) = pair.buffer.ledger.book.entries.values()
+    (stored,) = pair.buffer.ledger.table.entries.values()
     place = stored.regions[0].place(stored.parts[0].spec)
     assert isinstance(place, DeviceMemory)
     pair.ours.process.cuda.view(place)[offset] ^= 1

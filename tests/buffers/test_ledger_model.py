@@ -184,7 +184,7 @@ class LedgerAgainstBruteForce(RuleBasedStateMachine):
     def finish(self, number: int) -> None:
         name = self.pick(self.filling(), number)
         self.model.commit(self.model.entries[name])
-        self.run(lambda: self.bench.finish(self.bench.book.entries[name]))
+        self.run(lambda: self.bench.finish(self.bench.table.entries[name]))
 
     def filling(self) -> list[str]:
         entries = self.model.entries.values()
@@ -210,7 +210,7 @@ class LedgerAgainstBruteForce(RuleBasedStateMachine):
     def cancel_insert(self, number: int) -> None:
         name = self.pick(self.filling(), number)
         self.model.drop(self.model.entries[name])
-        self.run(lambda: self.bench.ledger.forsake(self.bench.book.entries[name]))
+        self.run(lambda: self.bench.ledger.forsake(self.bench.table.entries[name]))
 
     @precondition(lambda self: self.model.entries)
     @rule(number=st.integers(0, 100))
@@ -227,15 +227,15 @@ class LedgerAgainstBruteForce(RuleBasedStateMachine):
 
     @invariant()
     def is_as_the_scan_says(self) -> None:
-        book = self.bench.book
+        table = self.bench.table
         found = {n: holder.entry_id for n, (holder, _) in self.waiters.items()}
         assert found == {q.name: q.holds for q in self.model.queries.values()}
-        states = {e.entry_id: e.state.name.lower() for e in book.entries.values()}
+        states = {e.entry_id: e.state.name.lower() for e in table.entries.values()}
         assert states == {e.id: e.state for e in self.model.entries.values()}
         assert self.bench.arena.used_bytes == self.model.used()
-        assert book.memory.outside_bytes == self.model.outside()
+        assert table.memory.outside_bytes == self.model.outside()
         charged = sum(holder.charged_bytes for holder, _ in self.waiters.values())
-        assert charged <= book.memory.outside_bytes
+        assert charged <= table.memory.outside_bytes
 
     def teardown(self) -> None:
         def close() -> None:
@@ -243,7 +243,7 @@ class LedgerAgainstBruteForce(RuleBasedStateMachine):
 
         self.run(close)
         self.loop.close()
-        assert self.bench.arena.used_bytes == self.bench.book.memory.outside_bytes == 0
+        assert self.bench.arena.used_bytes == self.bench.table.memory.outside_bytes == 0
         assert self.bench.leases.waiting_count == 0
 
 

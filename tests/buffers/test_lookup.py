@@ -398,7 +398,7 @@ class Crowd:
 
     def check(self) -> None:
         """Bytes charged are those of the entries that are there."""
-        entries = self.buffer.ledger.book.entries.values()
+        entries = self.buffer.ledger.table.entries.values()
         now = self.buffer.statistics()
         inside = [e.nbytes for e in entries if e.in_arena]
         outside = [e.nbytes for e in entries if e.regions and not e.in_arena]

@@ -71,7 +71,7 @@ def _link(path: Path) -> str:
 
 def is_reached(buffer: LookupBuffer) -> bool:
     """Does an application have the one entry, as far as the buffer knows?"""
-    (entry,) = buffer.ledger.book.entries.values()
+    (entry,) = buffer.ledger.table.entries.values()
     return all(lease.reached for lease in entry.leases.values())
 
 

@@ -183,7 +183,7 @@ async def test_what_was_put_is_on_the_gpu_while_others_are_on_the_wire(
     async with putting(gpu) as (lookup, link):
         raw = RawInsert(link, MIB, MIB, MIB)
         await raw.granted()
-        (entry,) = lookup.ledger.book.entries.values()
+        (entry,) = lookup.ledger.table.entries.values()
         for part in (1, 0):
             put(link, raw, part)
             await until(lambda: part in entry.landed)  # noqa: B023
@@ -209,7 +209,7 @@ async def test_what_was_put_is_copied_while_more_of_it_lands(
     async with putting(gpu) as (lookup, link):
         raw = RawInsert(link, MIB, MIB)
         await raw.granted()
-        (entry,) = lookup.ledger.book.entries.values()
+        (entry,) = lookup.ledger.table.entries.values()
         with held_copies(gpu.process) as gate:
             put(link, raw, 0)
             await until(lambda: come == [0])
@@ -227,7 +227,7 @@ async def test_wrong_bytes_end_an_insert_of_which_some_is_on_the_gpu(
     async with putting(gpu) as (lookup, link):
         raw = RawInsert(link, MIB, MIB)
         await raw.granted()
-        (entry,) = lookup.ledger.book.entries.values()
+        (entry,) = lookup.ledger.table.entries.values()
         put(link, raw, 0)
         await until(lambda: entry.landed == [0])
         put(link, raw, 1, b"x" * 16)

@@ -79,7 +79,7 @@ async def test_one_tensor_is_on_the_wire_while_the_next_is_copied(
         with held_copies(gpu.process, bytes_of_tensor(gpu, value)) as gate:
             insert = peer.lookup.insert([1], None, key, value, None)
             task = asyncio.create_task(insert)
-            entries = lookup.ledger.book.entries
+            entries = lookup.ledger.table.entries
             await until(lambda: any(entry.landed == [0] for entry in entries.values()))
             assert not task.done()
             gate.open()
@@ -185,8 +185,8 @@ async def test_a_cancelled_call_leaves_the_callers_memory_alone(
                 found = await store.get("key")
                 assert found is not None or outcome.cancelled
             else:
-                book = lookup.ledger.book
-                await until(lambda: all(e.complete for e in book.entries.values()))
+                table = lookup.ledger.table
+                await until(lambda: all(e.complete for e in table.entries.values()))
                 found = None
                 if lookup.statistics().entries:
                     found = only((await lookup.drop_select([1])).key)

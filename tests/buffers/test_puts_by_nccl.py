@@ -124,7 +124,7 @@ async def test_what_was_whole_when_the_way_broke_is_told_of_once(
     insert = nccl_pair.peer.lookup.insert
     inserting = asyncio.create_task(insert([1], None, key, value, noise(8)))
     await until(lambda: bool(late))
-    (entry,) = nccl_pair.buffer.ledger.book.entries.values()
+    (entry,) = nccl_pair.buffer.ledger.table.entries.values()
     await until(lambda: 0 in entry.landed)
     nccl_pair.way._stalled(PeerLost("nothing has come for long"))
     await until(lambda: nccl_pair.peer.transport == "inline")

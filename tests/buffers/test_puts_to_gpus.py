@@ -75,7 +75,7 @@ async def test_what_was_put_is_sent_on_with_its_digest(
     pair: PutPair, way: PutWay
 ) -> None:
     await insert(pair)
-    (entry,) = pair.buffer.ledger.book.entries.values()
+    (entry,) = pair.buffer.ledger.table.entries.values()
     assert all(part.digest for part in entry.parts)
     found = await pair.peer.lookup.drop_select([1])
     assert is_same(only(found.key), noise(MIB, 1))

@@ -85,7 +85,7 @@ def expect_all(found: dict[str, torch.Tensor]) -> None:
 
 
 def only(buffer: LookupBuffer) -> StoredEntry:
-    (entry,) = buffer.ledger.book.entries.values()
+    (entry,) = buffer.ledger.table.entries.values()
     return entry
 
 

@@ -14,7 +14,7 @@ _ONE = make_query([1], None)
 
 
 class SteppedLedger:
-    """A ledger and its line for room; its parts are ``book`` and ``leases``.
+    """A ledger and its line for room; its parts are ``table`` and ``leases``.
 
     Entries are as :func:`~harness.holders.draft_of` makes them.
     """
@@ -24,7 +24,7 @@ class SteppedLedger:
     ) -> None:
         self.arena = HeapArena(max_bytes)
         self.ledger = Ledger(self.arena, max_deliver=2, max_hold_s=max_hold_s)
-        self.book = self.ledger.book
+        self.table = self.ledger.table
         self.leases = self.ledger.leases
         self.room = self.ledger.room
 
@@ -39,7 +39,7 @@ class SteppedLedger:
         ttl_s: float | None = None,
     ) -> StoredEntry:
         """Let an insert get in line for room."""
-        entry = self.book.admit(
+        entry = self.table.admit(
             draft_of(
                 entry_id,
                 tokens,

@@ -89,7 +89,7 @@ async def test_a_view_is_no_copy(buffer: LookupBuffer, peer: Peer) -> None:
     await insert(buffer, 1.0)
     async with peer.lookup.drop_select() as entry:
         assert isinstance(entry.key, torch.Tensor)
-        (stored,) = buffer.ledger.book.entries.values()
+        (stored,) = buffer.ledger.table.entries.values()
         region = stored.parts[0].region
         assert region is not None
         region.view()[:4] = b"\0\0\0\0"  # which nobody may do but this test

@@ -56,7 +56,7 @@ async def test_a_part_without_a_digest_gets_one(
 ) -> None:
     async with open_nccl_buffers(two_gpus, digest="full") as pair:
         await pair.buffer.insert([1], None, noise(MIB), None, None)
-        (entry,) = pair.buffer.ledger.book.entries.values()
+        (entry,) = pair.buffer.ledger.table.entries.values()
         entry.parts[0].digest = b""
         found = await pair.peer.lookup.drop_select([1])
         assert is_same(found.key, noise(MIB))  # type: ignore[arg-type]
@@ -73,7 +73,7 @@ async def test_a_part_that_cannot_be_digested_is_not_given(
 
     async with open_nccl_buffers(two_gpus, digest="full") as pair:
         await pair.buffer.insert([1], None, noise(MIB), None, None)
-        (entry,) = pair.buffer.ledger.book.entries.values()
+        (entry,) = pair.buffer.ledger.table.entries.values()
         entry.parts[0].digest = b""
         monkeypatch.setattr(DeviceCopyPool, "digest", fail)
         with pytest.raises(GPUFailed, match="off the bus"):
@@ -100,7 +100,7 @@ async def test_other_bytes_than_were_inserted_are_noticed(
 ) -> None:
     async with open_nccl_buffers(two_gpus, serves=digest, digest=digest) as pair:
         await pair.buffer.insert([1], None, noise(MIB), None, None)
-        (entry,) = pair.buffer.ledger.book.entries.values()
+        (entry,) = pair.buffer.ledger.table.entries.values()
         region = entry.regions[0]
         assert isinstance(region, DeviceRegion)
         region.edges = entry.parts[0].digest = b"another digest.."

@@ -65,7 +65,7 @@ async def test_what_rides_may_come_last(two_gpus: FakeGpus) -> None:
         await pair.opened()
         raw = await begin(pair)
         send(pair, raw)
-        (entry,) = pair.buffer.ledger.book.entries.values()
+        (entry,) = pair.buffer.ledger.table.entries.values()
         await until(lambda: entry.landed == [0])
         ride(raw)
         await check_is_in(pair, raw)

@@ -198,7 +198,7 @@ async def test_of_what_was_not_sent_the_peer_hears_nothing(
     buffer, nccl = nccl_pair.buffer, nccl_pair.devices.way
     assert nccl is not None
     await buffer.insert([1], None, noise(MIB), None, None)
-    (entry,) = buffer.ledger.book.entries.values()
+    (entry,) = buffer.ledger.table.entries.values()
     source = RegionSource(entry.regions[0], TensorSpec((MIB,), "uint8"))
     errors = list[BaseException | None]()
     nccl.transport.abort()

@@ -201,7 +201,7 @@ async def test_a_cancelled_insert_is_copied_from_its_gpu_no_further(
 
         async def check(k: int, mode: CancelMode, outcome: Outcome[str]) -> None:
             await peer.lookup.peek([1])
-            entries = lookup.ledger.book.entries
+            entries = lookup.ledger.table.entries
             await until(lambda: all(e.complete for e in entries.values()))
             assert entries or outcome.cancelled
             if entries:

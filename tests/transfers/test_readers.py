@@ -54,7 +54,7 @@ async def insert(buffer: LookupBuffer, value: int = 1, nbytes: int = MIB) -> str
 
 def spoil(buffer: LookupBuffer, offset: int) -> None:
     """Change a byte of the one entry."""
-    (entry,) = buffer.ledger.book.entries.values()
+    (entry,) = buffer.ledger.table.entries.values()
     region = entry.parts[0].region
     assert region is not None
     region.view()[offset : offset + 1] = b"\xff"
@@ -187,7 +187,7 @@ async def test_pages_that_lie_apart_are_one_tensor(
         await local.withdraw(entry_id)
     values = torch.randint(0, 256, (3 * MIB,), dtype=torch.uint8)
     entry_id = await local.insert([7], None, values, None, None)
-    region = local.ledger.book.entries[entry_id].regions[0]
+    region = local.ledger.table.entries[entry_id].regions[0]
     assert region.pages is not None and len(region.pages.runs) > 1
     del region
     if how == "refused":

@@ -60,7 +60,7 @@ class Admission:
 
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
-        self._book = ledger.book
+        self._table = ledger.table
         self._room = ledger.room
 
     async def insert(
@@ -102,14 +102,14 @@ class Admission:
         room, or a GPU.
         """
         self._ledger.check_open()
-        if self._room or self._book.is_undecided(draft.entry_id):
+        if self._room or self._table.is_undecided(draft.entry_id):
             return False
         entry = self._admit(draft, digest)
         if entry is None:
             return True
         is_in = False
         try:
-            is_in = self._book.memory.place(entry) and _fill(entry, pieces)
+            is_in = self._table.memory.place(entry) and _fill(entry, pieces)
         except MemoryError as exc:
             raise no_memory(entry.nbytes) from exc
         finally:
@@ -129,7 +129,7 @@ class Admission:
         """
         self._ledger.check_open()
         await self._until_decided(draft.entry_id)
-        entry = self._book.admit(draft)
+        entry = self._table.admit(draft)
         try:
             await self._wait_for_room(entry)
         except BaseException:
@@ -158,7 +158,7 @@ class Admission:
             )
             if not entry.in_arena and entry.state is not EntryState.GONE:
                 self._check_owned(entry)
-                self._book.memory.check_size(entry)
+                self._table.memory.check_size(entry)
         except BaseException:
             self.abort(entry)
             raise
@@ -197,7 +197,7 @@ class Admission:
         :raises EntryAborted: the entry was withdrawn meanwhile
         :raises EntryTooLarge: it can never fit, since memory was refused
         """
-        ledger, memory = self._ledger, self._book.memory
+        ledger, memory = self._ledger, self._table.memory
         if ledger.ask_for_room(entry):
             return
         if entry.state is EntryState.WAITING:
@@ -219,12 +219,14 @@ class Admission:
 
     async def _until_decided(self, entry_id: str) -> None:
         """Wait while another insert under that id is under way, or ending."""
-        if not self._book.is_undecided(entry_id):
+        if not self._table.is_undecided(entry_id):
             return
         what = "the end of another insert under that id"
         with LoggedWait(f"insert of {entry_id}", what, "its commit or its cancel"):
             await self._room.until(
-                lambda: self._ledger.is_closing or not self._book.is_undecided(entry_id)
+                lambda: (
+                    self._ledger.is_closing or not self._table.is_undecided(entry_id)
+                )
             )
         self._ledger.check_open()
 
@@ -235,11 +237,11 @@ class Admission:
 
         :raises EntryConflict: the id is known, of other contents
         """
-        if digest is not None and digest == self._book.known_digest(draft.entry_id):
+        if digest is not None and digest == self._table.known_digest(draft.entry_id):
             return None
-        entry = self._book.admit(draft)
+        entry = self._table.admit(draft)
         if digest is not None:
-            self._book.resume(entry, digest)
+            self._table.resume(entry, digest)
         return entry
 
     def _check_owned(self, entry: StoredEntry) -> None:

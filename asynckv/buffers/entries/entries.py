@@ -1,7 +1,7 @@
 """What a lookup buffer holds: entries, their parts, the leases on them, and drafts.
 
 Values and small facts about them only; every change of state is made in
-:mod:`~asynckv.buffers.entries.book`, :mod:`~asynckv.buffers.entries.entries.leases` and
+:mod:`~asynckv.buffers.entries.table`, :mod:`~asynckv.buffers.entries.leases` and
 :mod:`~asynckv.buffers.entries.ledger`. A draft is what an insert says about its entry,
 checked: the same for every lookup buffer.
 """

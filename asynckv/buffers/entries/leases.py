@@ -15,7 +15,6 @@ import os
 from collections.abc import Callable, Iterator
 from typing import Final
 
-from asynckv.buffers.entries.book import EntryBook
 from asynckv.buffers.entries.entries import (
     EntryState,
     Holder,
@@ -24,6 +23,7 @@ from asynckv.buffers.entries.entries import (
     Waiter,
 )
 from asynckv.buffers.entries.prefix_index import PrefixIndex
+from asynckv.buffers.entries.table import EntryTable
 from asynckv.buffers.statistics import Counters
 from asynckv.errors import EntryAborted, LeaseLost
 from asynckv.transfers.queries import TOKEN_NBYTES, Query
@@ -31,7 +31,7 @@ from asynckv.types import KVFingerprint
 
 __all__ = (
     "Leases",
-    "Matchmaker",
+    "Matcher",
     "WaitingQueries",
     "entry_taken",
     "find_by_id",
@@ -102,8 +102,8 @@ class WaitingQueries:
 
     def everyone(self) -> Iterator[Waiter]:
         """Take all that wait out, in no order."""
-        for line in [self._by_key, self._any, *self._by_id.values()]:
-            while (waiter := line.first()) is not None:
+        for index in [self._by_key, self._any, *self._by_id.values()]:
+            while (waiter := index.first()) is not None:
                 self.remove(waiter)
                 yield waiter
 
@@ -141,7 +141,7 @@ def _is_enough(waiter: Waiter, matched: int, key_nbytes: int) -> bool:
 _NOT_SELECTABLE = (EntryState.DIRECT, EntryState.GONE)
 
 
-class Matchmaker:
+class Matcher:
     """Entries that can be selected and queries that wait. Changes no entry's state."""
 
     def __init__(self) -> None:
@@ -149,24 +149,24 @@ class Matchmaker:
         self._indexes: dict[KVFingerprint | None, PrefixIndex[StoredEntry]] = (
             collections.defaultdict(PrefixIndex)
         )
-        self._lines: dict[KVFingerprint | None, WaitingQueries] = (
+        self._queues: dict[KVFingerprint | None, WaitingQueries] = (
             collections.defaultdict(WaitingQueries)
         )
 
-    def show(self, entry: StoredEntry) -> None:
+    def update(self, entry: StoredEntry) -> None:
         """Make the index agree with the entry: does it have a delivery left?"""
         if (
             len(entry.leases) >= entry.deliveries_left
             or entry.state in _NOT_SELECTABLE
             or entry.owner_gone  # it is its present consumers' alone
         ):
-            self.hide(entry)
+            self.remove(entry)
         elif entry.place is None:
             index = self._indexes[entry.draft.fingerprint]
             entry.place = index.add(entry.key(), entry.seq, entry)
 
-    def hide(self, entry: StoredEntry) -> None:
-        """Let no query find the entry. Shown again, it has its old place."""
+    def remove(self, entry: StoredEntry) -> None:
+        """Let no query find the entry. Added again, it has its old place."""
         if entry.place is not None:
             self._indexes[entry.draft.fingerprint].remove(entry.place)
             entry.place = None
@@ -189,8 +189,8 @@ class Matchmaker:
         """Take the query out of the line that has waited longest for such an entry."""
         if not self.waiting_count or entry.place is None:
             return None
-        line = self._lines[entry.draft.fingerprint]
-        found = line.oldest(entry, lambda waiter: waiter.may_have(entry))
+        queue = self._queues[entry.draft.fingerprint]
+        found = queue.oldest(entry, lambda waiter: waiter.may_have(entry))
         if found is not None:
             self.dequeue(found[0])
         return found
@@ -203,25 +203,25 @@ class Matchmaker:
     def enqueue(self, waiter: Waiter) -> None:
         """Let the query wait, in the place its ``seq`` gives."""
         self.waiting_count += 1
-        self._lines[waiter.fingerprint].add(waiter)
+        self._queues[waiter.fingerprint].add(waiter)
 
     def dequeue(self, waiter: Waiter) -> None:
         """The query waits no longer."""
         self.waiting_count -= 1
-        self._lines[waiter.fingerprint].remove(waiter)
+        self._queues[waiter.fingerprint].remove(waiter)
 
     def take_named(self, entry_id: str) -> list[Waiter]:
-        """Take those out of their lines that wait for this very entry."""
+        """Take those out of their queues that wait for this very entry."""
         waiters: list[Waiter] = []
-        for line in self._lines.values() if self.waiting_count else ():
-            while (waiter := line.first_named(entry_id)) is not None:
+        for queue in self._queues.values() if self.waiting_count else ():
+            while (waiter := queue.first_named(entry_id)) is not None:
                 self.dequeue(waiter)
                 waiters.append(waiter)
         return waiters
 
     def everyone(self) -> list[Waiter]:
-        """Take every waiting query out of its line, who waits longest first."""
-        waiters = [w for line in self._lines.values() for w in line.everyone()]
+        """Take every waiting query out of its queue, who waits longest first."""
+        waiters = [w for queue in self._queues.values() for w in queue.everyone()]
         self.waiting_count = 0
         return sorted(waiters, key=lambda waiter: waiter.seq)
 
@@ -248,19 +248,19 @@ logger = logging.getLogger(__name__)
 
 
 class Leases:
-    """The deliveries of a book's entries."""
+    """The deliveries of a table's entries."""
 
     def __init__(
         self,
-        book: EntryBook,
-        matchmaker: Matchmaker,
+        table: EntryTable,
+        matcher: Matcher,
         counters: Counters,
         *,
         max_deliver: int,
         max_hold_s: float | None,
     ) -> None:
-        self._book = book
-        self._matchmaker = matchmaker
+        self._table = table
+        self._matcher = matcher
         self._counters = counters
         self._max_deliver = max_deliver
         self._max_hold_s = max_hold_s
@@ -271,7 +271,7 @@ class Leases:
     @property
     def waiting_count(self) -> int:
         """How many queries wait for a match."""
-        return self._matchmaker.waiting_count
+        return self._matcher.waiting_count
 
     def select(
         self, query: Query, holder: Holder, fingerprint: KVFingerprint | None
@@ -292,34 +292,34 @@ class Leases:
             return
         entry_id = waiter.query.entry_id
         if entry_id is not None:
-            found = find_by_id(self._book.entries, waiter)
-            if entry_id not in self._book.entries and self._book.was_taken(entry_id):
+            found = find_by_id(self._table.entries, waiter)
+            if entry_id not in self._table.entries and self._table.was_taken(entry_id):
                 waiter.holder.taken()
                 return
         else:
-            found = self._matchmaker.find(waiter)
+            found = self._matcher.find(waiter)
         if found is not None:
             self._lease(found[0], waiter, found[1])
         else:
             self._counters.match_waits += 1
-            self._matchmaker.enqueue(waiter)
+            self._matcher.enqueue(waiter)
 
     def forget(self, waiter: Waiter) -> None:
         """The query is cancelled; a delivery in its hand goes back."""
         waiter.is_forgotten = True
         if waiter.is_waiting:
-            self._matchmaker.dequeue(waiter)
+            self._matcher.dequeue(waiter)
         if waiter.lease is not None:
             self.give_back(waiter.lease, reached=False)
 
     def peek(self, key: bytes, fingerprint: KVFingerprint | None) -> int:
         """Return the longest match among entries that could be selected now."""
-        return self._matchmaker.peek(key, fingerprint)
+        return self._matcher.peek(key, fingerprint)
 
     def offer(self, entry: StoredEntry) -> None:
         """Lease the entry to as many waiting queries as may have it."""
-        self._matchmaker.show(entry)
-        while (found := self._matchmaker.next_for(entry)) is not None:
+        self._matcher.update(entry)
+        while (found := self._matcher.next_for(entry)) is not None:
             self._lease(entry, found[0], found[1])
 
     def acknowledge(self, lease: Lease) -> None:
@@ -338,8 +338,8 @@ class Leases:
         entry.deliveries_left -= 1
         self._counters.acknowledged += 1
         if entry.deliveries_left == 0:
-            self._book.leave(entry, "")
-            for waiter in self._matchmaker.take_named(entry.entry_id):
+            self._table.leave(entry, "")
+            for waiter in self._matcher.take_named(entry.entry_id):
                 waiter.holder.taken()
         else:
             self._go_on(entry)
@@ -378,14 +378,14 @@ class Leases:
     def leave_to_consumers(self, entry: StoredEntry) -> None:
         """Nobody else gets the entry any more."""
         entry.owner_gone = True
-        self._matchmaker.show(entry)
+        self._matcher.update(entry)
 
     def void(self, entry: StoredEntry, reason: str) -> None:
         """The entry leaves, and whoever holds it learns that it will not come."""
         leases = sorted(entry.leases.values(), key=lambda lease: lease.waiter.seq)
         for lease in leases:
             self._end(lease)
-        self._book.leave(entry, reason)
+        self._table.leave(entry, reason)
         for lease in leases:
             self._take_back(lease, reason)
 
@@ -396,10 +396,10 @@ class Leases:
         back; no other delivery goes on, and no stream.
         """
         self.is_closed = True
-        for waiter in self._matchmaker.everyone():
+        for waiter in self._matcher.everyone():
             waiter.holder.closed()
-        left = [e for e in self._book.entries.values() if e.state is EntryState.READY]
-        for entry in list(self._book.entries.values()):
+        left = [e for e in self._table.entries.values() if e.state is EntryState.READY]
+        for entry in list(self._table.entries.values()):
             leases = list(entry.leases.values())
             held = [x for x in leases if x.reached and not x.holder.streams]
             if not entry.complete or not held:
@@ -430,11 +430,11 @@ class Leases:
         self._counters.delivered += 1
         if entry.state is EntryState.WAITING:
             lease.charge()
-            self._book.memory.place_outside(entry)
-            self._matchmaker.show(entry)
-            self._book.changed()
+            self._table.memory.place_outside(entry)
+            self._matcher.update(entry)
+            self._table.changed()
         elif len(entry.leases) == entry.deliveries_left:
-            self._matchmaker.hide(entry)
+            self._matcher.remove(entry)
         waiter.holder.leased(lease)
 
     def _end(self, lease: Lease, *, counts: bool = False) -> None:
@@ -453,12 +453,12 @@ class Leases:
         """A delivery ended and others are left."""
         if entry.owner_gone:
             if not entry.leases:
-                self._book.leave(entry, "closed" if self.is_closed else "producer")
+                self._table.leave(entry, "closed" if self.is_closed else "producer")
         elif entry.state is EntryState.DIRECT:
             if entry.complete:
-                self._book.wait_again(entry)
+                self._table.wait_again(entry)
             self.offer(entry)
-        elif not self._book.expire(entry):
+        elif not self._table.expire(entry):
             self.offer(entry)
 
     def _take_back(self, lease: Lease, reason: str) -> None:

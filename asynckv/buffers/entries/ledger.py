@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import asyncio
 
-from asynckv.buffers.entries.book import EntryBook, EntryMemory
 from asynckv.buffers.entries.entries import EntryState, StoredEntry
-from asynckv.buffers.entries.leases import Leases, Matchmaker
+from asynckv.buffers.entries.leases import Leases, Matcher
+from asynckv.buffers.entries.table import EntryMemory, EntryTable
 from asynckv.buffers.statistics import Counters
 from asynckv.errors import BufferClosed
 from asynckv.tensors.arena import Arena
@@ -23,7 +23,7 @@ __all__ = ("Ledger",)
 
 
 class Ledger:
-    """The entries in the ``book``, the ``leases`` on them, and what happened.
+    """The entries in the ``table``, the ``leases`` on them, and what happened.
 
     ``room`` is the line of entries that have no room in the arena yet; it is told of
     each change of room, or of a state. None joins it once the ledger ``is_closing``.
@@ -32,19 +32,19 @@ class Ledger:
     def __init__(
         self, arena: Arena, *, max_deliver: int, max_hold_s: float | None
     ) -> None:
-        matchmaker = Matchmaker()
+        matcher = Matcher()
         self.counters = Counters()
         self.is_closing = False
         self.room: FairLine[StoredEntry] = FairLine(self._is_through, _is_selected)
-        self.book = EntryBook(
+        self.table = EntryTable(
             EntryMemory(arena, self.counters, self.offer_waiting_soon),
             self.counters,
-            hide=matchmaker.hide,
+            unlist=matcher.remove,
             changed=self.room.change,
         )
         self.leases = Leases(
-            self.book,
-            matchmaker,
+            self.table,
+            matcher,
             self.counters,
             max_deliver=max_deliver,
             max_hold_s=max_hold_s,
@@ -77,13 +77,13 @@ class Ledger:
                 return True
         self.leases.offer(entry)
         if entry.state is EntryState.WAITING:
-            is_full = not self.book.memory.is_growing_for(entry)
+            is_full = not self.table.memory.is_growing_for(entry)
             self.counters.room_waits += is_full
         return False
 
     def give_room(self, entry: StoredEntry) -> bool:
         """Take memory for a waiting entry, if it fits."""
-        if not self.book.memory.place(entry):
+        if not self.table.memory.place(entry):
             return False
         self.leases.offer(entry)
         return True
@@ -103,9 +103,9 @@ class Ledger:
             return
         entry.make_complete()
         if entry.state is not EntryState.DIRECT:
-            self.book.make_ready(entry)
+            self.table.make_ready(entry)
         elif not entry.leases:
-            self.book.wait_again(entry)
+            self.table.wait_again(entry)
         for lease in list(entry.leases.values()):
             lease.holder.completed(lease)
         self.leases.offer(entry)
@@ -134,12 +134,12 @@ class Ledger:
 
     def withdraw(self, entry_id: str) -> bool:
         """Remove an entry that waits or is READY and that nobody holds."""
-        entry = self.book.entries.get(entry_id)
+        entry = self.table.entries.get(entry_id)
         waits = (EntryState.WAITING, EntryState.READY)
         if entry is None or entry.leases or entry.state not in waits:
             return False
         self.counters.withdrawn += 1
-        self.book.leave(entry, "withdrawn")
+        self.table.leave(entry, "withdrawn")
         return True
 
     def offer_waiting_soon(self) -> None:
@@ -157,7 +157,7 @@ class Ledger:
         """Every query ends, and entries leave; see :meth:`Leases.close`."""
         self.is_closing = True
         self.leases.close()
-        self.book.close()
+        self.table.close()
         self.room.change()
 
     def _offer_waiting(self) -> None:
@@ -174,12 +174,12 @@ class Ledger:
         else:
             return True
         return has_room or not (
-            self.is_closing or self.book.memory.could_ever_fit(entry)
+            self.is_closing or self.table.memory.could_ever_fit(entry)
         )
 
     def _move_in(self, entry: StoredEntry) -> bool:
         """Charge the arena for a streaming entry that began outside, if it fits."""
-        if not self.book.memory.move_in(entry):
+        if not self.table.memory.move_in(entry):
             return False
         for lease in entry.leases.values():
             lease.uncharge()

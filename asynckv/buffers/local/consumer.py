@@ -23,7 +23,7 @@ from asynckv.abc import DropSelect, KVEntry, SelectStream
 from asynckv.buffers.entries.entries import Lease
 from asynckv.buffers.entries.leases import Leases
 from asynckv.buffers.local.handover import hand_over, lend
-from asynckv.buffers.local.holders import LocalHolder
+from asynckv.buffers.local.select import LocalSelect
 from asynckv.buffers.local.writer import LocalStream
 from asynckv.errors import BufferClosed
 from asynckv.tensors.blocks import KVMemory
@@ -61,16 +61,16 @@ class LocalConsumer:
 
     async def take(self, query: Query, targets: _Targets) -> KVEntry:
         """Do what awaiting a ``drop_select`` does."""
-        with self._select(query) as holder:
-            lease, entry = await self._entry(holder, hand_over, targets)
+        with self._select(query) as select:
+            lease, entry = await self._entry(select, hand_over, targets)
             self._leases.acknowledge(lease)
         return entry
 
     @asynccontextmanager
     async def borrow(self, query: Query, targets: _Targets) -> AsyncIterator[KVEntry]:
         """Do what entering a ``drop_select`` does."""
-        with self._select(query) as holder:
-            lease, entry = await self._entry(holder, lend, targets)
+        with self._select(query) as select:
+            lease, entry = await self._entry(select, lend, targets)
             self._leases.reach(lease)
             yield entry
         self._leases.acknowledge(lease)
@@ -80,25 +80,25 @@ class LocalConsumer:
         self, query: Query, targets: _Targets, kind: type[LocalStream] = LocalStream
     ) -> AsyncIterator[SelectStream]:
         """Do what entering an ``open_drop_select`` does, with a stream of that kind."""
-        with self._select(query, streams=True) as holder:
-            lease = await holder.lease()
-            stream = kind(holder, lease, self._pool, targets)
+        with self._select(query, streams=True) as select:
+            lease = await select.lease()
+            stream = kind(select, lease, self._pool, targets)
             self._leases.reach(lease)
             yield stream
         self._leases.acknowledge(lease)
         stream.close()
 
-    def _select(self, query: Query, *, streams: bool = False) -> LocalHolder:
+    def _select(self, query: Query, *, streams: bool = False) -> LocalSelect:
         self._check()
         if self._leases.is_closed:
             raise BufferClosed("the buffer is closed")
-        return LocalHolder(self._leases, query, self._fingerprint, streams=streams)
+        return LocalSelect(self._leases, query, self._fingerprint, streams=streams)
 
     async def _entry(
-        self, holder: LocalHolder, copy: _Copy, targets: _Targets
+        self, select: LocalSelect, copy: _Copy, targets: _Targets
     ) -> tuple[Lease, KVEntry]:
         while True:
-            lease = await holder.lease()
+            lease = await select.lease()
             entry = await copy(lease, self._pool, targets)
             if lease.is_valid:
                 return lease, entry

@@ -18,7 +18,7 @@ from asynckv.buffers.entries.admission import Landed
 from asynckv.buffers.entries.entries import Draft, Lease, StoredEntry
 from asynckv.buffers.entries.ledger import Ledger
 from asynckv.buffers.local.handover import tensors_of, view_of
-from asynckv.buffers.local.holders import LocalHolder
+from asynckv.buffers.local.select import LocalSelect
 from asynckv.errors import EntryAborted, LeaseLost
 from asynckv.protocol.values import TensorRecord
 from asynckv.tensors.blocks import KVMemory, spec_in
@@ -145,7 +145,7 @@ class LocalStream(SelectStream):
 
     def __init__(
         self,
-        holder: LocalHolder,
+        select: LocalSelect,
         lease: Lease,
         pool: CopyPool,
         targets: Mapping[str, KVMemory],
@@ -158,7 +158,7 @@ class LocalStream(SelectStream):
         self.input_tokens = tensor_of(entry.input_tokens)
         self.roi = tensor_of(entry.roi)
         self.specs: Mapping[str, TensorSpec] = dict(entry.draft.specs)
-        self._holder = holder
+        self._select = select
         self._lease = lease
         self._pool = pool
         self._targets = targets
@@ -189,21 +189,21 @@ class LocalStream(SelectStream):
     def close(self) -> None:
         """No more tensors; whoever waits for one learns it."""
         self._is_closed = True
-        self._holder.wake()
+        self._select.wake()
 
     async def _wait_for_landed(self, count: int) -> None:
         if self._is_closed:
             raise RuntimeError("the stream was left already")
-        await self._holder.landed(self._lease, count)
+        await self._select.landed(self._lease, count)
 
     async def _tensor(self, index: int) -> torch.Tensor:
         async with self._copying:
             if index not in self._tensors:
-                self._holder.check_held(self._lease)
+                self._select.check_held(self._lease)
                 part = self._lease.entry.parts[index]
                 (tensor,) = await tensors_of([part], self._pool, self._targets)
                 # Memory of an ended delivery may be somebody else's by now.
-                self._holder.check_held(self._lease)
+                self._select.check_held(self._lease)
                 self._tensors[index] = tensor
         return self._tensors[index]
 
@@ -212,7 +212,7 @@ class LocalViews(LocalStream):
     """Shows each tensor where it lies, once it has landed. It keeps none itself."""
 
     async def _tensor(self, index: int) -> torch.Tensor:
-        self._holder.check_held(self._lease)
+        self._select.check_held(self._lease)
         return view_of(self._lease.entry.parts[index])
 
 

@@ -39,7 +39,7 @@ class _ServedTaken:
         self._stream = stream
         self._kept.take(REQUEST_NBYTES)
         try:
-            self._gone = service.buffer.ledger.book.when_gone(entry)
+            self._gone = service.buffer.ledger.table.when_gone(entry)
         except BaseException:
             self._kept.give(REQUEST_NBYTES)
             raise
@@ -92,8 +92,8 @@ class LookupService(LookupRequests):
                 was_there = self.buffer.ledger.withdraw(entry_id)
                 return answer_at_once(stream, Result(int(was_there)))
             case Settle(entry_id=entry_id, token=token):
-                book = self.buffer.ledger.book
-                was_acknowledged = book.was_acknowledged(entry_id, token)
+                table = self.buffer.ledger.table
+                was_acknowledged = table.was_acknowledged(entry_id, token)
                 return answer_at_once(stream, Result(int(was_acknowledged)))
             case OpenMemory(of="lookup"):
                 return self.export.open(stream, frame, self.run)

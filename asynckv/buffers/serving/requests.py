@@ -58,7 +58,7 @@ class LookupRequests(Service):
     @property
     def is_idle(self) -> bool:
         """Nothing is under way for this peer; what waits for room is not."""
-        entries = self.buffer.ledger.book.entries
+        entries = self.buffer.ledger.table.entries
         return not self.deliveries and all(
             (entry := entries.get(entry_id)) is not None
             and entry.state is EntryState.WAITING
@@ -111,7 +111,7 @@ class LookupRequests(Service):
     def may_charge(self, nbytes: int) -> bool:
         """Can the peer's receive bound, and ours, take bytes that have no room?"""
         bound = self.link.peer_limits.max_receive_bytes
-        memory = self.buffer.ledger.book.memory
+        memory = self.buffer.ledger.table.memory
         return self._charged_bytes + nbytes <= bound and memory.may_place_outside(
             nbytes
         )

@@ -81,7 +81,7 @@ async def _sweep_delivery(
 async def _settled(side: KVLookupBuffer, local: LookupBuffer) -> None:
     """Wait until all that ``side`` has asked for is decided."""
     await side.peek([1])  # a round trip: what was sent before has arrived
-    entries = local.ledger.book.entries
+    entries = local.ledger.table.entries
     await until(lambda: all(e.complete and not e.leases for e in entries.values()))
 
 

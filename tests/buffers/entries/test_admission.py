@@ -74,7 +74,7 @@ async def full_bench() -> Bench:
 async def test_an_insert_returns_when_it_is_committed() -> None:
     bench = Bench()
     await bench.insert("a")
-    assert bench.ledger.book.entries["a"].state is EntryState.READY
+    assert bench.ledger.table.entries["a"].state is EntryState.READY
     assert len(bench.room) == 0
 
 
@@ -86,7 +86,7 @@ async def test_without_room_it_returns_at_the_acknowledgement() -> None:
     assert not insert.done()
     bench.ledger.leases.acknowledge(holder.held())
     await insert
-    assert "a" not in bench.ledger.book.entries
+    assert "a" not in bench.ledger.table.entries
 
 
 async def test_given_back_to_another_it_sends_its_bytes_again() -> None:
@@ -117,7 +117,7 @@ async def test_cancelled_it_gives_its_room_to_the_next() -> None:
     first.cancel()
     bench.may_fill.set()
     await second
-    assert list(bench.ledger.book.entries) == ["b"]
+    assert list(bench.ledger.table.entries) == ["b"]
 
 
 async def test_cancelled_with_a_consumer_it_is_that_consumers_alone() -> None:
@@ -128,7 +128,7 @@ async def test_cancelled_with_a_consumer_it_is_that_consumers_alone() -> None:
     insert.cancel()
     await asyncio.wait({insert})
     bench.ledger.leases.acknowledge(holder.held())
-    assert bench.ledger.book.memory.outside_bytes == 0
+    assert bench.ledger.table.memory.outside_bytes == 0
 
 
 async def broken_off(bench: Bench, *, counts: bool) -> bytes:
@@ -157,7 +157,7 @@ async def test_sent_again_an_insert_goes_on_after_what_was_delivered() -> None:
     assert holder.held().attempt == 2
     bench.ledger.leases.acknowledge(holder.held())
     await again
-    assert "a" not in bench.ledger.book.entries
+    assert "a" not in bench.ledger.table.entries
 
 
 async def test_sent_again_its_failures_still_count() -> None:
@@ -229,7 +229,7 @@ async def test_a_stream_that_is_cancelled_before_it_began_leaves_no_trace() -> N
     await until_blocked(begin)
     begin.cancel()
     await asyncio.wait({begin})
-    assert list(bench.ledger.book.entries) == ["full"]
+    assert list(bench.ledger.table.entries) == ["full"]
     assert len(bench.room) == 0
     assert bench.select().entry_id is None
 
@@ -269,4 +269,4 @@ async def test_an_insert_that_finds_no_memory_leaves_no_trace() -> None:
     bench.fill = fill  # type: ignore[method-assign]
     with pytest.raises(EntryTooLarge, match="no memory for 8"):
         await bench.insert("a")
-    assert bench.arena.used_bytes == 0 and not bench.ledger.book.entries
+    assert bench.arena.used_bytes == 0 and not bench.ledger.table.entries

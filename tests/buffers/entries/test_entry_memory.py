@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from asynckv.buffers.entries import book
+from asynckv.buffers.entries import table
 from asynckv.buffers.entries.entries import EntryState
 from asynckv.buffers.lookup import LookupBuffer
 from asynckv.errors import EntryTooLarge
@@ -24,7 +24,7 @@ async def test_what_could_never_fit_is_refused() -> None:
 async def test_entries_without_a_byte_wait_when_too_much_is_kept_of_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(book, "LEAST_ACCOUNT_BYTES", 8000)
+    monkeypatch.setattr(table, "LEAST_ACCOUNT_BYTES", 8000)
     bench = SteppedLedger()
     entries = [bench.begin(f"{n}", (), nbytes=0) for n in range(3)]
     filling, waiting = EntryState.FILLING, EntryState.WAITING
@@ -36,7 +36,7 @@ async def test_entries_without_a_byte_wait_when_too_much_is_kept_of_them(
 async def test_entries_are_bounded_in_number_whatever_they_hold(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(book, "LEAST_ENTRIES", 2)
+    monkeypatch.setattr(table, "LEAST_ENTRIES", 2)
     bench = SteppedLedger()
     entries = [bench.begin(f"{n}", (), nbytes=0) for n in range(3)]
     filling, waiting = EntryState.FILLING, EntryState.WAITING
@@ -58,14 +58,14 @@ async def test_a_small_buffer_has_1024_entries_and_one_more_waits() -> None:
 async def test_one_entry_of_very_many_tensors_has_room_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(book, "LEAST_ACCOUNT_BYTES", 1000)
+    monkeypatch.setattr(table, "LEAST_ACCOUNT_BYTES", 1000)
     assert SteppedLedger().begin("it").state is EntryState.FILLING
 
 
 async def test_what_began_outside_stays_there_while_too_much_is_kept_of_others(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(book, "LEAST_ACCOUNT_BYTES", 1000)
+    monkeypatch.setattr(table, "LEAST_ACCOUNT_BYTES", 1000)
     bench = SteppedLedger()
     bench.insert("full", tokens=(9,))
     entry = bench.begin("a", streaming=True)
@@ -80,11 +80,11 @@ async def test_what_began_outside_stays_there_while_too_much_is_kept_of_others(
 async def test_outside_there_are_as_many_bytes_as_inside() -> None:
     bench = SteppedLedger()
     bench.insert("full", tokens=(9,), nbytes=92)
-    assert bench.book.memory.may_place_outside(100)
+    assert bench.table.memory.may_place_outside(100)
     bench.begin("a", nbytes=50)
     bench.select()
-    assert bench.book.memory.may_place_outside(42)
-    assert not bench.book.memory.may_place_outside(43)
+    assert bench.table.memory.may_place_outside(42)
+    assert not bench.table.memory.may_place_outside(43)
 
 
 async def test_who_was_refused_bytes_outside_has_them_when_they_are_free_again(
@@ -96,7 +96,7 @@ async def test_who_was_refused_bytes_outside_has_them_when_they_are_free_again(
         bench.begin(name, tokens, nbytes=50)
     first, _ = bench.select()
     second = RecordingHolder()
-    monkeypatch.setattr(second, "may_charge", bench.book.memory.may_place_outside)
+    monkeypatch.setattr(second, "may_charge", bench.table.memory.may_place_outside)
     bench.leases.select(make_query([2], None), second, None)
     assert second.entry_id is None
     bench.leases.acknowledge(first.held())

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from asynckv.buffers.entries.book import ExpiryClock
+from asynckv.buffers.entries.table import ExpiryClock
 from asynckv.testing.blocked import until
 
 pytestmark = pytest.mark.both_loops

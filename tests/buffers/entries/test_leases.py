@@ -21,7 +21,7 @@ async def test_an_entry_is_leased_and_leaves_at_the_acknowledgement() -> None:
     assert bench.select()[0].entry_id is None
     bench.leases.acknowledge(holder.held())
     assert bench.arena.used_bytes == 0
-    assert not bench.book.entries
+    assert not bench.table.entries
 
 
 async def test_who_asks_for_a_taken_entry_by_its_id_is_told_so_and_not_others() -> None:
@@ -90,7 +90,7 @@ async def test_each_delivery_goes_to_another_consumer() -> None:
     bench.leases.acknowledge(one.held())
     assert again.entry_id is None
     bench.leases.acknowledge(two.held())
-    assert not bench.book.entries
+    assert not bench.table.entries
 
 
 async def test_too_many_failures_drop_an_entry(
@@ -98,7 +98,7 @@ async def test_too_many_failures_drop_an_entry(
 ) -> None:
     bench = SteppedLedger()
     bench.insert("a")
-    gone = bench.book.when_gone("a")
+    gone = bench.table.when_gone("a")
     for _ in range(2):
         bench.leases.give_back(bench.select()[0].held(), reached=True)
     with pytest.raises(EntryAborted) as caught:
@@ -127,7 +127,7 @@ async def test_who_held_an_entry_that_left_can_have_it_when_it_is_sent_again() -
         bench.leases.give_back(bench.select()[0].held(), reached=True)
     assert first.left_by == "max_deliver"
     again = bench.begin("a", deliveries=3)
-    bench.book.resume(again, first.digest())
+    bench.table.resume(again, first.digest())
     bench.finish(again)
     names = ("done", "held")
     got = [bench.select(consumer=name)[0].entry_id for name in names]
@@ -143,8 +143,8 @@ async def test_who_was_being_sent_an_entry_can_have_it_when_it_is_sent_again() -
     bench.leases.acknowledge(done.held())
     held, _ = bench.select(consumer="held")
     bench.ledger.forsake(entry)
-    again = bench.book.admit(entry.draft)
-    bench.book.resume(again, entry.delivered_digest)
+    again = bench.table.admit(entry.draft)
+    bench.table.resume(again, entry.delivered_digest)
     bench.leases.offer(again)
     bench.select(consumer="done")
     assert held.held().entry is again

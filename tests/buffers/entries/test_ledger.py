@@ -23,7 +23,7 @@ async def test_a_failed_insert_leaves_no_trace_and_its_query_keeps_its_place() -
     bench.insert("b")
     assert (first.entry_id, second.entry_id) == ("b", None)
     with pytest.raises(KeyError):
-        bench.book.when_gone("a")
+        bench.table.when_gone("a")
 
 
 async def test_an_entry_without_room_goes_straight_to_who_selects_it() -> None:
@@ -32,10 +32,10 @@ async def test_an_entry_without_room_goes_straight_to_who_selects_it() -> None:
     entry = bench.begin("a", nbytes=50)
     holder, _ = bench.select()
     assert entry.state is EntryState.DIRECT
-    assert (bench.book.memory.outside_bytes, holder.charged_bytes) == (58, 58)
+    assert (bench.table.memory.outside_bytes, holder.charged_bytes) == (58, 58)
     bench.finish(entry)
     bench.leases.acknowledge(holder.held())
-    assert (bench.book.memory.outside_bytes, holder.charged_bytes) == (0, 0)
+    assert (bench.table.memory.outside_bytes, holder.charged_bytes) == (0, 0)
 
 
 async def test_a_consumer_whose_bound_is_full_gets_no_direct_delivery() -> None:
@@ -62,7 +62,7 @@ async def test_a_direct_delivery_given_back_begins_again_for_the_next() -> None:
     assert second.entry_id == "a"
     assert entry.state is EntryState.DIRECT
     assert not entry.complete
-    assert bench.book.memory.outside_bytes == 58
+    assert bench.table.memory.outside_bytes == 58
 
 
 async def test_an_early_acknowledgement_does_not_restart_bytes_on_their_way() -> None:
@@ -75,7 +75,7 @@ async def test_an_early_acknowledgement_does_not_restart_bytes_on_their_way() ->
     assert entry.parts[0].region is region
     bench.finish(entry)
     assert entry.state is EntryState.WAITING
-    assert bench.book.memory.outside_bytes == 0
+    assert bench.table.memory.outside_bytes == 0
 
 
 async def test_a_forsaken_direct_delivery_is_its_consumers_alone() -> None:
@@ -85,11 +85,11 @@ async def test_a_forsaken_direct_delivery_is_its_consumers_alone() -> None:
     holder, _ = bench.select()
     bench.finish(entry)
     bench.ledger.forsake(entry)
-    assert bench.book.is_undecided("a")
+    assert bench.table.is_undecided("a")
     assert bench.select()[0].entry_id is None
     bench.leases.give_back(holder.held(), reached=False)
-    assert "a" not in bench.book.entries
-    assert bench.book.memory.outside_bytes == 0
+    assert "a" not in bench.table.entries
+    assert bench.table.memory.outside_bytes == 0
 
 
 async def test_a_forsaken_stream_outside_is_its_consumers_alone() -> None:
@@ -102,8 +102,8 @@ async def test_a_forsaken_stream_outside_is_its_consumers_alone() -> None:
     bench.ledger.abort_streaming(entry)
     bench.leases.acknowledge(one.held())
     bench.leases.acknowledge(two.held())
-    assert bench.book.when_gone("a").done()
-    assert bench.book.memory.outside_bytes == 0
+    assert bench.table.when_gone("a").done()
+    assert bench.table.memory.outside_bytes == 0
 
 
 async def test_nobody_else_gets_a_stream_outside_that_its_writer_gave_up() -> None:
@@ -126,10 +126,10 @@ async def test_a_stream_that_began_outside_moves_in_when_there_is_room() -> None
     holder, _ = bench.select()
     bench.finish(entry)
     bench.leases.give_back(holder.held(), reached=False)
-    assert bench.book.memory.outside_bytes == 58
+    assert bench.table.memory.outside_bytes == 58
     assert bench.ledger.withdraw(full.entry_id)
     assert entry.in_arena
-    assert (bench.book.memory.outside_bytes, bench.arena.used_bytes) == (0, 58)
+    assert (bench.table.memory.outside_bytes, bench.arena.used_bytes) == (0, 58)
 
 
 async def test_closing_ends_queries_and_what_no_application_holds() -> None:
@@ -170,7 +170,7 @@ async def test_what_somebody_holds_cannot_be_withdrawn() -> None:
 async def test_after_closing_nothing_given_back_stays_and_nobody_waits() -> None:
     bench = SteppedLedger()
     bench.insert("held")
-    gone = bench.book.when_gone("held")
+    gone = bench.table.when_gone("held")
     reached, _ = bench.select()
     bench.leases.reach(reached.held())
     bench.ledger.close()

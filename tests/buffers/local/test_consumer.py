@@ -28,7 +28,7 @@ async def test_a_taken_back_delivery_waits_for_another_before_it_is_shown() -> N
         await until(
             lambda: any(
                 x.reached
-                for e in buffer.ledger.book.entries.values()
+                for e in buffer.ledger.table.entries.values()
                 for x in e.leases.values()
             )
         )
@@ -109,7 +109,7 @@ class Voiding(CopyPool):
     async def copy(self, *args: Any, **options: Any) -> list[bytes]:
         bench, self.bench = self.bench, None
         if bench is not None:
-            bench.leases.void(bench.book.entries["first"], "max_deliver")
+            bench.leases.void(bench.table.entries["first"], "max_deliver")
         return await super().copy(*args, **options)
 
 
@@ -128,7 +128,7 @@ async def test_an_entry_taken_back_while_it_is_copied_is_not_handed_out(
         async with consumer.borrow(Query(None), targets) as entry:
             pass
     assert entry.entry_id == "second"
-    assert not bench.book.entries
+    assert not bench.table.entries
 
 
 async def test_an_entry_taken_back_pins_nothing_while_another_is_waited_for() -> None:

@@ -38,7 +38,7 @@ async def test_a_cancelled_taken_ends_by_one_last_frame(local: LookupBuffer) -> 
         stream.send(Cancel())
         stream.send(Cancel())
         assert await hearer.next() == (Cancelled(), b"")
-        assert not local.ledger.book.entries["it"].gone and link.is_open
+        assert not local.ledger.table.entries["it"].gone and link.is_open
         await link.aclose()
 
 
@@ -157,9 +157,9 @@ async def test_who_waits_for_an_entrys_end_and_is_lost_is_forgotten(
     await local.insert([1], None, None, None, None, entry_id="it")
     for peer in (peers.producer, peers.consumer):
         taken = asyncio.create_task(peer.lookup.taken("it"))
-        await until(lambda: bool(local.ledger.book.entries["it"].gone))
+        await until(lambda: bool(local.ledger.table.entries["it"].gone))
         peer.abort()
-        await until(lambda: not local.ledger.book.entries["it"].gone)
+        await until(lambda: not local.ledger.table.entries["it"].gone)
         with pytest.raises(PeerLost):
             await taken
 

@@ -86,7 +86,7 @@ async def test_a_layer_is_shown_when_its_writer_knows_that_it_came(
 ) -> None:
     transfer = await writer.push()
     await writer.send(transfer)
-    (entry,) = writer.pair.buffer.ledger.book.entries.values()
+    (entry,) = writer.pair.buffer.ledger.table.entries.values()
     assert not entry.landed
     writer.say(Sent(transfer, 0))
     writer.raw.push_inline(bytes(8), 1)
@@ -104,7 +104,7 @@ async def test_a_layer_that_came_may_be_taken_back(writer: RawWriter) -> None:
     second = await writer.push()
     await writer.send(second)
     writer.say(Sent(second, 0))
-    (entry,) = writer.pair.buffer.ledger.book.entries.values()
+    (entry,) = writer.pair.buffer.ledger.table.entries.values()
     await until(lambda: entry.landed == [0])
 
 
@@ -144,7 +144,7 @@ async def test_a_layer_that_its_way_has_lost_is_asked_for_again(
     writer.say(Sent(transfer, 0, DIGEST, "full", "nccl"))  # said before it was lost
     writer.link.payload.send(transfer, 0, BYTES, lambda *_: None)
     writer.say(Sent(transfer, 0, DIGEST))
-    (entry,) = writer.pair.buffer.ledger.book.entries.values()
+    (entry,) = writer.pair.buffer.ledger.table.entries.values()
     await until(lambda: entry.landed == [0])
 
 
@@ -203,7 +203,7 @@ async def test_what_nobody_needs_when_its_way_is_lost_comes_and_is_dropped(
 ) -> None:
     transfer = await writer.push()
     pair = writer.pair
-    (entry,) = pair.buffer.ledger.book.entries.values()
+    (entry,) = pair.buffer.ledger.table.entries.values()
     with pytest.raises(LeaseLost):
         async with pair.buffer.open_drop_select():
             pair.way._stalled(PeerLost("nothing has come for long"))

@@ -112,10 +112,10 @@ async def test_what_was_taken_and_taken_back_costs_no_other_entry(
         assert isinstance(served, ServedSelect)
         ack = Ack(offer.token, confirm=True) if confirm else Took(offer.token)
         served.on_frame(ack, b"")
-        local.ledger.leases.void(local.ledger.book.entries["first"], "max_deliver")
+        local.ledger.leases.void(local.ledger.table.entries["first"], "max_deliver")
         served.on_frame(Reached(offer.token), b"")
         await until(lambda: not selects)
-        assert "second" in local.ledger.book.entries
+        assert "second" in local.ledger.table.entries
         await link.aclose()
 
 
@@ -235,7 +235,7 @@ async def test_what_was_not_offered_yet_is_retracted_without_a_word(
     hearer = Hearer()
     link.open_stream(hearer, ANY)
     await until(lambda: local.statistics().waiting_selects == 1)
-    entry = local.ledger.book.admit(draft_of("it"))
+    entry = local.ledger.table.admit(draft_of("it"))
     local.ledger.give_room(entry)
     assert local.statistics().leased == 1
     local.ledger.forsake(entry)

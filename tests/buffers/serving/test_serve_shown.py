@@ -35,7 +35,7 @@ def importer_of(pair: GpuPair) -> Importer:
 
 async def inserted(pair: GpuPair, key: torch.Tensor, hidden: int = 8) -> StoredEntry:
     await pair.buffer.insert([1], None, key, None, noise(hidden))
-    (entry,) = pair.buffer.ledger.book.entries.values()
+    (entry,) = pair.buffer.ledger.table.entries.values()
     return entry
 
 

@@ -120,7 +120,7 @@ async def test_a_cancel_just_behind_the_commit_leaves_nothing_half_done(
     await begun.wait()
     raw.stream.send(Cancel())
     assert await raw.last() == Cancelled()
-    assert not local.ledger.book.entries and local.statistics().aborted == 1
+    assert not local.ledger.table.entries and local.statistics().aborted == 1
 
 
 async def test_an_entry_acknowledged_early_needs_no_more_tensors(
@@ -141,7 +141,7 @@ async def test_a_writer_learns_with_its_next_tensor_how_its_entry_left(
 ) -> None:
     raw = RawInsert(link, 3, 3, streaming=True)
     await raw.granted()
-    local.ledger.leases.void(local.ledger.book.entries["it"], "max_deliver")
+    local.ledger.leases.void(local.ledger.table.entries["it"], "max_deliver")
     raw.push_inline(b"abc")
     last = await raw.last()
     assert isinstance(last, Failure) and last.reason == "max_deliver"

@@ -108,13 +108,13 @@ class Entries:
     async def settled(self, side: KVLookupBuffer) -> None:
         """Wait until all that ``side`` has asked for is decided."""
         await side.peek(TOKENS)  # a round trip: what was sent before has arrived
-        entries = self._ledger.book.entries
+        entries = self._ledger.table.entries
         await until(lambda: all(e.complete and not e.leases for e in entries.values()))
 
     @property
     def is_in(self) -> bool:
         """Whether it can be selected."""
-        found = self._ledger.book.entries.values()
+        found = self._ledger.table.entries.values()
         return any(entry.entry_id == self.name for entry in found)
 
     def expect_in(self, is_so: bool) -> None:

@@ -49,7 +49,7 @@ class Footprint:
             resident_bytes=pages * os.sysconf("SC_PAGE_SIZE"),
             leased=state.leased,
             waiting=state.waiting_inserts + state.waiting_selects,
-            remembered=len(buffer.ledger.book.tombstones),
+            remembered=len(buffer.ledger.table.tombstones),
         )
 
 

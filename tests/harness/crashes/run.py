@@ -111,7 +111,7 @@ async def _work_for(
 
 
 def _count_remembered(buffer: LookupBuffer) -> int:
-    return len(buffer.ledger.book.tombstones)
+    return len(buffer.ledger.table.tombstones)
 
 
 def new_buffer(account: Account) -> LookupBuffer:
@@ -153,4 +153,4 @@ def _is_quiet(buffer: LookupBuffer) -> bool:
     if now.leased or now.waiting_inserts or now.waiting_selects:
         return False
     # A stream whose writer was killed stays until the buffer learns of it.
-    return all(entry.complete for entry in buffer.ledger.book.entries.values())
+    return all(entry.complete for entry in buffer.ledger.table.entries.values())

@@ -34,8 +34,8 @@ class Stays:
     def __init__(self, buffer: LookupBuffer, now: Callable[[], float]) -> None:
         self._now = now
         self._of: dict[str, list[Stay]] = collections.defaultdict(list)
-        book = buffer.ledger.book
-        admit, make_ready, leave = book.admit, book.make_ready, book.leave
+        table = buffer.ledger.table
+        admit, make_ready, leave = table.admit, table.make_ready, table.leave
 
         def admit_and_note(draft: Draft) -> StoredEntry:
             entry = admit(draft)
@@ -50,9 +50,9 @@ class Stays:
             leave(entry, reason)
             self.leave(entry.entry_id, reason)
 
-        vars(book)["admit"] = admit_and_note
-        vars(book)["make_ready"] = make_ready_and_note
-        vars(book)["leave"] = leave_and_note
+        vars(table)["admit"] = admit_and_note
+        vars(table)["make_ready"] = make_ready_and_note
+        vars(table)["leave"] = leave_and_note
 
     def come(self, entry_id: str) -> None:
         """An entry begins to be here."""

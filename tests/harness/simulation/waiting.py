@@ -15,7 +15,7 @@ class WaitingSelects:
     """The queries that were made of one buffer, from its first moment on."""
 
     def __init__(self, buffer: LookupBuffer) -> None:
-        self._book = buffer.ledger.book
+        self._table = buffer.ledger.table
         self._leases = buffer.ledger.leases
         self._waiters: list[Waiter] = []
         select = self._leases.select
@@ -40,7 +40,7 @@ class WaitingSelects:
 
     def _match(self, waiter: Waiter) -> str:
         if waiter.query.entry_id is not None:
-            match = find_by_id(self._book.entries, waiter)
+            match = find_by_id(self._table.entries, waiter)
         else:
-            match = self._leases._matchmaker.find(waiter)
+            match = self._leases._matcher.find(waiter)
         return "" if match is None else match[0].entry_id

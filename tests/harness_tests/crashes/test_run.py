@@ -80,7 +80,7 @@ async def kill_in_its_body(seed: int) -> Findings:
 
 
 def has_reached_somebody(buffer: LookupBuffer) -> bool:
-    entries = buffer.ledger.book.entries.values()
+    entries = buffer.ledger.table.entries.values()
     return any(lease.reached for entry in entries for lease in entry.leases.values())
 
 

@@ -9,11 +9,11 @@ from typing import Any, Final
 
 import pytest
 
-from asynckv.buffers.entries.book import EntryBook
 from asynckv.buffers.entries.entries import Lease, StoredEntry, Waiter
-from asynckv.buffers.entries.leases import Leases, Matchmaker
+from asynckv.buffers.entries.leases import Leases, Matcher
 from asynckv.buffers.entries.ledger import Ledger
 from asynckv.buffers.entries.prefix_index import PrefixIndex
+from asynckv.buffers.entries.table import EntryTable
 from asynckv.tensors.arena import Arena
 from asynckv.transfers.delivery import ReceiveBudget
 from asynckv.transfers.incoming import Incoming
@@ -55,7 +55,7 @@ def a_stale_lease_counts(patch: pytest.MonkeyPatch) -> None:
 def a_cancelled_select_keeps_its_lease(patch: pytest.MonkeyPatch) -> None:
     def forget(self: Leases, waiter: Waiter) -> None:
         waiter.is_forgotten = True
-        self._matchmaker.dequeue(waiter)
+        self._matcher.dequeue(waiter)
 
     patch.setattr(Leases, "forget", forget)
 
@@ -68,12 +68,12 @@ def nobody_is_told_of_changes(patch: pytest.MonkeyPatch) -> None:
 
 
 def every_third_match_is_missed(patch: pytest.MonkeyPatch) -> None:
-    next_for, count = Matchmaker.next_for, itertools.count(1)
+    next_for, count = Matcher.next_for, itertools.count(1)
 
-    def miss(self: Matchmaker, entry: StoredEntry) -> Any:
+    def miss(self: Matcher, entry: StoredEntry) -> Any:
         return None if next(count) % 3 == 0 else next_for(self, entry)
 
-    patch.setattr(Matchmaker, "next_for", miss)
+    patch.setattr(Matcher, "next_for", miss)
 
 
 def one_token_is_enough(patch: pytest.MonkeyPatch) -> None:
@@ -86,7 +86,7 @@ def one_token_is_enough(patch: pytest.MonkeyPatch) -> None:
 
 
 def a_resent_insert_is_new(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(EntryBook, "known_digest", lambda self, entry_id: None)
+    patch.setattr(EntryTable, "known_digest", lambda self, entry_id: None)
 
 
 def room_is_not_given_back(patch: pytest.MonkeyPatch) -> None:
@@ -125,24 +125,24 @@ def memory_is_not_quiet_after_a_cancel(patch: pytest.MonkeyPatch) -> None:
 
 
 def a_ttl_is_over_at_once(patch: pytest.MonkeyPatch) -> None:
-    make_ready = EntryBook.make_ready
+    make_ready = EntryTable.make_ready
 
-    def make_ready_for_no_time(self: EntryBook, entry: StoredEntry) -> None:
+    def make_ready_for_no_time(self: EntryTable, entry: StoredEntry) -> None:
         make_ready(self, entry)
         if entry.expires_at is not None:
             entry.expires_at = asyncio.get_running_loop().time()
             self._expiry.add(entry.expires_at, entry.entry_id)
 
-    patch.setattr(EntryBook, "make_ready", make_ready_for_no_time)
+    patch.setattr(EntryTable, "make_ready", make_ready_for_no_time)
 
 
 def a_ttl_is_never_over(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(EntryBook, "expire", lambda self, entry: False)
+    patch.setattr(EntryTable, "expire", lambda self, entry: False)
 
 
 def a_withdrawal_takes_nothing(patch: pytest.MonkeyPatch) -> None:
     def withdraw(self: Ledger, entry_id: str) -> bool:
-        return entry_id in self.book.entries
+        return entry_id in self.table.entries
 
     patch.setattr(Ledger, "withdraw", withdraw)
 

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from asynckv.buffers.entries.leases import Matchmaker
+from asynckv.buffers.entries.leases import Matcher
 from asynckv.buffers.lookup import LookupBuffer
 from asynckv.testing.blocked import until_blocked
 from harness.simulation.waiting import WaitingSelects
@@ -19,7 +19,7 @@ async def test_who_waits_beside_its_match_is_found(
         await until_blocked(select)
         assert waiting.beside_their_match() == {}
         with monkeypatch.context() as patch:
-            patch.setattr(Matchmaker, "next_for", lambda self, entry: None)
+            patch.setattr(Matcher, "next_for", lambda self, entry: None)
             await buffer.insert([1], None, None, None, None, entry_id="e1")
         assert list(waiting.beside_their_match().values()) == ["e1"]
         select.cancel()

@@ -136,7 +136,7 @@ async def _clear(ground: P2PGround) -> None:
     """Take what nobody took."""
     for buffer in ground.buffers().values():
         await until(functools.partial(_is_free, buffer))
-        for entry_id in list(buffer.ledger.book.entries):
+        for entry_id in list(buffer.ledger.table.entries):
             await buffer.withdraw(entry_id)
 
 

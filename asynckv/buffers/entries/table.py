@@ -30,8 +30,8 @@ __all__ = (
     "MAX_AGE_S",
     "MAX_BYTES",
     "MAX_COUNT",
-    "EntryBook",
     "EntryMemory",
+    "EntryTable",
     "ExpiryClock",
     "Tombstone",
     "Tombstones",
@@ -95,12 +95,12 @@ class EntryMemory:
 
         What is kept of it beside its bytes has to fit too.
         """
-        if not self._may_be_booked(entry):
+        if not self._may_be_charged(entry):
             return False
         regions = self._allocate(entry)
         if regions is None:
             return False
-        self._book(entry)
+        self._charge(entry)
         entry.place_regions(regions)
         entry.in_arena = True
         streaming = entry.draft.streaming
@@ -128,11 +128,11 @@ class EntryMemory:
 
     def move_in(self, entry: StoredEntry) -> bool:
         """Charge the arena for a streaming entry that began outside, if it fits."""
-        if not self._may_be_booked(entry):
+        if not self._may_be_charged(entry):
             return False
         if not self._arena.adopt(entry.regions, len(entry.charges)):
             return False
-        self._book(entry)
+        self._charge(entry)
         entry.in_arena = True
         self.free_outside(entry)
         return True
@@ -154,7 +154,7 @@ class EntryMemory:
             self._was_short_outside = False
             self._has_more_outside()
 
-    def _may_be_booked(self, entry: StoredEntry) -> bool:
+    def _may_be_charged(self, entry: StoredEntry) -> bool:
         """Entries without a byte cost memory too: there is no end of them else."""
         bound = max(self._arena.max_bytes, LEAST_ACCOUNT_BYTES)
         account_bytes = self._account_bytes
@@ -163,7 +163,7 @@ class EntryMemory:
             return False
         return not account_bytes or account_bytes + entry.account_nbytes <= bound
 
-    def _book(self, entry: StoredEntry) -> None:
+    def _charge(self, entry: StoredEntry) -> None:
         self._account_bytes += entry.account_nbytes
         self._entries += 1
 
@@ -267,16 +267,14 @@ class Tombstones:
         self._max_count = max_count
         self._max_age_s = max_age_s
         self._max_bytes = max_bytes
-        self._stones: collections.OrderedDict[str, Tombstone] = (
-            collections.OrderedDict()
-        )
+        self._by_id: collections.OrderedDict[str, Tombstone] = collections.OrderedDict()
 
     def __len__(self) -> int:
-        return len(self._stones)
+        return len(self._by_id)
 
-    def bury(self, entry_id: str, stone: Tombstone) -> None:
+    def add(self, entry_id: str, stone: Tombstone) -> None:
         """Remember that the entry left."""
-        stones = self._stones
+        stones = self._by_id
         if (earlier := stones.pop(entry_id, None)) is not None:
             self.nbytes -= earlier.nbytes
         stones[entry_id] = stone
@@ -286,15 +284,15 @@ class Tombstones:
 
     def find(self, entry_id: str, now: float) -> Tombstone | None:
         """Return how the entry left, unless that is forgotten or unknown."""
-        while self._stones:
-            oldest = next(iter(self._stones.values()))
+        while self._by_id:
+            oldest = next(iter(self._by_id.values()))
             if now - oldest.left_at <= self._max_age_s:
                 break
             self._forget_oldest()
-        return self._stones.get(entry_id)
+        return self._by_id.get(entry_id)
 
     def _forget_oldest(self) -> None:
-        _, stone = self._stones.popitem(last=False)
+        _, stone = self._by_id.popitem(last=False)
         self.nbytes -= stone.nbytes
 
 
@@ -303,11 +301,11 @@ logger = logging.getLogger(__name__)
 _NOBODY: Final[frozenset[str]] = frozenset()
 
 
-class EntryBook:
+class EntryTable:
     """The entries of a buffer by their ids, and what is remembered of others.
 
-    ``memory`` is where their bytes lie. ``hide`` is called with an entry that leaves
-    and could still be selected, ``changed`` whenever room or a state may have changed.
+    ``memory`` is where their bytes lie. ``unlist`` is called with an entry that leaves:
+    nobody selects it any more. ``changed`` whenever room or a state may have changed.
     """
 
     def __init__(
@@ -315,14 +313,14 @@ class EntryBook:
         memory: EntryMemory,
         counters: Counters,
         *,
-        hide: Callable[[StoredEntry], None],
+        unlist: Callable[[StoredEntry], None],
         changed: Callable[[], None],
     ) -> None:
         self.entries: dict[str, StoredEntry] = {}
         self.memory = memory
         self.changed = changed
         self._counters = counters
-        self._hide = hide
+        self._unlist = unlist
         self._seqs = itertools.count(1)
         self.tombstones = Tombstones()
         self._expiry = ExpiryClock(self._expire_id, self.entries)
@@ -446,13 +444,12 @@ class EntryBook:
             self._counters.inserted += 1  # straight to its consumers
         entry.state = EntryState.GONE
         entry.left_by = reason
-        if entry.place is not None:
-            self._hide(entry)
+        self._unlist(entry)
         self.memory.free(entry)
         del self.entries[entry.entry_id]
         was_seen = entry.complete or entry.draft.streaming or entry.delivered_digest
         if was_seen or reason != "producer":
-            self._bury(entry)  # others leave without a trace
+            self._remember(entry)  # others leave without a trace
         if entry.gone:
             _tell_gone(entry)
         self.changed()
@@ -461,7 +458,7 @@ class EntryBook:
         """Nothing more expires."""
         self._expiry.stop()
 
-    def _bury(self, entry: StoredEntry) -> None:
+    def _remember(self, entry: StoredEntry) -> None:
         # Also what was in may be sent again: who inserted it may not know of it.
         goes_on = not entry.draft.streaming
         stone = Tombstone(
@@ -473,7 +470,7 @@ class EntryBook:
             entry.failures if entry.left_by != "max_deliver" else 0,
             frozenset(entry.consumers) if entry.consumers else _NOBODY,
         )
-        self.tombstones.bury(entry.entry_id, stone)
+        self.tombstones.add(entry.entry_id, stone)
 
     def _expire_id(self, entry_id: str) -> None:
         entry = self.entries.get(entry_id)

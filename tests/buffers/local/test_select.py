@@ -6,7 +6,7 @@ import pytest
 
 from asynckv.buffers.entries.entries import StoredEntry
 from asynckv.buffers.entries.ledger import Ledger
-from asynckv.buffers.local.holders import LocalHolder
+from asynckv.buffers.local.select import LocalSelect
 from asynckv.errors import BufferClosed, EntryAborted, LeaseLost
 from asynckv.tensors.arena import HeapArena
 from asynckv.testing.blocked import until_blocked
@@ -20,10 +20,10 @@ class Bench:
     def __init__(self, *, streams: bool = False) -> None:
         self.ledger = Ledger(HeapArena(1000), max_deliver=5, max_hold_s=None)
         query = make_query([1], None)
-        self.holder = LocalHolder(self.ledger.leases, query, None, streams=streams)
+        self.holder = LocalSelect(self.ledger.leases, query, None, streams=streams)
 
     def begin(self, name: str, *, streaming: bool = False) -> StoredEntry:
-        entry = self.ledger.book.admit(draft_of(name, streaming=streaming))
+        entry = self.ledger.table.admit(draft_of(name, streaming=streaming))
         self.ledger.give_room(entry)
         return entry
 
@@ -67,7 +67,7 @@ async def test_woken_cancelled_with_an_entry_in_hand_it_gives_it_back() -> None:
     whole.cancel()
     await asyncio.wait({whole})
     bench.holder.give_back(failed=False)
-    assert not bench.ledger.book.entries["a"].leases
+    assert not bench.ledger.table.entries["a"].leases
     assert bench.ledger.leases.waiting_count == 0
 
 
@@ -146,7 +146,7 @@ async def test_a_query_for_anything_is_logged_as_such(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level("DEBUG", "asynckv.observability.waits")
-    holder = LocalHolder(Bench().ledger.leases, Query(None), None, streams=False)
+    holder = LocalSelect(Bench().ledger.leases, Query(None), None, streams=False)
     waiting = asyncio.create_task(holder.lease())
     await until_blocked(waiting)
     assert "any tokens) waits for a match" in caplog.text

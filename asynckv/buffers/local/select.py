@@ -15,7 +15,7 @@ from asynckv.transfers.queries import TOKEN_NBYTES, Query
 from asynckv.types import KVFingerprint
 from asynckv.waits.replies import Watchers
 
-__all__ = ("LocalHolder",)
+__all__ = ("LocalSelect",)
 
 _numbers = itertools.count(1)
 
@@ -30,7 +30,7 @@ class _Free:
         pass
 
 
-class LocalHolder:
+class LocalSelect:
     """One local ``drop_select``. Each call counts as a consumer of its own.
 
     It asks at once. Entered, it waits no longer on leaving by an error, and gives back

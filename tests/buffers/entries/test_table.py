@@ -28,7 +28,7 @@ async def test_sent_again_after_its_time_an_entry_goes_on_after_what_counted() -
     entry.expires_at = 0.0
     bench.leases.acknowledge(bench.select(consumer="one")[0].held())
     again = bench.begin("a", deliveries=2)
-    bench.book.resume(again, entry.digest())
+    bench.table.resume(again, entry.digest())
     assert (again.attempts, again.deliveries_left) == (1, 1)
     assert again.consumers == {"one"}
 
@@ -38,24 +38,24 @@ async def test_what_counted_before_an_entry_was_sent_again_counts_for_ever() -> 
     entry = bench.insert("a", deliveries=2, ttl_s=60)
     entry.expires_at = 0.0
     lease = bench.select(consumer="one")[0].held()
-    assert not bench.book.was_acknowledged("a", lease.token)
+    assert not bench.table.was_acknowledged("a", lease.token)
     bench.leases.acknowledge(lease)
-    assert bench.book.was_acknowledged("a", lease.token)
+    assert bench.table.was_acknowledged("a", lease.token)
     again = bench.begin("a", deliveries=2)
-    bench.book.resume(again, entry.digest())
-    assert bench.book.was_acknowledged("a", lease.token)
+    bench.table.resume(again, entry.digest())
+    assert bench.table.was_acknowledged("a", lease.token)
     bench.finish(again)
     bench.leases.acknowledge(bench.select(consumer="two")[0].held())
-    assert bench.book.was_acknowledged("a", lease.token)
+    assert bench.table.was_acknowledged("a", lease.token)
 
 
 async def test_sent_again_what_failed_too_often_may_fail_as_often_again() -> None:
     bench = SteppedLedger()
     entry = bench.insert("a")
-    while "a" in bench.book.entries:
+    while "a" in bench.table.entries:
         bench.leases.give_back(bench.select()[0].held(), reached=True)
     again = bench.begin("a")
-    bench.book.resume(again, entry.digest())
+    bench.table.resume(again, entry.digest())
     assert (again.attempts, again.failures) == (entry.attempts, 0)
 
 
@@ -63,9 +63,9 @@ async def test_what_was_withdrawn_goes_on_as_well_if_it_is_sent_again() -> None:
     bench = SteppedLedger()
     entry = bench.insert("a", deliveries=2)
     bench.leases.acknowledge(bench.select(consumer="one")[0].held())
-    bench.book.leave(entry, "withdrawn")
+    bench.table.leave(entry, "withdrawn")
     again = bench.begin("a", deliveries=2)
-    bench.book.resume(again, entry.digest())
+    bench.table.resume(again, entry.digest())
     assert (again.deliveries_left, again.consumers) == (1, {"one"})
 
 
@@ -74,22 +74,22 @@ async def test_an_entry_in_hand_does_not_expire() -> None:
     bench.insert("a", ttl_s=0)
     bench.insert("b", tokens=(2,), ttl_s=0)
     holder, _ = bench.select()
-    await until(lambda: "b" not in bench.book.entries)
-    assert "a" in bench.book.entries
+    await until(lambda: "b" not in bench.table.entries)
+    assert "a" in bench.table.entries
     bench.leases.give_back(holder.held(), reached=False)
-    assert "a" not in bench.book.entries
+    assert "a" not in bench.table.entries
 
 
 async def test_what_an_id_stands_for_is_known_before_and_after_it_left() -> None:
     bench = SteppedLedger()
-    assert bench.book.known_digest("a") is None
+    assert bench.table.known_digest("a") is None
     entry = bench.begin("a")
-    assert bench.book.known_digest("a") is None
+    assert bench.table.known_digest("a") is None
     bench.finish(entry)
-    digest = bench.book.known_digest("a")
+    digest = bench.table.known_digest("a")
     assert digest == entry.digest()
     bench.leases.acknowledge(bench.select()[0].held())
-    assert bench.book.known_digest("a") == digest
+    assert bench.table.known_digest("a") == digest
     with pytest.raises(EntryConflict):
         bench.begin("a")
 
@@ -107,14 +107,14 @@ async def test_a_cancelled_insert_does_not_forget_how_the_id_left_before() -> No
     assert bench.ledger.withdraw("a")
     bench.ledger.forsake(bench.begin("a"))
     with pytest.raises(EntryAborted, match="withdrawn"):
-        bench.book.when_gone("a")
+        bench.table.when_gone("a")
 
 
 async def test_a_cancelled_wait_for_the_end_is_forgotten() -> None:
     bench = SteppedLedger()
     entry = bench.insert("a")
     for _ in range(3):
-        bench.book.when_gone("a").cancel()
+        bench.table.when_gone("a").cancel()
     await asyncio.sleep(0)
     assert not entry.gone
 
@@ -123,16 +123,16 @@ async def test_which_deliveries_counted_is_remembered() -> None:
     bench = SteppedLedger()
     bench.insert("a")
     lease = bench.select()[0].held()
-    assert not bench.book.was_acknowledged("a", lease.token)
+    assert not bench.table.was_acknowledged("a", lease.token)
     bench.leases.acknowledge(lease)
-    assert bench.book.was_acknowledged("a", lease.token)
-    assert not bench.book.was_acknowledged("a", b"another")
+    assert bench.table.was_acknowledged("a", lease.token)
+    assert not bench.table.was_acknowledged("a", b"another")
 
 
 async def test_who_waits_for_the_end_learns_of_an_acknowledgement() -> None:
     bench = SteppedLedger()
     bench.insert("a")
-    gone, cancelled = bench.book.when_gone("a"), bench.book.when_gone("a")
+    gone, cancelled = bench.table.when_gone("a"), bench.table.when_gone("a")
     cancelled.cancel()
     bench.leases.acknowledge(bench.select()[0].held())
     assert gone.result() is None
