@@ -14,6 +14,7 @@ the loop only.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 from collections.abc import Callable, Mapping
 from typing import Annotated, Final
@@ -31,7 +32,6 @@ from asynckv.protocol.values import Count, Id
 from asynckv.protocol.wire import digest_of
 from asynckv.transports.nccl.api import UNIQUE_ID_NBYTES
 from asynckv.transports.nccl.directions import Direction
-from asynckv.transports.nccl.worker import Turn
 from asynckv.transports.nccl.worker_pipes import PipeEnd, WorkerPipe
 from asynckv.transports.parts import call_on
 
@@ -154,7 +154,7 @@ class Connector:
         self._users = (sender, receiver)
         self._leads = False
         self._pipes = (_Pipe(), _Pipe())
-        self._turn: Turn | None = None
+        self._turn: Callable[[], None] | None = None
         self._is_prepared = False
         """Whether both workers were asked for."""
         self._is_ready = False
@@ -246,7 +246,8 @@ class Connector:
             else:
                 begin()
 
-        self._turn = self._worker.turns.ask(lambda: call_on(self._loop, have_turn))
+        self._turn = functools.partial(call_on, self._loop, have_turn)
+        self._worker.turns.ask(self._turn)
 
     def _prepare(self) -> None:
         self._is_prepared = True
@@ -285,7 +286,9 @@ class Connector:
             call_on(self._loop, self._lost, index, error)
 
         end: PipeEnd = "send" if (index == 0) == self._leads else "receive"
-        pipe = WorkerPipe(end, opened=opened, lost=lost)
+        pipe = WorkerPipe(
+            *(self._worker.cuda, self._worker.nccl, end), opened=opened, lost=lost
+        )
         self._pipes[index].is_begun = True
         self._pipes[index].of_worker = pipe
         self._worker.open(pipe, unique_id)

@@ -20,6 +20,7 @@ from __future__ import annotations
 import asyncio
 import collections
 import contextlib
+import dataclasses
 import itertools
 import logging
 import secrets
@@ -40,7 +41,6 @@ from asynckv.transports.parts import call_on
 __all__ = (
     "DeviceWorker",
     "Job",
-    "Turn",
     "WorkerTurns",
     "WorkerUse",
     "use_worker",
@@ -48,45 +48,39 @@ __all__ = (
 )
 
 
-class Turn:
-    """One wish to open pipes, from the asking until it is over."""
-
-    def __init__(self, begin: Callable[[], None]) -> None:
-        self.begin = begin
-
-
 class WorkerTurns:
-    """First come, first served. From any thread; nothing waits."""
+    """First come, first served. From any thread; nothing waits.
+
+    Each is known by what it begins with.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._line: collections.deque[Turn] = collections.deque()
+        self._line: collections.deque[Callable[[], None]] = collections.deque()
 
     @property
     def count(self) -> int:
         """How many have a turn or wait for one."""
         return len(self._line)
 
-    def ask(self, begin: Callable[[], None]) -> Turn:
+    def ask(self, begin: Callable[[], None]) -> None:
         """Call ``begin()`` when it is this one's turn: now, or by who ends another."""
-        turn = Turn(begin)
         with self._lock:
-            self._line.append(turn)
+            self._line.append(begin)
             is_first = len(self._line) == 1
         if is_first:
             begin()
-        return turn
 
-    def end(self, turn: Turn) -> None:
+    def end(self, begin: Callable[[], None]) -> None:
         """It is over, or not wanted any more. A second call does nothing."""
         with self._lock:
-            if turn not in self._line:
+            if begin not in self._line:
                 return
-            was_first = self._line[0] is turn
-            self._line.remove(turn)
+            was_first = self._line[0] is begin
+            self._line.remove(begin)
             follower = self._line[0] if was_first and self._line else None
         if follower is not None:
-            follower.begin()
+            follower()
 
 
 logger = logging.getLogger(__name__)
@@ -121,13 +115,11 @@ class Job(Protocol):
         """The worker was given up: whoever waits is told. On any thread, once."""
 
 
+@dataclasses.dataclass(eq=False, slots=True)
 class _Flight:
-    __slots__ = ("event", "job", "pipe")
-
-    def __init__(self, pipe: WorkerPipe, job: Job, event: Event | None) -> None:
-        self.pipe = pipe
-        self.job = job
-        self.event = event
+    pipe: WorkerPipe
+    job: Job
+    event: Event | None
 
 
 class _Opening:
@@ -190,7 +182,8 @@ class DeviceWorker:
         self._flights: list[_Flight] = []
         self._pipes: list[WorkerPipe] = []
         self._thread: threading.Thread | None = None
-        self._error: Exception | None = None
+        self.error: Exception | None = None
+        """Why it was given up, if it was."""
         self._busy_since: float | None = None
         self._is_stopping = False
         # Before any operation is under way: else it would wait for their peers.
@@ -201,12 +194,7 @@ class DeviceWorker:
     @property
     def health(self) -> str:
         """``"ok"``, or ``"failed: ..."`` once it was given up."""
-        return "ok" if self._error is None else f"failed: {self._error}"
-
-    @property
-    def error(self) -> Exception | None:
-        """Why it was given up, if it was."""
-        return self._error
+        return "ok" if self.error is None else f"failed: {self.error}"
 
     @property
     def is_blocked(self) -> bool:
@@ -217,9 +205,9 @@ class DeviceWorker:
     @property
     def why_not(self) -> Exception | None:
         """Why nobody should wait for it now, if so."""
-        if self._error is None and self.is_blocked:
+        if self.error is None and self.is_blocked:
             return GPUFailed("the GPU's worker waits in NCCL for another peer")
-        return self._error
+        return self.error
 
     @property
     def is_alive(self) -> bool:
@@ -229,7 +217,7 @@ class DeviceWorker:
     def run(self, command: _Command) -> bool:
         """Let the thread call ``command``, soon; whether it will. From any thread."""
         with self._lock:
-            if self._error is not None or self._is_stopping:
+            if self.error is not None or self._is_stopping:
                 return False
             if self._thread is None:
                 name = f"asynckv-gpu-{self.device}-{next(_names)}"
@@ -248,12 +236,12 @@ class DeviceWorker:
             with self._lock:
                 left = self._jobs.pop(job, None)
             if left is not None:
-                job.abandon(self._error or GPUFailed("the GPU's worker has stopped"))
+                job.abandon(self.error or GPUFailed("the GPU's worker has stopped"))
 
     def open(self, pipe: WorkerPipe, unique_id: bytes) -> None:
         """Open ``pipe``; blocks the thread until the peer opens it too."""
         if not self.run(lambda: self._open(pipe, unique_id)):
-            pipe.lost(self._error or GPUFailed("the GPU's worker has stopped"))
+            pipe.lost(self.error or GPUFailed("the GPU's worker has stopped"))
 
     def abort(self, pipe: WorkerPipe, error: Exception) -> None:
         """End ``pipe`` now; its jobs settle with ``error`` when they are quiet.
@@ -281,9 +269,9 @@ class DeviceWorker:
     def give_up(self, error: Exception) -> None:
         """Wait for it no longer. What its jobs touch is kept for ever."""
         with self._lock:
-            if self._error is not None:
+            if self.error is not None:
                 return
-            self._error = error
+            self.error = error
             left = list(self._jobs)
             self._jobs.clear()
             pipes = list(self._pipes)
@@ -322,7 +310,7 @@ class DeviceWorker:
         self._busy_since = time.monotonic()
         self.cuda.use_device(self.device)
         idle_s = _LEAST_IDLE_S
-        while self._error is None:
+        while self.error is None:
             command = self._next(idle_s)
             self._busy_since = time.monotonic()
             if command is not None:
@@ -332,7 +320,7 @@ class DeviceWorker:
             has_come, command = command is not None, None  # it keeps its job's memory
             progressed = self._poll() or has_come
             idle_s = _LEAST_IDLE_S if progressed else min(idle_s * 2, _MOST_IDLE_S)
-        if self._error is None:
+        if self.error is None:
             self._free_scratch()
         self._busy_since = None
 
@@ -344,7 +332,7 @@ class DeviceWorker:
         """Wait for a command: at most ``idle_s`` while there is something to poll."""
         self._busy_since = None
         self._came.clear()
-        if not self._commands and not self._is_stopping and self._error is None:
+        if not self._commands and not self._is_stopping and self.error is None:
             self._came.wait(idle_s if self._flights else None)
         elif not self._commands and self._flights:
             self._came.wait(idle_s)
@@ -375,7 +363,7 @@ class DeviceWorker:
             self._jobs[job] = None
         self._gpu.begin_operation()
         try:
-            pipe.open(self.cuda, self.nccl, unique_id, self._scratch)
+            pipe.open(unique_id, self._scratch)
         except Exception as exc:  # noqa: BLE001 - who opens is told
             self._flights.append(_Flight(pipe, job, pipe.mark_if_possible()))
             self._fail(pipe, exc)
@@ -390,7 +378,7 @@ class DeviceWorker:
         for flight in list(self._flights):
             pipe = flight.pipe
             # In order: an event may fire while a later one is looked at.
-            if pipe in waiting or self._error is not None:
+            if pipe in waiting or self.error is not None:
                 continue
             if (why := self._why_to_end(flight, now)) is not None:
                 self._fail(pipe, why)
@@ -430,9 +418,7 @@ class DeviceWorker:
             if pipe not in self._pipes:
                 self._pipes.append(pipe)
         # Past the last call into NCCL: here, and only here, an abort is legal.
-        pipe.abort()
-        if pipe.failed_comm is not None:
-            self.kept.append(pipe.failed_comm)
+        self._end_comm(pipe, is_aborted=True)
         pipe.quiet_by = time.monotonic() + self._abort_grace_s
         self._tell_if_quiet(pipe)
 
@@ -443,16 +429,18 @@ class DeviceWorker:
             self._fail(pipe, error)
         elif pipe.error is None:
             pipe.error = error
-            pipe.destroy()
-            if pipe.failed_comm is not None:
-                self.kept.append(pipe.failed_comm)
+            self._end_comm(pipe, is_aborted=False)
             self._tell_if_quiet(pipe)
+
+    def _end_comm(self, pipe: WorkerPipe, *, is_aborted: bool) -> None:
+        if (left := pipe.end_comm(is_aborted=is_aborted)) is not None:
+            self.kept.append(left)
 
     def _has_flights(self, pipe: WorkerPipe) -> bool:
         return any(one.pipe is pipe for one in self._flights)
 
     def _tell_if_quiet(self, pipe: WorkerPipe) -> None:
-        if pipe.error is None or self._has_flights(pipe) or self._error is not None:
+        if pipe.error is None or self._has_flights(pipe) or self.error is not None:
             return
         pipe.quiet_by = None
         pipe.release()  # where it fails, the worker is given up, and the pipe told so

@@ -30,24 +30,23 @@ class WorkerPipe:
 
     def __init__(
         self,
+        cuda: CudaApi,
+        nccl: NcclApi,
         end: PipeEnd,
         *,
         opened: Callable[[], None],
         lost: Callable[[Exception], None],
-        open_s: float = 10.0,
     ) -> None:
         self.end: PipeEnd = end
         self.error: Exception | None = None
         self.quiet_by: float | None = None
         self.opened = opened
-        self.failed_comm: Comm | None = None
-        """One that did not end: where it is collected, it would be destroyed."""
+        self.open_s = 10.0
+        self._cuda = cuda
+        self._nccl = nccl
         self._lost: Callable[[Exception], None] | None = lost
-        self.open_s = open_s
         self._comm: Comm | None = None
         self._stream: Stream | None = None
-        self._cuda: CudaApi | None = None
-        self._nccl: NcclApi | None = None
         self._own = _SENDER if end == "send" else _RECEIVER
 
     def __repr__(self) -> str:
@@ -60,34 +59,24 @@ class WorkerPipe:
             raise GPUFailed("the pipe is not open")
         return self._stream
 
-    @property
-    def cuda(self) -> CudaApi:
-        """The worker's."""
-        if self._cuda is None:
-            raise GPUFailed("the pipe is not open")
-        return self._cuda
-
     def lost(self, error: Exception) -> None:
         """Tell of the end, once."""
         tell, self._lost = self._lost, None
         if tell is not None:
             tell(error)
 
-    def open(
-        self, cuda: CudaApi, nccl: NcclApi, unique_id: bytes, scratch: DeviceMemory
-    ) -> None:
+    def open(self, unique_id: bytes, scratch: DeviceMemory) -> None:
         """Wait for the peer, and post one byte: the first operation connects.
 
         :raises GPUFailed: it cannot be opened
         """
-        self._cuda, self._nccl = cuda, nccl
-        self._stream = cuda.stream()
-        self._comm = nccl.open_comm(2, unique_id, self._own)
+        self._stream = self._cuda.stream()
+        self._comm = self._nccl.open_comm(2, unique_id, self._own)
         self.post(scratch.address, 1)
 
     def post(self, address: int, nbytes: int) -> None:
         """Queue the next operation, in the pipe's own direction."""
-        if self._comm is None or self._nccl is None:
+        if self._comm is None:
             raise GPUFailed("the pipe is not open")
         self._nccl.group_start()
         try:
@@ -103,8 +92,9 @@ class WorkerPipe:
 
         :raises GPUFailed: the stream has failed: nothing is queued any more
         """
-        event = self.cuda.event()
-        event.record(self.stream)
+        stream = self.stream
+        event = self._cuda.event()
+        event.record(stream)
         return event
 
     def mark_if_possible(self) -> Event | None:
@@ -123,24 +113,22 @@ class WorkerPipe:
                 return exc
         return None
 
-    def abort(self) -> None:
-        """Abort the communicator. What is queued ends, its bytes undefined."""
-        self._end(aborted=True)
+    def end_comm(self, *, is_aborted: bool) -> Comm | None:
+        """Abort the communicator: what is queued ends, its bytes undefined.
 
-    def destroy(self) -> None:
-        """Destroy the communicator; nothing is queued on it."""
-        self._end(aborted=False)
-
-    def _end(self, *, aborted: bool) -> None:
+        Or destroy it, when nothing is queued. Return one that did not end: where it is
+        collected, it would be destroyed.
+        """
         comm, self._comm = self._comm, None
         if comm is None:
-            return
+            return None
         try:
-            comm.abort() if aborted else comm.destroy()
+            comm.abort() if is_aborted else comm.destroy()
         except Exception as exc:  # noqa: BLE001 - nothing is left to be tried
-            how = "aborted" if aborted else "destroyed"
+            how = "aborted" if is_aborted else "destroyed"
             logger.warning("%s could not be %s: %s", self, how, exc)
-            self.failed_comm = comm
+            return comm
+        return None
 
     def release(self) -> None:
         """Give the stream back: nothing is queued on it."""

@@ -13,6 +13,7 @@ import pytest
 from asynckv.errors import GPUFailed
 from asynckv.tensors.cuda import DeviceMemory, Event
 from asynckv.tensors.quiet_gpus import quiet_gpu
+from asynckv.transports.nccl.api import Comm
 from asynckv.transports.nccl.worker import DeviceWorker
 from asynckv.transports.nccl.worker_pipes import WorkerPipe
 from harness.fake_gpus import FakeGpus
@@ -66,16 +67,21 @@ class Pipe(WorkerPipe):
 
     def __init__(self, gpus: FakeGpus, worker: DeviceWorker) -> None:
         self.calls: queue.Queue[object] = queue.Queue()
-        super().__init__("send", opened=lambda: None, lost=self.calls.put)
+        super().__init__(
+            *(worker.cuda, worker.nccl, "send"),
+            opened=lambda: None,
+            lost=self.calls.put,
+        )
         self.async_failure: Exception | None = None
-        self._cuda = worker.cuda
         self._stream = worker.cuda.stream()
 
     def async_error(self) -> Exception | None:
         return self.async_failure
 
-    def abort(self) -> None:
-        self.calls.put("aborted")
+    def end_comm(self, *, is_aborted: bool) -> Comm | None:
+        if is_aborted:
+            self.calls.put("aborted")
+        return super().end_comm(is_aborted=is_aborted)
 
 
 def until_begun(worker: DeviceWorker) -> None:
@@ -226,7 +232,10 @@ def test_a_pipe_that_fails_to_open_keeps_nobody_from_allocating(
     gpus: FakeGpus, worker: DeviceWorker
 ) -> None:
     lost = queue.Queue[object]()
-    worker.open(WorkerPipe("send", opened=lambda: None, lost=lost.put), b"no id")
+    pipe = WorkerPipe(
+        *(worker.cuda, worker.nccl, "send"), opened=lambda: None, lost=lost.put
+    )
+    worker.open(pipe, b"no id")
     assert lost.get(timeout=5)
     with quiet_gpu(worker.cuda, worker.device).allocating(5):
         assert quiet_gpu(worker.cuda, worker.device)._allocating == 1

@@ -8,7 +8,10 @@ from harness.fake_gpus import FakeGpus
 
 
 def pipe_of(gpus: FakeGpus, lost: list[Exception]) -> WorkerPipe:
-    return WorkerPipe("send", opened=lambda: None, lost=lost.append)
+    process = gpus.process()
+    return WorkerPipe(
+        process.cuda, process.nccl, "send", opened=lambda: None, lost=lost.append
+    )
 
 
 def test_an_end_is_told_once(gpus: FakeGpus) -> None:
@@ -21,7 +24,7 @@ def test_an_end_is_told_once(gpus: FakeGpus) -> None:
 
 def test_what_is_not_open_posts_nothing(gpus: FakeGpus) -> None:
     pipe = pipe_of(gpus, [])
-    for use in (lambda: pipe.post(0, 1), lambda: pipe.stream, lambda: pipe.cuda):
+    for use in (lambda: pipe.post(0, 1), lambda: pipe.stream):
         with pytest.raises(GPUFailed, match="not open"):
             use()
     assert pipe.async_error() is None
@@ -29,8 +32,7 @@ def test_what_is_not_open_posts_nothing(gpus: FakeGpus) -> None:
 
 def test_what_is_not_open_ends_without_a_word(gpus: FakeGpus) -> None:
     pipe = pipe_of(gpus, [])
-    pipe.abort()
-    pipe.destroy()
+    assert pipe.end_comm(is_aborted=True) is pipe.end_comm(is_aborted=False) is None
     pipe.release()
     assert pipe.mark_if_possible() is None
     assert "<send pipe>" in repr(pipe)

@@ -1,13 +1,15 @@
 from __future__ import annotations
 
+from functools import partial
+
 from asynckv.transports.nccl.worker import WorkerTurns
 
 
 def test_the_first_has_its_turn_at_once_and_the_others_in_line() -> None:
     turns, begun = WorkerTurns(), list[int]()
-    first = turns.ask(lambda: begun.append(1))
-    second = turns.ask(lambda: begun.append(2))
-    turns.ask(lambda: begun.append(3))
+    first, second, third = (partial(begun.append, number) for number in (1, 2, 3))
+    for begin in (first, second, third):
+        turns.ask(begin)
     assert begun == [1]
     turns.end(first)
     turns.end(second)
@@ -16,8 +18,10 @@ def test_the_first_has_its_turn_at_once_and_the_others_in_line() -> None:
 
 def test_who_does_not_want_it_any_more_is_passed_over() -> None:
     turns, begun = WorkerTurns(), list[int]()
-    first = turns.ask(lambda: begun.append(1))
-    turns.end(turns.ask(lambda: begun.append(2)))
+    first, second = partial(begun.append, 1), partial(begun.append, 2)
+    turns.ask(first)
+    turns.ask(second)
+    turns.end(second)
     turns.end(first)
     turns.end(first)
     assert begun == [1]
