@@ -23,7 +23,7 @@ from asynckv.processes import ProcessBound
 __all__ = ("FdConnection", "FdDoor", "FdOwner", "fetch_file", "has_fd_sockets")
 
 _BACKLOG: Final = 64
-_MAX_STRANGERS: Final = 64
+_MAX_HALF_OPEN: Final = 64
 _TICKET_NBYTES: Final = 16
 _TICKET_S: Final = 5.0
 _MAX_MESSAGE_NBYTES: Final = 4096
@@ -92,13 +92,13 @@ class FdConnection(ProcessBound):
                 self.close()
                 return
             if self._owner is None:
-                self._hear_ticket(data)
+                self._on_ticket(data)
             else:
                 self._owner.on_message(data)
             if self._sock.fileno() < 0:
                 return
 
-    def _hear_ticket(self, ticket: bytes) -> None:
+    def _on_ticket(self, ticket: bytes) -> None:
         owner = self._door.redeem(ticket)
         if owner is None:
             self.close()
@@ -126,7 +126,7 @@ class FdDoor(ProcessBound):
         self._own()
         self.address = f"asynckv-{secrets.token_hex(16)}"
         self._tickets: dict[bytes, FdOwner] = {}
-        self._strangers: dict[FdConnection, None] = {}
+        self._half_open: dict[FdConnection, None] = {}
         self._loop = asyncio.get_running_loop()
         self._sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
@@ -153,8 +153,8 @@ class FdDoor(ProcessBound):
         return self._tickets.pop(ticket, None)
 
     def forget(self, connection: FdConnection) -> None:
-        """It is no stranger any more."""
-        self._strangers.pop(connection, None)
+        """It is half open no more."""
+        self._half_open.pop(connection, None)
 
     def close(self) -> None:
         """Let nobody in any more. Who has come stays. Never waits."""
@@ -163,8 +163,8 @@ class FdDoor(ProcessBound):
         with contextlib.suppress(RuntimeError):  # the loop is closed
             self._loop.remove_reader(self._sock)
         self._sock.close()
-        for stranger in list(self._strangers):
-            stranger.close()
+        for connection in list(self._half_open):
+            connection.close()
 
     def _accept(self) -> None:
         try:
@@ -177,9 +177,9 @@ class FdDoor(ProcessBound):
         except (AuthError, OSError):
             sock.close()
             return
-        if len(self._strangers) >= _MAX_STRANGERS:
-            next(iter(self._strangers)).close()
-        self._strangers[FdConnection(self, sock)] = None
+        if len(self._half_open) >= _MAX_HALF_OPEN:
+            next(iter(self._half_open)).close()
+        self._half_open[FdConnection(self, sock)] = None
 
 
 async def fetch_file(address: str, ticket: bytes) -> tuple[socket.socket, int]:

@@ -74,7 +74,7 @@ class Ending:
         if self.error is None or self._is_touching():
             return
         for part in self._take_left():
-            part.tell(self.error)
+            part.complete(self.error)
         if not self._over.done():
             self._over.set_result(None)
 

@@ -63,7 +63,7 @@ class InlineTransport(PayloadTransport):
         self._table = PartTable()
         self._leaving: PendingParts[Part] = PendingParts(loop)
         self._arriving: PendingParts[Part] = PendingParts(loop)
-        self._completions = Completions(loop, self._tell)
+        self._completions = Completions(loop, self._complete)
         self._lanes = Lanes(
             loop,
             self._leaving,
@@ -209,11 +209,11 @@ class InlineTransport(PayloadTransport):
         if not self._lanes:
             raise LocalProtocolError("the payload lanes are not open yet")
 
-    def _tell(self, part: Part) -> None:
+    def _complete(self, part: Part) -> None:
         if part in self._leaving:
-            self._leaving.tell(part)
+            self._leaving.complete(part)
         else:
-            self._arriving.tell(part)
+            self._arriving.complete(part)
 
     def _let_go(self) -> None:
         self._quiet.settle()

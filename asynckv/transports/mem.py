@@ -189,9 +189,9 @@ class MemTransport(PayloadTransport):
                 target.let_go()
             if peer._ending.error is not None:
                 peer._ending.settle_soon()
-        part.tell()
+        part.complete()
         if landed:
-            peer._arriving.tell(target)
+            peer._arriving.complete(target)
 
     def _enter(self, place: Chunk, carrier: object) -> Part | None:
         try:
@@ -213,7 +213,7 @@ class MemTransport(PayloadTransport):
         if part.stopped:
             part.let_go()
         elif self._ending.error is not None:
-            part.tell(self._ending.error)
+            part.complete(self._ending.error)
         self._ending.settle()
 
     def _take_left(self) -> list[Part]:
@@ -254,7 +254,7 @@ class _Copies:
         """Tell of ``part`` with its digest; its bytes go nowhere."""
         if self._digest and not part.known_digest:
             (part.known_digest,) = await self._pool.digest([_tensor(part)])
-        part.tell()
+        part.complete()
 
 
 def _tensor(part: Part) -> torch.Tensor | Runs:

@@ -60,7 +60,7 @@ class TransferPart:
     def let_go(self) -> None:
         """Keep the memory alive no longer, nor whoever moved it."""
 
-    def tell(self, error: BaseException | None = None) -> None:
+    def complete(self, error: BaseException | None = None) -> None:
         """Call ``done``, unless the part was stopped. On the loop, once.
 
         Nobody touches its memory any more, which is let go in any case.
@@ -328,14 +328,14 @@ class PendingParts(Generic[P]):
         """Somebody waits to be told of ``part``."""
         self._parts.setdefault(part.transfer, set()).add(part)
 
-    def tell(self, part: P) -> None:
+    def complete(self, part: P) -> None:
         """Tell of a part that has moved, if anybody still waits for it."""
         parts = self._parts.get(part.transfer)
         if parts is not None:
             parts.discard(part)
             if not parts:
                 del self._parts[part.transfer]
-        part.tell()
+        part.complete()
         self._waits.settle()
 
     def stop(self, transfer: int) -> set[P]:

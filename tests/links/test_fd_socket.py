@@ -133,7 +133,7 @@ async def test_a_stranger_without_a_ticket_is_hung_up_on(
 async def test_the_oldest_of_too_many_strangers_has_to_go(
     monkeypatch: pytest.MonkeyPatch, door: FdDoor
 ) -> None:
-    monkeypatch.setattr(fd_socket, "_MAX_STRANGERS", 1)
+    monkeypatch.setattr(fd_socket, "_MAX_HALF_OPEN", 1)
     with knock(door) as first, knock(door):
         assert await hung_up(first)
 
@@ -183,10 +183,10 @@ async def test_a_cancelled_fetch_leaves_nothing_open(
     monkeypatch.setattr(door, "redeem", lambda ticket: None)
     monkeypatch.setattr(FdConnection, "close", lambda self: None)
     fetching = asyncio.create_task(fetch_file(door.address, b"x" * 16))
-    await until(lambda: bool(door._strangers))
+    await until(lambda: bool(door._half_open))
     fetching.cancel()
     with pytest.raises(asyncio.CancelledError):
         await fetching
     monkeypatch.undo()
-    for stranger in list(door._strangers):
+    for stranger in list(door._half_open):
         stranger.close()

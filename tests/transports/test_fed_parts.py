@@ -21,7 +21,7 @@ def test_a_fed_part_moves_as_its_bytes_come() -> None:
     feed.put(memoryview(b"de"))
     part.add_to_digest(part.pieces(3, 5))
     part.move(2)
-    part.tell()
+    part.complete()
     assert told == [(digest_of(b"abcde"), None)]
 
 

@@ -28,8 +28,8 @@ def test_a_part_tells_its_digest_once() -> None:
     told: _Told = []
     part = _part(told=told)
     part.add_to_digest(part.pieces(0, part.left_bytes))
-    part.tell()
-    part.tell(PeerError())
+    part.complete()
+    part.complete(PeerError())
     assert told == [(digest_of(bytes(8)), None)]
 
 
@@ -41,13 +41,13 @@ def test_a_stopped_part_tells_nobody() -> None:
     told: _Told = []
     part = _part(told=told)
     part.stopped = True
-    part.tell()
+    part.complete()
     assert told == []
 
 
 def test_a_part_that_told_lets_its_memory_go() -> None:
     memory = bytearray(8)
-    Part(1, 0, memoryview(memory), lambda *_: None, b"").tell()
+    Part(1, 0, memoryview(memory), lambda *_: None, b"").complete()
     memory.clear()
 
 
@@ -55,7 +55,7 @@ def test_a_part_that_was_stopped_before_it_told_lets_its_memory_go() -> None:
     memory = bytearray(8)
     part = Part(1, 0, memoryview(memory), lambda *_: None, b"")
     part.stopped = True
-    part.tell()
+    part.complete()
     memory.clear()
 
 

@@ -19,7 +19,7 @@ async def test_a_part_is_pending_until_somebody_was_told() -> None:
     pending: PendingParts[Part] = PendingParts(asyncio.get_running_loop())
     pending.add(part := _part(1, told))
     assert pending
-    pending.tell(part)
+    pending.complete(part)
     assert told == [1]
     assert not pending
 
@@ -30,7 +30,7 @@ async def test_of_a_stopped_transfer_nobody_is_told() -> None:
     pending.add(part := _part(1, told))
     pending.add(_part(2, told))
     pending.stop(1)
-    pending.tell(part)
+    pending.complete(part)
     assert told == []
     assert [part.transfer for part in pending.take_all()] == [2]
     assert not pending
@@ -43,8 +43,8 @@ async def test_waiting_ends_with_the_last_part() -> None:
     for part in parts:
         pending.add(part)
     waits = [asyncio.create_task(pending.wait_until_none(60)) for _ in range(2)]
-    pending.tell(parts[0])
-    pending.tell(parts[1])
+    pending.complete(parts[0])
+    pending.complete(parts[1])
     await until_blocked(*waits)
     assert not any(wait.done() for wait in waits)
     pending.stop(2)

@@ -155,12 +155,12 @@ class Direction(abc.ABC):
 
     def __post_init__(self) -> None:
         self._pipe: WorkerPipe | None = None
-        self._untold: PendingParts[DevicePart] = PendingParts(self.loop)
+        self._pending: PendingParts[DevicePart] = PendingParts(self.loop)
         self._posted: set[Operation] = set()
 
     def __bool__(self) -> bool:
         """Whether somebody waits to be told of a part."""
-        return bool(self._untold)
+        return bool(self._pending)
 
     @property
     def is_busy(self) -> bool:
@@ -193,8 +193,8 @@ class Direction(abc.ABC):
     def _ended(self, operation: Operation, error: Exception | None) -> None:
         """Its event has fired, or its pipe was aborted before it was posted."""
 
-    def _tell(self, part: DevicePart) -> None:
-        self._untold.tell(part)
+    def _complete(self, part: DevicePart) -> None:
+        self._pending.complete(part)
         self.settled()
 
 
@@ -215,13 +215,13 @@ class Sender(Direction):
 
     def send(self, part: DevicePart) -> None:
         """Queue a part."""
-        self._untold.add(part)
+        self._pending.add(part)
         self._queue.append(part)
         self._pump()
 
     def stop(self, transfer: int) -> None:
         """Offer nothing more of it, and withdraw what was not granted yet."""
-        for part in self._untold.stop(transfer):
+        for part in self._pending.stop(transfer):
             part.let_go()
             if part.operations:
                 self._stopped.add(part)
@@ -240,7 +240,7 @@ class Sender(Direction):
         self._stopped.clear()
         self._queue.clear()
         self._sending.forget()
-        return self._untold.take_all()
+        return self._pending.take_all()
 
     def open(self, pipe: WorkerPipe) -> None:
         super().open(pipe)
@@ -282,7 +282,7 @@ class Sender(Direction):
         if part.stopped or part.is_skipped or not part.left_bytes:
             self._queue.popleft()
             if not part.nbytes:  # not within whoever sends it
-                self.loop.call_soon(self._tell, part)
+                self.loop.call_soon(self._complete, part)
             return True
         nbytes = min(part.left_bytes, self.chunk_bytes)
         if not self._sending.may_offer(nbytes):
@@ -310,7 +310,7 @@ class Sender(Direction):
         if not part.operations:
             self._stopped.discard(part)
             if part.is_skipped or part.moved_bytes == part.nbytes:
-                self._tell(part)
+                self._complete(part)
         self.settled()
         self._pump()
 
@@ -419,13 +419,13 @@ class Receiver(Direction):
         else:
             self.arrivals.announce(part.transfer)
             if self._pipe is not None:  # else it has ended, of which it is told
-                self.loop.call_soon(self._tell, part)
-        self._untold.add(part)
+                self.loop.call_soon(self._complete, part)
+        self._pending.add(part)
 
     def stop(self, transfer: int) -> None:
         """Grant nothing more of it."""
         self.arrivals.stop(transfer)
-        for part in self._untold.stop(transfer):
+        for part in self._pending.stop(transfer):
             part.let_go()
         self._do(self._receiving.grant())
 
@@ -434,7 +434,7 @@ class Receiver(Direction):
         self.arrivals.clear()
         self._receiving.forget()
         self.close()
-        return self._untold.take_all()
+        return self._pending.take_all()
 
     def open(self, pipe: WorkerPipe) -> None:
         super().open(pipe)
@@ -477,6 +477,6 @@ class Receiver(Direction):
             part.moved_bytes += operation.nbytes
             if part.moved_bytes == part.nbytes:
                 self.arrivals.landed(part)
-                self._tell(part)
+                self._complete(part)
             self._do(self._receiving.on_landed(operation.number))
         self.settled()

@@ -192,7 +192,7 @@ class NcclTransport(PayloadTransport):
         digest: bytes | None = None,
     ) -> None:
         self.sender.send(self._part(transfer, part, source, done))
-        self._tell_if_over()
+        self._settle_if_over()
 
     def receive(
         self,
@@ -208,7 +208,7 @@ class NcclTransport(PayloadTransport):
         :raises TypeError: ``target`` is memory of the host
         """
         self.receiver.receive(self._part(transfer, part, target, done))
-        self._tell_if_over()
+        self._settle_if_over()
 
     def announce(self, transfer: int) -> None:
         self.receiver.arrivals.announce(transfer)
@@ -269,7 +269,7 @@ class NcclTransport(PayloadTransport):
             raise LocalProtocolError("the payload transport is not open yet")
         return DevicePart(transfer, number, memory, done)
 
-    def _tell_if_over(self) -> None:
+    def _settle_if_over(self) -> None:
         """Who comes when the transport or its peer has ended is told so."""
         if self._ending.error is not None:
             self._ending.settle_soon()

@@ -388,7 +388,7 @@ class DeviceWorker:
                 self._gpu.end_operation()
                 self._settle(flight, pipe.error)
                 progressed = True
-                self._tell_if_quiet(pipe)
+                self._end_if_quiet(pipe)
             else:
                 waiting.add(pipe)
         for pipe in list(self._pipes):
@@ -420,7 +420,7 @@ class DeviceWorker:
         # Past the last call into NCCL: here, and only here, an abort is legal.
         self._end_comm(pipe, is_aborted=True)
         pipe.quiet_by = time.monotonic() + self._abort_grace_s
-        self._tell_if_quiet(pipe)
+        self._end_if_quiet(pipe)
 
     def _close(self, pipe: WorkerPipe) -> None:
         error = GPUFailed("the pipe was closed")
@@ -430,7 +430,7 @@ class DeviceWorker:
         elif pipe.error is None:
             pipe.error = error
             self._end_comm(pipe, is_aborted=False)
-            self._tell_if_quiet(pipe)
+            self._end_if_quiet(pipe)
 
     def _end_comm(self, pipe: WorkerPipe, *, is_aborted: bool) -> None:
         if (left := pipe.end_comm(is_aborted=is_aborted)) is not None:
@@ -439,7 +439,7 @@ class DeviceWorker:
     def _has_flights(self, pipe: WorkerPipe) -> bool:
         return any(one.pipe is pipe for one in self._flights)
 
-    def _tell_if_quiet(self, pipe: WorkerPipe) -> None:
+    def _end_if_quiet(self, pipe: WorkerPipe) -> None:
         if pipe.error is None or self._has_flights(pipe) or self.error is not None:
             return
         pipe.quiet_by = None

@@ -61,9 +61,9 @@ class WorkerPipe:
 
     def lost(self, error: Exception) -> None:
         """Tell of the end, once."""
-        tell, self._lost = self._lost, None
-        if tell is not None:
-            tell(error)
+        callback, self._lost = self._lost, None
+        if callback is not None:
+            callback(error)
 
     def open(self, unique_id: bytes, scratch: DeviceMemory) -> None:
         """Wait for the peer, and post one byte: the first operation connects.

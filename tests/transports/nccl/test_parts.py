@@ -24,14 +24,14 @@ def test_operations_take_its_bytes_in_order() -> None:
 def test_it_is_told_once_and_without_a_digest() -> None:
     told = Told()
     part = part_of(told)
-    part.tell()
-    part.tell(ConnectionError())
+    part.complete()
+    part.complete(ConnectionError())
     assert told == [(b"", None)]
 
 
 def test_an_error_is_told() -> None:
     told = Told()
-    part_of(told).tell(error := ConnectionError())
+    part_of(told).complete(error := ConnectionError())
     assert told == [(b"", error)]
 
 
@@ -39,5 +39,5 @@ def test_nobody_is_told_of_a_stopped_part() -> None:
     told = Told()
     part = part_of(told)
     part.stopped = True
-    part.tell()
+    part.complete()
     assert not told
