@@ -115,8 +115,8 @@ async def test_nobody_else_gets_a_stream_outside_that_its_writer_gave_up() -> No
     bench.ledger.abort_streaming(entry)
     assert bench.select(consumer="two")[0].entry_id is None
     bench.leases.give_back(holder.held(), reached=False)
-    assert "a" not in bench.book.entries
-    assert bench.book.memory.outside_bytes == 0
+    assert "a" not in bench.table.entries
+    assert bench.table.memory.outside_bytes == 0
 
 
 async def test_a_stream_that_began_outside_moves_in_when_there_is_room() -> None:
