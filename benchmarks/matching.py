@@ -130,8 +130,8 @@ def distinct_nbytes(keys: list[bytes]) -> int:
     return total
 
 
-def index_nbytes(entries: Sequence[torch.Tensor]) -> tuple[int, int]:
-    """Return what an index over ``entries`` takes, measured and as it says."""
+def index_nbytes(entries: Sequence[torch.Tensor]) -> int:
+    """Measure what an index over ``entries`` takes."""
     gc.collect()
     tracemalloc.start()
     index: PrefixIndex[None] = PrefixIndex()
@@ -139,7 +139,7 @@ def index_nbytes(entries: Sequence[torch.Tensor]) -> tuple[int, int]:
     places = [index.add(key_of(entry), seq, None) for seq, entry in enumerate(entries)]
     nbytes = tracemalloc.get_traced_memory()[0] - before - sys.getsizeof(places)
     tracemalloc.stop()
-    return nbytes, index.nbytes
+    return nbytes
 
 
 def measure_groups(generator: torch.Generator) -> tuple[list[Row], float]:
@@ -162,11 +162,11 @@ def measure_groups(generator: torch.Generator) -> tuple[list[Row], float]:
         assert (found[0] is not None) is is_there
     naive_us = scan_p50_us([query for query, _ in queries[:24]], entries)
     keys = [key_of(entry) for entry in entries]
-    nbytes, estimate = index_nbytes(entries)
+    nbytes = index_nbytes(entries)
     own = distinct_nbytes(keys)
     for place in places:
         removes.time(lambda place=place: index.remove(place))  # type: ignore[misc]
-    assert index.nbytes == 0
+    assert len(index) == 0
     return [
         Row("groups: naive scan p50", naive_us, "us"),
         Row("groups: match p50", matches.quantile(0.5), "us"),
@@ -179,7 +179,6 @@ def measure_groups(generator: torch.Generator) -> tuple[list[Row], float]:
         Row("groups: memory over distinct tokens", nbytes / own, "x", 2),
         Row("groups: memory over all tokens", nbytes / (ENTRIES * TOKENS * 8), "x", 2),
         Row("groups: overhead an entry", (nbytes - own) / ENTRIES, "bytes"),
-        Row("groups: own estimate over measured", estimate / nbytes, "x"),
     ], naive_us
 
 
@@ -244,7 +243,7 @@ def run_chain(
         watches["add again"].time(lambda s=seq, n=number: add(s, n))  # type: ignore[misc]
     for number in removing:
         watches["remove"].time(lambda n=number: index.remove(places[n]))  # type: ignore[misc]
-    assert index.nbytes == 0
+    assert len(index) == 0
     return watches
 
 

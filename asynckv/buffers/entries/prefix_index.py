@@ -33,10 +33,6 @@ __all__ = (
 
 T = TypeVar("T")
 
-# Measured on CPython 3.11: a node with its edge's header, list and share of
-# its parent's dict.
-_NODE_NBYTES: Final = 282
-
 
 class Node(Generic[T]):
     """The end of an edge.
@@ -80,13 +76,6 @@ class PrefixTree(Generic[T]):
 
     def __init__(self) -> None:
         self.root: Node[T] = Node(None, b"")
-        self._edges_nbytes = 0
-        self._nodes = 0
-
-    @property
-    def nbytes(self) -> int:
-        """About how much memory the nodes take."""
-        return self._edges_nbytes + self._nodes * _NODE_NBYTES
 
     def walk(self, key: bytes) -> tuple[Node[T], int, Node[T] | None]:
         """Follow ``key`` to its end, or to where it leaves the tree.
@@ -131,7 +120,6 @@ class PrefixTree(Generic[T]):
         while node.parent is not None and node.places is None:
             parent = node.parent
             if node.children is None:
-                self._edges_nbytes -= len(node.edge)
                 _disown(parent, node)
             elif len(node.children) == 1:
                 (child,) = node.children.values()
@@ -140,14 +128,11 @@ class PrefixTree(Generic[T]):
             else:
                 return
             node.parent = node.children = None
-            self._nodes -= 1
             node = parent
 
     def _make_node(self, parent: Node[T], edge: bytes) -> Node[T]:
         node = Node(parent, edge)
         parent.adopt(node)
-        self._nodes += 1
-        self._edges_nbytes += len(edge)
         return node
 
     def _split(self, node: Node[T], nbytes: int) -> Node[T]:
@@ -156,7 +141,6 @@ class PrefixTree(Generic[T]):
         upper = self._make_node(above, node.edge[:nbytes])
         upper.lowest = node.lowest
         node.edge = node.edge[nbytes:]
-        self._edges_nbytes -= nbytes
         upper.adopt(node)
         return upper
 
@@ -290,10 +274,6 @@ def ascending(node: Node[T]) -> Iterator[Place[T]]:
         yield place
 
 
-# Measured on CPython 3.11, with its seq.
-_PLACE_NBYTES: Final = 88
-
-
 class PrefixIndex(Generic[T]):
     """Items by their tokens, found by a longer or a shorter list of tokens.
 
@@ -308,20 +288,15 @@ class PrefixIndex(Generic[T]):
     """
 
     def __init__(self) -> None:
-        self._tree: PrefixTree[T] = PrefixTree()
+        self.tree: PrefixTree[T] = PrefixTree()
         self._size = 0
 
     def __len__(self) -> int:
         return self._size
 
-    @property
-    def nbytes(self) -> int:
-        """About how much memory the index takes, without the items."""
-        return self._tree.nbytes + self._size * _PLACE_NBYTES
-
     def add(self, key: bytes, seq: int, item: T) -> Place[T]:
         """Add ``item``; the place is for taking it out again."""
-        node = self._tree.node_for(key)
+        node = self.tree.node_for(key)
         place = Place(node, seq, item)
         self._size += 1
         put(place, node)
@@ -339,7 +314,7 @@ class PrefixIndex(Generic[T]):
         self._size -= 1
         take(place, node)
         if node.places is None:
-            self._tree.tidy(node)
+            self.tree.tidy(node)
 
     def best(
         self,
@@ -354,7 +329,7 @@ class PrefixIndex(Generic[T]):
         Returns the item and how many tokens match: at least ``min_tokens``,
         and never none. ``exact`` asks for items of exactly this key.
         """
-        above, depth, below = self._tree.walk(key)
+        above, depth, below = self.tree.walk(key)
         size = len(key)
         min_nbytes = min_tokens * TOKEN_NBYTES or TOKEN_NBYTES
         if size < min_nbytes:
@@ -383,7 +358,7 @@ class PrefixIndex(Generic[T]):
 
         Returns the item and how many tokens match; ``accept`` is given both.
         """
-        above, depth, below = self._tree.walk(key)
+        above, depth, below = self.tree.walk(key)
         if not key:
             return None
         # The usual answer needs no heap, which ten thousand prefixes would fill.
@@ -412,10 +387,10 @@ class PrefixIndex(Generic[T]):
 
     def first(self, *, accept: Callable[[T], bool] | None = None) -> T | None:
         """Find the lowest seq of all items, whatever their keys."""
-        lowest = self._tree.root.lowest
+        lowest = self.tree.root.lowest
         if lowest is not None and (accept is None or accept(lowest.item)):
             return lowest.item
-        found = _next_accepted(self._tree.root, 0, accept)
+        found = _next_accepted(self.tree.root, 0, accept)
         return None if found is None else found[0]
 
 
