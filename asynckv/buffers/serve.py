@@ -29,7 +29,7 @@ from asynckv.links.options import (
     new_identity,
     payload_digest,
 )
-from asynckv.links.requests import StreamHandler
+from asynckv.links.streams import StreamHandler
 from asynckv.loops import LoopBound
 from asynckv.observability.lines import as_line
 from asynckv.protocol.frames import (

@@ -14,8 +14,7 @@ from typing import Final
 from asynckv.abc import PayloadTransport
 from asynckv.errors import PeerLost, ProtocolError
 from asynckv.links.outgoing import Outgoing
-from asynckv.links.requests import StreamHandler
-from asynckv.links.streams import ControlStream
+from asynckv.links.streams import ControlStream, StreamHandler
 from asynckv.observability.lines import as_line
 from asynckv.processes import ProcessBound
 from asynckv.protocol.session import Session
@@ -23,8 +22,8 @@ from asynckv.protocol.session import Session
 __all__ = (
     "GRACE_S",
     "MISSED_BEATS",
-    "Ending",
     "Heartbeat",
+    "LinkEnd",
     "copy_of",
 )
 
@@ -90,7 +89,7 @@ GRACE_S: Final = 1.0
 """How long a peer may take for the last words of a link, and to hang up."""
 
 
-class Ending(ProcessBound):
+class LinkEnd(ProcessBound):
     """The end of one link. ``error`` says how it came, once it has."""
 
     def __init__(

@@ -24,10 +24,9 @@ from asynckv.errors import (
     ProtocolError,
     RemoteProtocolError,
 )
-from asynckv.links.ending import Ending, Heartbeat
+from asynckv.links.ending import Heartbeat, LinkEnd
 from asynckv.links.outgoing import Outgoing
-from asynckv.links.requests import StreamHandler
-from asynckv.links.streams import ControlStream
+from asynckv.links.streams import ControlStream, StreamHandler
 from asynckv.protocol.handshake import Agreement
 from asynckv.protocol.limits import Rate
 from asynckv.protocol.session import (
@@ -150,7 +149,7 @@ class Incoming:
         stream: ControlStream,
         session: Session[StreamHandler],
         outgoing: Outgoing,
-        ending: Ending,
+        ending: LinkEnd,
         heartbeat: Heartbeat,
         turns: Turns,
         *,

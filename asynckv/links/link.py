@@ -17,13 +17,12 @@ import anyio
 import msgspec
 
 from asynckv.errors import AsyncKVError, PeerLost, RemoteProtocolError, WrongRole
-from asynckv.links.ending import GRACE_S, Ending, Heartbeat, copy_of
+from asynckv.links.ending import GRACE_S, Heartbeat, LinkEnd, copy_of
 from asynckv.links.incoming import Incoming, Turns
 from asynckv.links.options import make_payload
 from asynckv.links.outgoing import Outgoing
 from asynckv.links.progress import Progress
-from asynckv.links.requests import StreamHandler
-from asynckv.links.streams import ControlStream
+from asynckv.links.streams import ControlStream, StreamHandler
 from asynckv.protocol.codec import BODY_PART_BYTES, Buffer
 from asynckv.protocol.failures import to_failure
 from asynckv.protocol.frames import Frame, OpeningFrame
@@ -97,7 +96,7 @@ class Link:
         )
         self._outgoing = Outgoing(stream, self._session.outbox, loop, self._read_on)
         shared = stream, self._session, self._outgoing
-        self._ending = Ending(self.peer.id, *shared, self.payload, self._heartbeat)
+        self._ending = LinkEnd(self.peer.id, *shared, self.payload, self._heartbeat)
         if unfinished is not None:
             self._session.share(unfinished, self._ending.refuse)
         self.progress = Progress(self.payload, self._ending.refuse)

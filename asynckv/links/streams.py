@@ -14,10 +14,18 @@ import contextlib
 import socket
 from typing import Final, Protocol
 
+from asynckv.errors import PeerLost
 from asynckv.links.address import host_in
+from asynckv.protocol.frames import Frame
 from asynckv.security.tls_socket import Connection, TlsSocket
 
-__all__ = ("ControlStream", "MemoryStream", "SocketStream", "StreamOwner")
+__all__ = (
+    "ControlStream",
+    "MemoryStream",
+    "SocketStream",
+    "StreamHandler",
+    "StreamOwner",
+)
 
 _RECEIVE_BYTES: Final = 64 * 1024
 _MOST_BYTES: Final = 256 * 1024
@@ -35,6 +43,25 @@ class StreamOwner(Protocol):
 
     def on_end(self, error: OSError | None) -> None:
         """Nothing more will come: the peer hung up, or the connection broke."""
+
+
+class StreamHandler(Protocol):
+    """Who is told what comes on one stream of a link. Plain functions on the loop.
+
+    A :exc:`~asynckv.errors.ProtocolError` from :meth:`on_frame` breaks the
+    link and tells the peer why. Any other exception is a fault of ours: it is
+    logged and the link is aborted.
+    """
+
+    def on_frame(self, frame: Frame, body: bytes) -> None:
+        """A frame came, with its whole body."""
+
+    def on_lost(self, error: PeerLost) -> None:
+        """The link ended before the stream did. Called once, on a later tick.
+
+        ``error.goodbye`` tells a clean close by either side from a loss. Each
+        handler gets an error of its own, which it may raise.
+        """
 
 
 class ControlStream(abc.ABC):

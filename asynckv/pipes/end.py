@@ -9,7 +9,7 @@ import anyio
 from asynckv.errors import ConfigError, PeerLost, RemoteProtocolError
 from asynckv.links.link import Link, LinkStream
 from asynckv.links.options import Digest
-from asynckv.links.requests import StreamHandler
+from asynckv.links.streams import StreamHandler
 from asynckv.pipes.gpu_side import GpuSide
 from asynckv.pipes.inbound import Inbound
 from asynckv.pipes.map_sharing import MapSharing

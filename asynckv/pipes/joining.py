@@ -15,7 +15,7 @@ from asynckv.links.dial import dial
 from asynckv.links.link import Link, LinkStream
 from asynckv.links.listen import LinkListener, listen
 from asynckv.links.options import new_identity
-from asynckv.links.requests import StreamHandler
+from asynckv.links.streams import StreamHandler
 from asynckv.observability.waits import LoggedWait
 from asynckv.pipes.end import PipeEnd
 from asynckv.pipes.opening import PipeListener

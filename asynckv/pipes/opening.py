@@ -21,7 +21,7 @@ from asynckv.links.options import (
     new_identity,
     payload_digest,
 )
-from asynckv.links.requests import StreamHandler
+from asynckv.links.streams import StreamHandler
 from asynckv.loops import LoopBound
 from asynckv.pipes.end import PipeEnd
 from asynckv.pipes.pipe import Pipe

@@ -9,6 +9,7 @@ a peer is told that in any case.
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from typing import Final, TypeAlias
 
 from asynckv import errors
@@ -21,10 +22,17 @@ from asynckv.errors import (
     RemoteProtocolError,
 )
 from asynckv.observability.lines import as_line
-from asynckv.protocol.frames import Failure, Refuse
+from asynckv.protocol.frames import Cancelled, Failure, Frame, Refuse
 from asynckv.types import KVFingerprint
 
-__all__ = ("PeerError", "from_failure", "from_refuse", "to_failure", "to_refuse")
+__all__ = (
+    "PeerError",
+    "fail_by",
+    "from_failure",
+    "from_refuse",
+    "to_failure",
+    "to_refuse",
+)
 
 PeerError: TypeAlias = AsyncKVError | KeyError | ValueError
 
@@ -106,3 +114,19 @@ def from_refuse(refuse: Refuse) -> AsyncKVError:
     if isinstance(error, AsyncKVError):
         return error
     return AsyncKVError(as_line(refuse.message))
+
+
+def fail_by(frame: Frame, request: str, fail: Callable[[Exception], None]) -> None:
+    """Call ``fail`` with what a frame means to ``request`` that is no answer to it.
+
+    :raises RemoteProtocolError: it makes no sense at all
+    """
+    match frame:
+        case Failure():
+            fail(from_failure(frame))
+        case Cancelled():
+            fail(AsyncKVError(f"the peer gave the {request} up"))
+        case _:
+            error = RemoteProtocolError(f"no {type(frame).__name__} belongs here")
+            fail(error)  # of a last frame's stream nobody else is told
+            raise error

@@ -13,8 +13,7 @@ from typing import Any, Final, Self
 
 from asynckv.errors import AsyncKVError, ConfigError, PeerLost, RemoteProtocolError
 from asynckv.links.link import Link, LinkStream
-from asynckv.links.requests import fail_by
-from asynckv.protocol.failures import to_failure
+from asynckv.protocol.failures import fail_by, to_failure
 from asynckv.protocol.frames import Accepted, Cancel, Cancelled, Frame
 from asynckv.protocol.transfer_frames import Exposed, OpenMemory, Proved
 from asynckv.sharing.exporter import Importer

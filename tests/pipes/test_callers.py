@@ -8,7 +8,7 @@ import pytest
 
 from asynckv.errors import PeerLost
 from asynckv.links.link import LinkStream
-from asynckv.links.requests import StreamHandler
+from asynckv.links.streams import StreamHandler
 from asynckv.pipes import joining
 from asynckv.pipes.joining import Callers
 from asynckv.protocol.frames import Failure, OpeningFrame, OpenPipe

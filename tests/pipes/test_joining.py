@@ -12,8 +12,8 @@ from asynckv.links.dial import dial
 from asynckv.links.link import LinkStream
 from asynckv.links.listen import listen
 from asynckv.links.options import new_identity
-from asynckv.links.requests import StreamHandler
 from asynckv.links.sockets import prepare
+from asynckv.links.streams import StreamHandler
 from asynckv.pipes.end import PipeEnd
 from asynckv.pipes.joining import Joining
 from asynckv.pipes.pipe import Pipe

@@ -14,12 +14,14 @@ from asynckv.errors import (
 )
 from asynckv.protocol.codec import encode_frame
 from asynckv.protocol.failures import (
+    fail_by,
     from_failure,
     from_refuse,
     to_failure,
     to_refuse,
 )
-from asynckv.protocol.frames import Failure, Refuse
+from asynckv.protocol.frames import Cancelled, Failure, Frame, Refuse
+from asynckv.protocol.transfer_frames import Grant
 
 
 @pytest.mark.parametrize("name", errors.__all__)
@@ -133,3 +135,26 @@ def test_a_refusal_names_the_field() -> None:
 def test_a_refusal_is_always_one_of_ours() -> None:
     refused = from_refuse(Refuse("ValueError", "odd"))
     assert type(refused) is AsyncKVError and str(refused) == "odd"
+
+
+@pytest.mark.parametrize(
+    ("frame", "kind"),
+    [
+        (Failure("KeyError", "who?"), KeyError),
+        (Failure("RemoteProtocolError", "broken"), RemoteProtocolError),
+        (Cancelled(), AsyncKVError),
+    ],
+)
+def test_a_last_frame_that_is_no_answer_fails_the_request(
+    frame: Frame, kind: type[Exception]
+) -> None:
+    failed: list[Exception] = []
+    fail_by(frame, "question", failed.append)
+    assert [type(error) for error in failed] == [kind]
+
+
+def test_any_other_frame_breaks_the_link_too() -> None:
+    failed: list[Exception] = []
+    with pytest.raises(RemoteProtocolError, match="no Grant belongs here"):
+        fail_by(Grant(1), "question", failed.append)
+    assert isinstance(failed[0], RemoteProtocolError)

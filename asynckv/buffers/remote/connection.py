@@ -14,8 +14,8 @@ import anyio
 from asynckv.errors import AsyncKVError, PeerLost, PeerRestarted
 from asynckv.links.dial import dial
 from asynckv.links.link import Link
-from asynckv.links.requests import fail_by
 from asynckv.loops import LoopBound
+from asynckv.protocol.failures import fail_by
 from asynckv.protocol.frames import Cancel, Frame, OpeningFrame, Result
 from asynckv.protocol.values import Limits, PeerIdentity
 from asynckv.security.keyring import NO_KEYS, Keyring

@@ -15,7 +15,7 @@ from asynckv.buffers.local.writer import Declared, spec_put
 from asynckv.buffers.remote.connection import ANSWER_S
 from asynckv.errors import EntryAborted, PeerLost
 from asynckv.links.link import Link
-from asynckv.links.requests import fail_by
+from asynckv.protocol.failures import fail_by
 from asynckv.protocol.frames import (
     Accepted,
     Cancel,

@@ -24,8 +24,8 @@ from asynckv.errors import (
     RemoteProtocolError,
 )
 from asynckv.links.link import Link
-from asynckv.links.requests import fail_by
 from asynckv.observability.waits import LoggedWaits
+from asynckv.protocol.failures import fail_by
 from asynckv.protocol.frames import (
     Accepted,
     Ack,

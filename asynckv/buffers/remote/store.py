@@ -17,8 +17,8 @@ from asynckv.buffers.remote.insert import InsertRoutes, Sending
 from asynckv.buffers.store import check_place, check_value
 from asynckv.errors import LeaseLost, PeerLost, RemoteProtocolError
 from asynckv.links.link import Link
-from asynckv.links.requests import fail_by
 from asynckv.observability.waits import LoggedWait
+from asynckv.protocol.failures import fail_by
 from asynckv.protocol.frames import (
     Cancel,
     Cancelled,

@@ -18,7 +18,7 @@ from asynckv.buffers.lookup import LookupBuffer
 from asynckv.buffers.serving.service import Service
 from asynckv.errors import AsyncKVError, ConfigError, RemoteProtocolError
 from asynckv.links.link import Link, LinkStream
-from asynckv.links.requests import StreamHandler
+from asynckv.links.streams import StreamHandler
 from asynckv.protocol.frames import OpeningFrame
 from asynckv.protocol.handshake import DigestMode
 from asynckv.protocol.transfer_frames import OpenDevices, OpenMemory

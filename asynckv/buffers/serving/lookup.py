@@ -10,7 +10,7 @@ from asynckv.buffers.serving.select import ServedSelect, query_of
 from asynckv.buffers.serving.service import REQUEST_NBYTES, answer_at_once
 from asynckv.errors import BufferClosed, PeerLost, RemoteProtocolError
 from asynckv.links.link import LinkStream
-from asynckv.links.requests import StreamHandler
+from asynckv.links.streams import StreamHandler
 from asynckv.protocol.failures import to_failure
 from asynckv.protocol.frames import (
     Cancel,

@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from asynckv.errors import EntryAborted, Overloaded, PeerLost
 from asynckv.links.link import Link, LinkStream
-from asynckv.links.requests import StreamHandler
+from asynckv.links.streams import StreamHandler
 from asynckv.protocol.frames import Frame, OpeningFrame
 from asynckv.waits.own_tasks import OwnTasks
 

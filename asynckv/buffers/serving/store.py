@@ -16,7 +16,7 @@ from asynckv.buffers.serving.service import (
 from asynckv.buffers.values import PendingPut, PinnedValue, StoredValues
 from asynckv.errors import BufferClosed, ChecksumError, PeerLost, RemoteProtocolError
 from asynckv.links.link import Link, LinkStream
-from asynckv.links.requests import StreamHandler
+from asynckv.links.streams import StreamHandler
 from asynckv.protocol.failures import to_failure
 from asynckv.protocol.frames import (
     Cancel,

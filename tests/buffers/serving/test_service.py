@@ -7,7 +7,7 @@ import pytest
 from asynckv.buffers.serving.service import Service, WaitingBytes
 from asynckv.errors import Overloaded
 from asynckv.links.link import LinkStream
-from asynckv.links.requests import StreamHandler
+from asynckv.links.streams import StreamHandler
 from asynckv.protocol.frames import OpeningFrame
 from asynckv.testing.blocked import until_blocked
 from harness.link_pairs import linked

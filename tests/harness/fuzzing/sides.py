@@ -22,7 +22,7 @@ from asynckv.buffers.serving.store import StoreService
 from asynckv.buffers.store import StoreBuffer
 from asynckv.errors import ConfigError, PeerLost
 from asynckv.links.link import Link, LinkStream
-from asynckv.links.requests import StreamHandler
+from asynckv.links.streams import StreamHandler
 from asynckv.pipes.end import PipeEnd
 from asynckv.pipes.pipe import Pipe
 from asynckv.pipes.rendezvous import Follower, Leader
