@@ -129,7 +129,7 @@ class Link:
     @property
     def outgoing_bytes(self) -> int:
         """Bytes of frames that have not left for the kernel yet."""
-        return self._outgoing.nbytes
+        return self._session.outbox.nbytes + self._stream.unsent_bytes
 
     def start(self, service: Service | None) -> None:
         """Begin to read. Called once, by whoever made the link."""

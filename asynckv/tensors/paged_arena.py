@@ -288,7 +288,7 @@ class PagedArena(Arena):
 
     def has_spare(self, nbytes: int) -> bool:
         """Is there no need to wait for slabs with so much for the application?"""
-        if not self._may_be_spare(nbytes):
+        if self.pages.free_bytes >= nbytes or not self._may_be_spare(nbytes):
             return True
         self.collect()
         return self.pages.free_bytes >= nbytes

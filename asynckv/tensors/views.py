@@ -181,12 +181,12 @@ def tensor_over(
     :raises ValueError: if the buffer is too short, or not contiguous
     """
     dtype = dtype_of(spec.dtype)
-    lent = numpy.frombuffer(buffer, dtype=numpy.uint8)
-    if lent.nbytes < spec.nbytes:
-        raise ValueError(f"{lent.nbytes} bytes cannot hold {spec.nbytes}")
-    if spec.nbytes == 0:
+    lent, nbytes = numpy.frombuffer(buffer, dtype=numpy.uint8), spec.nbytes
+    if lent.nbytes < nbytes:
+        raise ValueError(f"{lent.nbytes} bytes cannot hold {nbytes}")
+    if nbytes == 0:
         return empty_tensor(spec)
-    lent = lent[: spec.nbytes]
+    lent = lent[:nbytes]
     if not lent.flags.writeable:
         lent = numpy.asarray(_WritableWindow(lent))
     return torch.from_numpy(lent).view(dtype).view(spec.shape)

@@ -138,13 +138,15 @@ class OfferReceiver:
         :raises ValueError: memory that the caller lent does not fit the entry
         """
         specs = delivery.manifest.specs
-        match_targets(specs, self._into)
+        if self._into:
+            match_targets(specs, self._into)
         route = self._route(delivery)
         nbytes = self._nbytes(specs, in_host=route is None)
         await self._budget.reserve(nbytes, in_host=route is None)
         delivery.charged_bytes = nbytes
         targets = await self._targets(delivery, specs, route)
-        await self.quiesce()  # what was lent to an offer that was retracted
+        if self._lent:
+            await self.quiesce()  # what was lent to an offer that was retracted
         if not stands():
             delivery.uncharge(self._budget)
             return
@@ -180,12 +182,13 @@ class OfferReceiver:
 
     def _nbytes(self, specs: Mapping[str, TensorSpec], *, in_host: bool) -> int:
         """Return how many bytes need memory that the caller has not lent."""
-        return sum(
-            spec.nbytes
-            for name, spec in specs.items()
-            if (into := self._into.get(name)) is None
-            or ((in_host or is_eager(spec.nbytes)) and is_on_gpu(into))
-        )
+        nbytes = 0
+        for name, spec in specs.items():
+            into, part_nbytes = self._into.get(name), spec.nbytes
+            is_bounced = in_host or is_eager(part_nbytes)
+            if into is None or (is_bounced and is_on_gpu(into)):
+                nbytes += part_nbytes
+        return nbytes
 
     async def _reserve_in_host(
         self, delivery: Delivery, specs: Mapping[str, TensorSpec]

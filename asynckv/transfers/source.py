@@ -201,8 +201,13 @@ def release_staged(sources: Sequence[Source]) -> None:
 
 def are_on_gpu(parts: Iterable[tuple[int, Region | None]]) -> bool:
     """Whether NCCL may send all that is not eager, of parts of so many bytes each."""
-    large = [region for nbytes, region in parts if not is_eager(nbytes)]
-    return bool(large) and all(one is not None and one.is_on_device for one in large)
+    is_any = False
+    for nbytes, region in parts:
+        if not is_eager(nbytes):
+            if region is None or not region.is_on_device:
+                return False
+            is_any = True
+    return is_any
 
 
 class GpuStaging:

@@ -76,7 +76,8 @@ class FairLine(Generic[T]):
 
     def change(self) -> None:
         """There may be more to give, or else something has changed. Never waits."""
-        self.advance()
+        if self._tickets:
+            self.advance()
         # A Condition is notified under its lock, which a plain function cannot take.
         if self._waiting and (self._notifying is None or self._notifying.done()):
             self._notifying = asyncio.get_running_loop().create_task(

@@ -187,7 +187,7 @@ class Selecting:
         :raises LeaseLost: the entry was taken back meanwhile
         """
         self._is_acknowledged = True
-        if delivery.incoming is not None:
+        if delivery.incoming is not None and not delivery.is_whole:
             delivery.incoming.stop()
         if not self._is_answered:
             self._error = None  # of a part that nobody was given

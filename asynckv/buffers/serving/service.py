@@ -91,7 +91,8 @@ class KeptBytes:
         :raises Overloaded: it cannot be kept; nothing was charged
         """
         whole = self._whole
-        if not self.fits(nbytes):
+        used_bytes, in_all = self._used_bytes + nbytes, whole.used_bytes + nbytes
+        if used_bytes > whole.max_bytes // _SHARE or in_all > whole.max_bytes:
             whole.refused += 1
             raise Overloaded(
                 f"the requests of this link keep {self._used_bytes} bytes at the "
@@ -99,8 +100,7 @@ class KeptBytes:
                 f"more it would be over {whole.max_bytes // _SHARE} or "
                 f"{whole.max_bytes}"
             )
-        self._used_bytes += nbytes
-        whole.used_bytes += nbytes
+        self._used_bytes, whole.used_bytes = used_bytes, in_all
 
     def give(self, nbytes: int) -> None:
         """The request is over."""
