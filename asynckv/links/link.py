@@ -282,7 +282,9 @@ class LinkStream(msgspec.Struct, eq=False):
         :raises LocalProtocolError: it is longer than ``link.limits``
         """
         if self._session.send(self.id, frame, body):
-            if type(frame) in _ANSWERS and not self._outgoing.will_flush:
+            if self._outgoing.will_flush:
+                return
+            if type(frame) in _ANSWERS:
                 self._outgoing.flush_first()  # by what has ended: nothing follows soon
             else:
                 self._outgoing.flush_soon()

@@ -76,7 +76,8 @@ class Outgoing:
         if not self._has_begun:
             self._has_begun = True
             self.flush()
-        self.flush_soon()
+        if not self.will_flush:
+            self.flush_soon()
 
     def flush_soon(self) -> None:
         """Write what is queued at the end of this tick, or of what is handled."""
@@ -94,7 +95,8 @@ class Outgoing:
         if self._outbox.nbytes or self.is_reading_paused or self._when_drained:
             self.flush()
         elif not (is_answered or self._is_last):
-            self.flush_soon()
+            self.will_flush = True
+            self._loop.call_soon(self._flush_now)
         if self._when_answered:
             self._tell_answered()
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import struct
 import zlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Final, NamedTuple, TypeAlias
 
 import msgspec
@@ -217,9 +217,8 @@ def decode_chunk_header(data: bytes | bytearray | memoryview) -> Chunk:
     return Chunk(transfer, part, offset, header.payload_bytes)
 
 
-def digest_of(buffer: _Buffer) -> bytes:
-    """Return the 16-byte digest of ``buffer``, which must be contiguous."""
-    return xxhash.xxh3_128_digest(buffer)
+digest_of: Final[Callable[[_Buffer], bytes]] = xxhash.xxh3_128_digest
+"""Return the 16-byte digest of some bytes, which must be contiguous."""
 
 
 class Digester:

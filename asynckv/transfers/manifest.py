@@ -150,7 +150,15 @@ def unpack_mapped(
 
 def _read_head(body: bytes) -> tuple[Contents, Tokens | None, Tokens | None, int]:
     end = _LENGTH_NBYTES + int.from_bytes(body[:_LENGTH_NBYTES], "big")
-    contents = _read_contents(body[_LENGTH_NBYTES:end])
+    try:
+        contents = _decode(body[_LENGTH_NBYTES:end])
+        if MISSING_DTYPES:
+            _check_dtypes(contents)
+    except (msgspec.MsgspecError, ValueError, RecursionError) as exc:
+        raise RemoteProtocolError(f"an entry's manifest is broken: {exc}") from exc
+    records = contents.tensors
+    if len(records) > 1 and len({record.name for record in records}) != len(records):
+        raise RemoteProtocolError("an entry's manifest names a tensor twice")
     tokens = roi = None
     if (spec := contents.input_tokens) is not None:
         start, end = end, end + spec.nbytes
@@ -178,19 +186,6 @@ def _read_pieces(
             f"an entry's body holds {len(body)} bytes, its manifest says {end}"
         )
     return pieces
-
-
-def _read_contents(encoded: bytes) -> Contents:
-    try:
-        contents = _decode(encoded)
-        if MISSING_DTYPES:
-            _check_dtypes(contents)
-    except (msgspec.MsgspecError, ValueError, RecursionError) as exc:
-        raise RemoteProtocolError(f"an entry's manifest is broken: {exc}") from exc
-    records = contents.tensors
-    if len(records) > 1 and len({record.name for record in records}) != len(records):
-        raise RemoteProtocolError("an entry's manifest names a tensor twice")
-    return contents
 
 
 def _check_dtypes(contents: Contents) -> None:

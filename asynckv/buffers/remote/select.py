@@ -102,16 +102,11 @@ class Selecting:
         self._pool = pool
         self._streams = streams
         self._watchers = Watchers()
-        key = query.key or b""
-        check_key_fits(key, link.limits.max_body_bytes)
-        frame = Select(
-            query.key is not None,
-            query.entry_id,
-            query.match,
-            query.min_matched_tokens,
-            streams,
-        )
-        self._stream = link.open_stream(self, frame, key)
+        key = query.key
+        if key is not None:
+            check_key_fits(key, link.limits.max_body_bytes)
+        by = query.entry_id, query.match, query.min_matched_tokens, streams
+        self._stream = link.open_stream(self, Select(key is not None, *by), key or b"")
 
     async def delivered(self) -> Delivery:
         """Wait for an entry; unless the query streams, for all of it, verified.
