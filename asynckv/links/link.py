@@ -281,13 +281,13 @@ class LinkStream(msgspec.Struct, eq=False):
 
         :raises LocalProtocolError: it is longer than ``link.limits``
         """
-        if self._session.send(self.id, frame, body):
-            if self._outgoing.will_flush:
-                return
-            if type(frame) in _ANSWERS:
-                self._outgoing.flush_first()  # by what has ended: nothing follows soon
-            else:
-                self._outgoing.flush_soon()
+        is_queued = self._session.send(self.id, frame, body)
+        if not is_queued or self._outgoing.will_flush:
+            return
+        if type(frame) in _ANSWERS:
+            self._outgoing.flush_first()  # by what has ended: nothing follows soon
+        else:
+            self._outgoing.flush_soon()
 
     def send_at_once(self, frame: Frame, body: Buffer = b"") -> None:
         """As :meth:`send`, of a frame that is not a stream's last or first.

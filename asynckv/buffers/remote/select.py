@@ -451,8 +451,8 @@ class RemoteConsumer:
                 ways=None if peer.on_gpu is None else peer.ways,
             )
             self._waits.begin(selecting)
-            peer.budget.small.prepare()
             try:
+                peer.budget.small.prepare()
                 delivery = await selecting.delivered()
                 if delivery.incoming is None and not streams:
                     if peer.on_gpu is not None or targets:

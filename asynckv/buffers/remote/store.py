@@ -39,7 +39,13 @@ from asynckv.tensors.blocks import KVMemory
 from asynckv.tensors.copying import CopyPool
 from asynckv.tensors.runs import joined
 from asynckv.tensors.views import check_into
-from asynckv.transfers.delivery import Delivery, ReceiveBudget, move_to_device, on_host
+from asynckv.transfers.delivery import (
+    Delivery,
+    ReceiveBudget,
+    goes_to_gpu,
+    move_to_device,
+    on_host,
+)
 from asynckv.transfers.manifest import INLINE_NBYTES
 from asynckv.transfers.offers import OfferReceiver, read_offer
 from asynckv.transfers.queries import as_key, as_keys
@@ -86,6 +92,7 @@ class Getting:
 
         :raises Exception: what the peer says, or ``PeerLost``
         """
+        self._budget.small.prepare()
         delivery = await self._offer
         if delivery is None:
             return None
@@ -96,7 +103,8 @@ class Getting:
             targets = {record.name: self._into}
         if delivery.offer.inline:
             delivery.read_inline(on_host(targets))
-            await move_to_device(delivery, targets, self._pool)
+            if targets or goes_to_gpu(None, self._pool):
+                await move_to_device(delivery, targets, self._pool)
         else:
             await self._receive(delivery, targets)
             self._stream.send(Took(b""))
@@ -137,6 +145,7 @@ class Getting:
 
     def _on_offer(self, offer: Offer, body: bytes) -> None:
         delivery = read_offer(self._link, offer, body, None)
+        delivery.tensor_from = self._budget.small.tensor
         if len(delivery.manifest.records) != 1:
             delivery.let_go()  # the error would keep it
             raise RemoteProtocolError("a value is one tensor")

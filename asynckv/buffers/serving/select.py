@@ -42,7 +42,6 @@ from asynckv.protocol.frames import (
     Took,
 )
 from asynckv.protocol.transfer_frames import Grant
-from asynckv.sharing.exporter import Importer
 from asynckv.transfers.outgoing import Exported, ignore_grant
 from asynckv.transfers.queries import TOKEN_NBYTES, Query
 
@@ -196,10 +195,7 @@ class ServedSelect(msgspec.Struct, eq=False):
         if link.outgoing_bytes > _BUSY_BYTES:
             link.call_when_drained(self._offer_if_due)
             return
-        self._offer(lease, importer)
-
-    def _offer(self, lease: Lease, importer: Importer | None) -> None:
-        link, export, reader = self.payer.link, self.payer.export, None
+        export, reader = self.payer.export, None
         if self.streams and export.importer is not None:
             reader = Exported(export.importer, export.digest)
         try:
