@@ -8,7 +8,7 @@ from asynckv.protocol.frames import Offer
 from asynckv.protocol.values import TensorRecord
 from asynckv.protocol.wire import digest_of
 from asynckv.tensors.views import bytes_of, spec_of
-from asynckv.transfers.delivery import Delivery
+from asynckv.transfers.delivery import Delivery, SmallTensors
 from asynckv.transfers.manifest import INLINE_NBYTES, Manifest, pack, unpack
 from asynckv.transfers.queries import as_tokens
 from asynckv.types import TensorSpec
@@ -102,3 +102,34 @@ def test_a_delivery_shows_no_token_and_no_tensor() -> None:
     delivery = inline_offer()
     delivery.read_inline({})
     assert repr(delivery) == "<Delivery 2 of 32 bytes>"
+
+
+def test_each_small_tensor_has_memory_of_its_own() -> None:
+    small, spec = SmallTensors(), TensorSpec((2, 2), "int16")
+    found = list[torch.Tensor]()
+    for number in range(3):
+        small.prepare()
+        found += [small.tensor(bytes([number, 0] * 4), spec) for _ in range(2)]
+    for at, tensor in enumerate(found):
+        assert torch.equal(tensor, torch.full((2, 2), at // 2, dtype=torch.int16))
+    assert len({tensor.data_ptr() for tensor in found}) == len(found)
+
+
+def test_small_tensors_of_every_shape_are_what_came() -> None:
+    small = SmallTensors()
+    shapes = [(), (0,), (3,), (1, 2), *((n,) for n in range(4, 20))]
+    for _ in range(2):
+        for shape in shapes:
+            small.prepare()
+            piece = bytes(range(TensorSpec(shape, "uint8").nbytes))
+            tensor = small.tensor(piece, TensorSpec(shape, "uint8"))
+            assert tensor.shape == shape and bytes(tensor.flatten().tolist()) == piece
+
+
+@pytest.mark.parametrize("shape", [(2,), (3,)])
+def test_a_prepared_tensor_takes_no_piece_of_another_length(shape: tuple[int]) -> None:
+    small, spec = SmallTensors(), TensorSpec(shape, "uint8")
+    small.tensor(bytes(spec.nbytes), spec)
+    small.prepare()
+    with pytest.raises(ValueError, match="."):
+        small.tensor(bytes(5), spec)
