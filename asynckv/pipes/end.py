@@ -269,6 +269,6 @@ def _heard(
     """Return who hears what the peer says, and what answers it when there is a GPU."""
     if isinstance(frame, OpenMemory):
         handshake = Handshake.answer(stream, frame)
-        return handshake, lambda gpus: gpus.opening.share(handshake, frame.gpu_uuid)
+        return handshake, lambda gpus: gpus.opening.share(handshake)
     channel = DeviceStream.answer(stream)
     return channel, lambda gpus: gpus.opening.answer(channel, frame)

@@ -1,16 +1,16 @@
 """How a pipe's GPUs are connected: beside the pipe, and nobody waits for it.
 
-If both sides have the same GPU each reads the other's memory by CUDA IPC and copies out
-of it, on the GPU; else NCCL is the way. Nothing fails without it. A tensor stays where
-its sender has it until the receiver has flushed it, or has closed the memory: a socket
-of its own says so, also of who was killed. Who asks is shown the other side's memory
-first, proves that it reads it, and shows its own.
+If both GPUs are of one host, or are the same, each side reads the other's memory by
+CUDA IPC and copies out of it, on its GPU; where that cannot be, NCCL is the way.
+Nothing fails without it. A tensor stays where its sender has it until the receiver has
+flushed it, or has closed the memory: a socket of its own says so, also of who was
+killed. Who asks is shown the other side's memory first, proves that it reads it, and
+shows its own.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 from collections.abc import Awaitable, Callable
 from functools import partial
@@ -94,53 +94,36 @@ class GpuSharing:
         """Whether the peer reads here what it is shown, and this side there."""
         return self._has_begun and not self._is_over
 
-    def why_not(self, uuid: str) -> str:
-        """Return why a peer that uses that GPU is shown nothing; empty if it may be."""
-        if uuid != self._uuid:
-            return "both sides have GPUs of their own"
-        if not self._link.may_map or not has_fd_sockets():
-            return "no memory is shared with it"
-        try:
-            check_same_host(self._link, new_identity().boot_id)
-        except ValueError as exc:
-            return str(exc)
-        return ""
-
-    async def ask(self) -> str:
-        """Share with the peer, if it has the same GPU; return why not if it has not.
+    async def ask(self) -> None:
+        """Share with the peer.
 
         Waits until the peer has accepted the pipe, and 10 s from then on. Once that was
         cancelled, or has failed, :meth:`close` is to follow.
 
-        :raises AsyncKVError: it is the same GPU, and yet its memory cannot be shared
+        :raises AsyncKVError: the peer, its GPU or this one does not share memory
+        :raises ValueError: the peer is on another host
         :raises TimeoutError: the peer, or the GPU, did not answer
         :raises OSError: the process may have no more files
         """
-        if reason := self.why_not(self._uuid):
-            return reason
-        request = OpenMemory("pipe", self._uuid)
-        with Handshake.ask(self._link, request) as handshake:
-            try:
-                exposed = await handshake.exposed
-            except PeerLost:
-                raise
-            except AsyncKVError as exc:
-                return exc.message
+        self._check_here()
+        with Handshake.ask(self._link, OpenMemory("pipe", self._uuid)) as handshake:
+            exposed = await handshake.exposed
             async with asyncio.timeout(AGREE_S):
                 await self._growth.open()
                 handshake.prove(await self._import(exposed))
                 await self._export(handshake)
             self._begin()
-        return ""
 
     async def answer(self, handshake: Handshake) -> None:
-        """Share with the peer that has asked for the same GPU; as :meth:`ask`.
+        """Share with the peer, which has asked for it; as :meth:`ask`.
 
-        :raises AsyncKVError: the memory cannot be shared
-        :raises TimeoutError: the peer, or the GPU, did not answer
-        :raises OSError: the process may have no more files
+        :raises AsyncKVError: as there
+        :raises ValueError: as there
+        :raises TimeoutError: as there
+        :raises OSError: as there
         """
         with handshake:
+            self._check_here()
             async with asyncio.timeout(AGREE_S):
                 await self._growth.open()
                 await self._export(handshake)
@@ -212,6 +195,11 @@ class GpuSharing:
         self.close()
         await self.peer_memory.aclose()
         await self._exporter.aclose()
+
+    def _check_here(self) -> None:
+        if not self._link.may_map or not has_fd_sockets():
+            raise ConfigError("no memory is shared with it")
+        check_same_host(self._link, new_identity().boot_id)
 
     async def _import(self, exposed: Exposed) -> bytes:
         pages = self._growth.device_pages
@@ -290,9 +278,9 @@ class GpuOpening:
         self._open(partial(self._answer, channel, frame))
         self._is_asked.set()
 
-    def share(self, handshake: Handshake, uuid: str) -> None:
-        """Share memory with the peer, which has asked for that GPU's. Never waits."""
-        self._open(partial(self._share, handshake, uuid))
+    def share(self, handshake: Handshake) -> None:
+        """Share memory with the peer, which has asked for it. Never waits."""
+        self._open(partial(self._share, handshake))
 
     async def settled(self) -> None:
         """Wait until the way is open, or is known not to be."""
@@ -329,42 +317,43 @@ class GpuOpening:
         self._openings.own(self._try(opening), name)
 
     async def _try(self, opening: Callable[[], Awaitable[None]]) -> None:
-        try:
-            await opening()
-        except (AsyncKVError, OSError, TimeoutError) as exc:
+        if why := await _why_not(opening):
             self._failed()
             if self._link.is_open and not self._has_told:
                 self._has_told = True
                 logger.info(
                     "payload of the pipe to %s goes through host memory: %s",
                     self._link.peer.id,
-                    str(exc) or "no answer in time",
+                    why,
                 )
 
     async def _ask(self) -> None:
-        if not (reason := await self._sharing.ask()):
+        if not (reason := await self._why_not_shared(self._sharing.ask)):
             return
-        try:
-            await self._ask_nccl()
-        except (AsyncKVError, OSError, TimeoutError) as exc:
-            why = str(exc) or "no answer in time"
-            raise ConfigError(f"{why}; nor by CUDA IPC: {reason}") from exc
+        if why := await _why_not(self._ask_nccl):
+            raise ConfigError(f"{why}; nor by CUDA IPC: {reason}")
 
-    async def _share(self, handshake: Handshake, uuid: str) -> None:
-        if reason := self._sharing.why_not(uuid):
+    async def _share(self, handshake: Handshake) -> None:
+        reason = await self._why_not_shared(partial(self._sharing.answer, handshake))
+        if reason and not self._is_asked.is_set():
             # Not the end of it: NCCL may be asked for, and is then soon.
-            handshake.leave(ConfigError(reason))
             self._link.call_when_lost(lambda _: self._is_asked.set())
-            with contextlib.suppress(TimeoutError):
+            try:
                 async with asyncio.timeout(AGREE_S):
                     await self._is_asked.wait()
-        else:
-            await self._sharing.answer(handshake)
+            except TimeoutError:
+                raise ConfigError(reason) from None
+
+    async def _why_not_shared(self, sharing: Callable[[], Awaitable[None]]) -> str:
+        reason = await _why_not(sharing)
+        if reason:
+            self._sharing.close()
+        return reason
 
     async def _ask_nccl(self) -> None:
-        # The peer answers once it accepts the pipe: that is bounded by the link's life.
         way = await self._make_way()
-        await way.ask(self._memory.open)
+        # Whenever it accepts the pipe: that is bounded by the link's life.
+        await way.ask(self._memory.open, is_patient=True)
 
     async def _answer(self, channel: DeviceStream, frame: OpenDevices) -> None:
         with channel:
@@ -374,3 +363,12 @@ class GpuOpening:
     async def _make_way(self) -> GpuLink:
         self._way = await GpuLink.make(self._link, self._device, self._digest)
         return self._way
+
+
+async def _why_not(opening: Callable[[], Awaitable[None]]) -> str:
+    """Return why something was not opened; empty if it was. No error is kept."""
+    try:
+        await opening()
+    except (AsyncKVError, OSError, TimeoutError, ValueError) as exc:
+        return str(exc) or "no answer in time"
+    return ""

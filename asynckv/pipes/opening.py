@@ -73,8 +73,9 @@ def open_pipe(
     :param device: the GPU (``"cuda:0"``; ``"cuda"``: that of ``LOCAL_RANK``) on which
         what is received is, wherever it was sent from. Entering then opens it first,
         which may take 30 s more. Between two processes on one GPU payload stays there,
-        by CUDA IPC, between two GPUs it goes by NCCL, as soon as that is open; a pipe
-        has twice ``max_bytes`` of its GPU then. Tensors of any GPU can be sent anyway
+        by CUDA IPC, as it goes between two GPUs of a host that reach each other's
+        memory; else by NCCL. As soon as that is open a pipe has twice ``max_bytes`` of
+        its GPU. Tensors of any GPU can be sent anyway
     :raises ConfigError: an option that cannot be honoured, keys that cannot be
         read, or an address that asks for more protection
     :raises GPUUnavailable: CuPy, a driver or the GPU is missing

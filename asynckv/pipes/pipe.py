@@ -117,9 +117,8 @@ class Pipe(KVPipe, LoopBound):
         """How payload moves now: ``"inline"``, ``"map"``, ``"mem"``, ``"cuda_ipc"``, or
         ``"nccl"``.
 
-        What is longer than 64 KiB is read in the sender's memory by ``"map"``; by
-        ``"nccl"`` it goes from GPU to GPU, by ``"cuda_ipc"`` within the one that both
-        sides have.
+        What is longer than 64 KiB is read in the sender's memory by ``"map"``, or in
+        that of its GPU by ``"cuda_ipc"``; by ``"nccl"`` it goes from GPU to GPU.
         """
         return self._link.transport_name
 

@@ -350,7 +350,9 @@ class Exporter:
         *,
         least_nbytes: int = 0,
     ) -> Importer:
-        """Let one more peer open memory of the host, or of the GPU of that name.
+        """Let one more peer open memory of the host; or of this side's GPU.
+
+        Its own GPU has that name: whether it can reach this one CUDA tells it alone.
 
         :raises ConfigError: there is no such memory for it, or too little
         """
@@ -358,7 +360,7 @@ class Exporter:
         is_here = link.may_map and (not gpu_uuid or link.own_host == link.peer_host)
         file = self._open(gpu_uuid) if is_here and has_fd_sockets() else None
         if file is None or self._door is None:
-            what = "of that GPU to show" if gpu_uuid else "that could be mapped"
+            what = "of a GPU to show" if gpu_uuid else "that could be mapped"
             raise ConfigError(f"this side has no memory {what}")
         importer = Importer(self, file, link.peer.id)
         importer.exposed = Exposed(
@@ -372,12 +374,12 @@ class Exporter:
         self._importers.add(importer)
         if file.nbytes < least_nbytes:
             importer.close()
-            raise ConfigError("this side has too little memory of that GPU to show")
+            raise ConfigError("this side has too little memory of a GPU to show")
         link.call_when_lost(lambda _: importer.link_over())
         return importer
 
     def _open(self, gpu_uuid: str) -> SharedMemory | None:
-        make = _memory_of(self._arena, gpu_uuid)
+        make = _memory_of(self._arena, is_on_gpu=bool(gpu_uuid))
         if make is None:
             return None
         try:
@@ -434,16 +436,15 @@ class Exporter:
                 self._drop(file)
 
 
-def _memory_of(arena: object, gpu_uuid: str) -> Callable[[], SharedMemory] | None:
-    """Return what exports memory of the host, or of the GPU of that name."""
-    if not gpu_uuid:
+def _memory_of(arena: object, *, is_on_gpu: bool) -> Callable[[], SharedMemory] | None:
+    """Return what exports memory of the host, or of a GPU, if there is any."""
+    if not is_on_gpu:
         slabs = arena.pages.open_slabs() if isinstance(arena, SlabArena) else None
         return None if slabs is None else partial(SharedFile, slabs)
     if not isinstance(arena, DeviceArena) or not arena.pages.is_open:
         return None
     allocation = arena.pages.allocation
-    is_there = bool(allocation.handle) and allocation.uuid == gpu_uuid
-    return partial(ExportedMemory, allocation) if is_there else None
+    return partial(ExportedMemory, allocation) if allocation.handle else None
 
 
 _TELL_S: Final = 0.1

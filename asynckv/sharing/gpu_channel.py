@@ -263,11 +263,17 @@ class GpuLink:
         """
         return cls(link, await worker_of(device), digest)
 
-    async def ask(self, prepare: Callable[[], Awaitable[None]] = _nothing) -> None:
-        """Open it with the peer's: wait for what that says of its GPU, then 10 s.
+    async def ask(
+        self,
+        prepare: Callable[[], Awaitable[None]] = _nothing,
+        *,
+        is_patient: bool = False,
+    ) -> None:
+        """Open it with the peer's: wait 10 s for what that says of its GPU, then 10 s.
 
-        ``prepare`` is called once both GPUs are known to go together. If it fails it is
-        over; cancelled, it goes on as :meth:`open` does.
+        If it ``is_patient``, first for as long as the link lives. ``prepare`` is called
+        once both GPUs are known to go together. If it fails it is over; cancelled, it
+        goes on as :meth:`open` does.
 
         :raises PeerLost: the link ended, or the GPUs' pipes cannot be opened
         :raises IncompatiblePeer: the GPUs do not go together
@@ -276,7 +282,9 @@ class GpuLink:
         channel = DeviceStream(answers=False)
         with self._ended_by_errors(channel):
             channel.ask(self.link, self.transport.describe())
-            await self._open_with(await channel.description(), channel, prepare)
+            async with asyncio.timeout(None if is_patient else _OPEN_S):
+                description = await channel.description()
+            await self._open_with(description, channel, prepare)
 
     async def answer(
         self,

@@ -49,12 +49,19 @@ class GpuImport(ProcessBound):
     """
 
     def __init__(
-        self, sock: socket.socket, allocation: ImportedAllocation, gpus: Gpus
+        self,
+        sock: socket.socket,
+        allocation: ImportedAllocation,
+        gpus: Gpus,
+        *,
+        is_near: bool = True,
     ) -> None:
         self._own()
         self.sock = sock
         self.allocation = allocation
         self.gpus = gpus
+        self.is_near = is_near
+        """Is it of this side's own GPU? Torch has no views of another one's."""
         self.nbytes = allocation.nbytes + PAGE_NBYTES
         """As of a file, whose last page is no tensor's."""
 
@@ -94,7 +101,7 @@ class GpuImport(ProcessBound):
 async def import_gpu(
     exposed: Exposed, own: DeviceAllocation
 ) -> tuple[GpuImport, bytes]:
-    """Open what a peer has exported, on the GPU of ``own``; return its nonce too.
+    """Open what a peer has exported, for the GPU of ``own``; return its nonce too.
 
     Bounded by the caller's deadline. A cancelled call leaves nothing behind: the peer
     is hung up on, and may free the memory, when the thread here has closed it.
@@ -102,7 +109,8 @@ async def import_gpu(
     :raises PeerLost: nobody is where the ticket is good, or hung up
     :raises AuthError: that is another user's
     :raises RemoteProtocolError: that is no place for a ticket, or no allocation
-    :raises GPUFailed: it cannot be opened, or is this process's own
+    :raises GPUFailed: it cannot be opened, or is this process's own; or one GPU cannot
+        reach the other
     """
     _check(exposed)
     sock, fd = await fetch_file(exposed.address, exposed.ticket)
@@ -117,7 +125,8 @@ async def import_gpu(
     allocation, nonce = await open_allocation(
         cuda, device, exposed.handle, exposed.nbytes, ended
     )
-    return GpuImport(sock, allocation, own.gpus), nonce
+    is_near = exposed.gpu_uuid == own.uuid
+    return GpuImport(sock, allocation, own.gpus, is_near=is_near), nonce
 
 
 def _check(exposed: Exposed) -> None:
@@ -145,7 +154,7 @@ def _hang_up(sock: socket.socket) -> None:
 class ImportedMemory(MappedMemory):
     """What one link shows of its peer's memory of a GPU. It outlives the link.
 
-    ``own`` is memory of this side's own there: the GPU's work on views is marked by it.
+    ``own`` is memory of this side's own: its GPU's work on views is marked by it.
     """
 
     @property

@@ -40,8 +40,6 @@ OPEN_S: Final = 2.0
 _EXPORT_S: Final = 2.0
 """Until the peer has opened what is put from; else that goes through the hosts."""
 
-_CONNECT_S: Final = 10.0
-
 _BY_HOST: Final = "goes through host memory"
 _CLOSED_THERE: Final = "the peer has closed memory of this side's GPU"
 _BY_LANES: Final = "moves by lanes: its memory cannot be mapped"
@@ -50,11 +48,11 @@ _BY_LANES: Final = "moves by lanes: its memory cannot be mapped"
 class PeerImports:
     """Opens the memory of one peer on each link: the host's, each file only once.
 
-    With a ``growth`` of this side's own, on a GPU, it opens memory of that GPU, and
-    lets the peer read there what is put; or a way from another GPU to this one; or
-    memory of the host, where neither can be. ``url`` may ask for less, or for a mapping
-    alone. ``digest`` is what this side wants to be compared, and ``device_digest`` of
-    what comes from another GPU.
+    With a ``growth`` of this side's own, on a GPU, it opens memory of a GPU of the same
+    host, and lets the peer read what is put in its own; or a way from another GPU to
+    this one by NCCL; or memory of the host, where neither can be. ``url`` may ask for
+    less, or for a mapping alone. ``digest`` is what this side wants to be compared, and
+    ``device_digest`` of what comes by NCCL.
     """
 
     def __init__(
@@ -176,7 +174,7 @@ class PeerImports:
         )
 
     async def _export(self, link: Link, exporter: Exporter, uuid: str) -> None:
-        """Let the other end of ``link``, which has that GPU too, read what is put."""
+        """Let the other end of ``link`` read what is put in memory of that GPU."""
         importer = exporter.export(link, self._digest, uuid, least_nbytes=LEAST_NBYTES)
         with Handshake.ask(link, OpenMemory("inserts", uuid)) as handshake:
             async with asyncio.timeout(_EXPORT_S):
@@ -204,8 +202,7 @@ class PeerImports:
         self._ways[link] = way = await GpuLink.make(link, device, self._device_digest)
         # It refers to its link: as long as it is known here, neither is collected.
         way.call_when_closed(lambda: self._forget(link))
-        async with asyncio.timeout(_CONNECT_S):
-            await way.ask()
+        await way.ask()
 
     def _forget(self, link: Link) -> None:
         self._ways.pop(link, None)

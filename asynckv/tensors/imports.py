@@ -1,8 +1,9 @@
 """Memory of a GPU that another process has allocated, open in this one.
 
-CUDA opens an allocation once for each process: so it is open once, whoever wants it,
-and is closed with the last of them. Rule of this file: everything blocks, in a thread,
-but :func:`open_allocation`, which waits for one.
+CUDA opens an allocation once for each process, and GPU that reads it: so it is open
+once, whoever wants it, and is closed with the last of them. Where it lies on another
+GPU, CUDA lets the one reach the other if the hardware does. Rule of this file:
+everything blocks, in a thread, but :func:`open_allocation`, which waits for one.
 """
 
 from __future__ import annotations
@@ -72,15 +73,17 @@ class _Opened:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._by_handle: dict[bytes, ImportedAllocation] = {}
+        self._open: dict[tuple[int, bytes], ImportedAllocation] = {}
 
-    def take(self, cuda: CudaApi, handle: bytes, nbytes: int) -> ImportedAllocation:
+    def take(
+        self, cuda: CudaApi, device: int, handle: bytes, nbytes: int
+    ) -> ImportedAllocation:
         with self._lock:
-            found = self._by_handle.get(handle)
+            found = self._open.get((device, handle))
             if found is None:
                 memory = cuda.open_memory(handle, nbytes)
                 found = ImportedAllocation(cuda, handle, memory)
-                self._by_handle[handle] = found
+                self._open[device, handle] = found
             found.users += 1
             return found
 
@@ -89,7 +92,7 @@ class _Opened:
             allocation.users -= 1
             if allocation.users:
                 return
-            self._by_handle.pop(allocation.handle, None)
+            self._open.pop((allocation.memory.device, allocation.handle), None)
             with contextlib.suppress(GPUFailed):  # else its context is gone
                 allocation._cuda.close_memory(allocation.memory)
 
@@ -114,7 +117,7 @@ def import_allocation(
     if nbytes <= MARK_NBYTES:
         raise GPUFailed(f"an allocation of {nbytes} bytes has no room for tensors")
     cuda.use_device(device)
-    found = _opened_by(cuda).take(cuda, handle, nbytes)
+    found = _opened_by(cuda).take(cuda, device, handle, nbytes)
     if found.memory.nbytes != nbytes:
         found.release()
         raise GPUFailed(f"an allocation has not {nbytes} bytes all of a sudden")

@@ -434,9 +434,10 @@ class IpcStreamRoute:
 
 
 class IpcReader(MapReader):
-    """Reads what ``memory`` shows of a GPU, into tensors of the same GPU.
+    """Reads what ``memory`` shows of a GPU, into tensors of this side's GPU.
 
-    As its contract says; a call that is cancelled ends when the GPU is done too.
+    As its contract says, but of another GPU's memory there are copies alone. A call
+    that is cancelled ends when the GPU is done too.
     """
 
     reads_host: ClassVar[bool] = False
@@ -444,7 +445,7 @@ class IpcReader(MapReader):
     def __init__(
         self, memory: ImportedMemory, pool: DeviceCopyPool, *, views: bool
     ) -> None:
-        super().__init__(memory, pool, views=views)
+        super().__init__(memory, pool, views=views and memory.imported.is_near)
         self._imported = memory
         self._device_pool = pool
 

@@ -332,6 +332,18 @@ async def test_a_served_lookup_on_a_gpu_keeps_what_every_one_keeps(
         await check(producer.lookup, pair.peer.lookup, pair.buffer)
 
 
+async def test_what_is_borrowed_from_another_gpu_is_a_copy(two_gpus: FakeGpus) -> None:
+    two_gpus.has_peer_access = True
+    async with open_gpu_pair(two_gpus, theirs=1) as pair:
+        await fill(pair.buffer)
+        async with pair.peer.lookup.drop_select([1]) as entry:
+            assert pair.peer.transport == "cuda_ipc" and pair.opened == 1
+            await until(lambda: not pair.buffer.statistics().mapped_by)
+            assert only(entry.key).device == torch.device("cuda", 1)
+            assert is_same(only(entry.key), noise(MIB))
+        assert not pair.peer.lookup.shows_gpu_memory
+
+
 async def test_it_is_known_whether_a_peers_memory_is_read_where_it_lies(
     gpus: FakeGpus, pair: GpuPair
 ) -> None:

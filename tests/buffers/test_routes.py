@@ -55,16 +55,16 @@ async def by_host(url: str, end: str) -> AsyncIterator[Ends]:
 
 @asynccontextmanager
 async def by_gpus(gpus: FakeGpus, *, theirs: int) -> AsyncIterator[Ends]:
-    if theirs:
+    if theirs and not gpus.has_peer_access:
         async with open_nccl_buffers(gpus) as pair:
             await pair.opened()
             yield Ends(pair.buffer, pair.peer, pair.theirs.tensor)
     else:
-        async with open_gpu_pair(gpus) as near:
+        async with open_gpu_pair(gpus, theirs=theirs) as near:
             yield Ends(near.buffer, near.peer, near.theirs.tensor)
 
 
-@pytest.fixture(params=["mem", "link", "map", "cuda_ipc", "nccl"])
+@pytest.fixture(params=["mem", "link", "map", "cuda_ipc", "peer access", "nccl"])
 async def ends(
     request: pytest.FixtureRequest, two_gpus: FakeGpus
 ) -> AsyncIterator[Ends]:
@@ -77,11 +77,14 @@ async def ends(
         "link": lambda: by_host("tcp://127.0.0.1:0", "?payload=inline"),
         "map": lambda: by_host("tcp://127.0.0.1:0", ""),
         "cuda_ipc": lambda: by_gpus(two_gpus, theirs=0),
+        "peer access": lambda: by_gpus(two_gpus, theirs=1),
         "nccl": lambda: by_gpus(two_gpus, theirs=1),
     }[route]
+    two_gpus.has_peer_access = route == "peer access"
     async with opened() as ends:
         yield ends
-        assert ends.peer.transport == {"link": "inline"}.get(route, route)
+        names = {"link": "inline", "peer access": "cuda_ipc"}
+        assert ends.peer.transport == names.get(route, route)
 
 
 async def fill(buffer: LookupBuffer) -> None:

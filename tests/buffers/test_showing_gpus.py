@@ -49,12 +49,14 @@ async def refusal_at(server: Server, gpu: FakeDevice) -> str:
     return answer
 
 
-async def test_a_gpu_that_the_buffer_is_not_on_is_refused(
+async def test_a_peer_on_another_gpu_is_told_which_one_the_memory_is_on(
     gpu: FakeDevice, link: Link
 ) -> None:
     hearer = Hearer()
     link.open_stream(hearer, OpenMemory("lookup", "0" * 32))
-    assert "no memory of that GPU" in str(await hearer.next())
+    frame, _ = await hearer.next()
+    assert isinstance(frame, Exposed)
+    assert frame.gpu_uuid == gpu.process.cuda.uuid(0)
 
 
 async def test_a_wrong_nonce_is_no_proof(gpu: FakeDevice, link: Link) -> None:
@@ -80,13 +82,13 @@ async def test_a_link_of_lanes_only_is_refused(gpu: FakeDevice) -> None:
         LookupBuffer("1MiB", device=gpu.device, drain_s=0) as buffer,
         serve("tcp://127.0.0.1:0?payload=inline", lookup=buffer) as server,
     ):
-        assert "no memory of that GPU" in await refusal_at(server, gpu)
+        assert "no memory of a GPU" in await refusal_at(server, gpu)
 
 
 async def test_a_buffer_in_host_memory_has_no_gpu_to_show(
     gpu: FakeDevice, mappable: Server
 ) -> None:
-    assert "no memory of that GPU" in await refusal_at(mappable, gpu)
+    assert "no memory of a GPU" in await refusal_at(mappable, gpu)
 
 
 async def test_without_the_name_of_a_gpu_no_memory_of_one_is_shown(
@@ -106,7 +108,7 @@ async def test_a_process_without_files_to_spare_shows_nothing(
     monkeypatch.setattr(exporter, "FdDoor", refuse)
     hearer = Hearer()
     link.open_stream(hearer, OpenMemory("lookup", gpu.process.cuda.uuid(0)))
-    assert "no memory of that GPU" in str(await hearer.next())
+    assert "no memory of a GPU" in str(await hearer.next())
 
 
 async def test_memory_is_opened_once_on_a_link(gpu: FakeDevice, link: Link) -> None:

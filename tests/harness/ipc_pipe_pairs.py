@@ -1,4 +1,4 @@
-"""Both sides of a pipe, in two processes on one GPU that is not there."""
+"""Both sides of a pipe, in two processes on GPUs that are not there, and in reach."""
 
 from __future__ import annotations
 
@@ -42,13 +42,15 @@ class IpcPipes(GpuPipes):
 
 @contextlib.asynccontextmanager
 async def open_ipc_pipes(
-    gpus: FakeGpus, *, is_connected: bool = True, **options: Any
+    gpus: FakeGpus, *, theirs: int = 0, is_connected: bool = True, **options: Any
 ) -> AsyncIterator[IpcPipes]:
     """Open a pipe on the first of ``gpus``; ``options`` are of :func:`open_pipes_on`.
 
-    Unless ``is_connected`` is false this waits until both sides share their memory.
+    ``theirs`` is the number of the listener's GPU. Unless ``is_connected`` is false
+    this waits until both sides share their memory.
     """
-    ours, theirs = fake_device_of(gpus.process()), fake_device_of(gpus.process())
+    gpus.has_peer_access = gpus.has_peer_access or theirs > 0
+    ours, far = fake_device_of(gpus.process()), fake_device_of(gpus.process(), theirs)
     expected = "cuda_ipc" if is_connected else None
-    async with open_pipes_on(ours, theirs, expected=expected, **options) as pipes:
-        yield IpcPipes(*pipes, ours, theirs)
+    async with open_pipes_on(ours, far, expected=expected, **options) as pipes:
+        yield IpcPipes(*pipes, ours, far)

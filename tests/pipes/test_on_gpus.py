@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import random
 from collections.abc import AsyncIterator
 from typing import Any, Protocol
@@ -35,6 +36,11 @@ WAYS = pytest.mark.parametrize(
     [
         pytest.param(open_nccl_pipes, id="nccl"),
         pytest.param(open_ipc_pipes, id="cuda_ipc", marks=HAS_HANDLES),
+        pytest.param(
+            functools.partial(open_ipc_pipes, theirs=1),
+            id="peer access",
+            marks=HAS_HANDLES,
+        ),
     ],
 )
 SEEDS = (0, *(pytest.param(seed, marks=pytest.mark.trust) for seed in (1, 2)))
@@ -143,12 +149,17 @@ async def test_all_come_once_and_in_order_whichever_way(
 
 
 @pytest.mark.parametrize(
-    ("number", "way"),
-    [(1, "nccl"), pytest.param(0, "cuda_ipc", marks=HAS_HANDLES)],
+    ("number", "reaches", "way"),
+    [
+        (1, False, "nccl"),
+        pytest.param(1, True, "cuda_ipc", marks=HAS_HANDLES),
+        pytest.param(0, False, "cuda_ipc", marks=HAS_HANDLES),
+    ],
 )
 async def test_ranks_of_a_group_send_on_their_gpus_and_pass_barriers(
-    two_gpus: FakeGpus, number: int, way: str
+    two_gpus: FakeGpus, number: int, reaches: bool, way: str
 ) -> None:
+    two_gpus.has_peer_access = reaches
     ranks = [fake_device_of(two_gpus.process(), at) for at in (0, number)]
     port = free_port()
     async with contextlib.AsyncExitStack() as stack:

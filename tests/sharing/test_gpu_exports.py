@@ -107,10 +107,11 @@ async def test_a_buffers_side_that_does_not_answer_costs_a_moment(
 
 
 async def test_memory_that_is_closed_is_shown_to_nobody(growth: Growth) -> None:
-    sources = PeerImports("edges", "", growth=growth)
+    sources, uuid = PeerImports("edges", "", growth=growth), uuid_of(growth)
+    growth.close()
     async with linked() as links:
-        with pytest.raises(ConfigError, match="no memory of that GPU"):
-            await export(sources, links.near, "0" * 32)
+        with pytest.raises(ConfigError, match="no memory of a GPU"):
+            await export(sources, links.near, uuid)
         assert not links.service.asked and sources.importer(links.near) is None
     await sources.aclose()
 

@@ -84,3 +84,16 @@ async def test_what_cannot_be_opened_has_ended(
     with pytest.raises(GPUFailed, match="no room"):
         await open_allocation(cuda, 0, shown.handle, 0, lambda: ends.append(None))
     assert len(ends) == 1
+
+
+def test_each_gpu_of_a_process_opens_what_it_can_reach(two_gpus: FakeGpus) -> None:
+    shown, cuda = show(two_gpus), two_gpus.process().cuda
+    with pytest.raises(GPUFailed, match="cannot reach"):
+        import_allocation(cuda, 1, shown.handle, NBYTES)
+    two_gpus.has_peer_access = True
+    every = [import_allocation(cuda, gpu, shown.handle, NBYTES) for gpu in (0, 1)]
+    assert [one.memory.device for one in every] == [0, 1] and len(cuda._opened) == 2
+    assert every[1].nonce() == shown.nonce
+    for one in every:
+        one.release()
+    assert not cuda._opened

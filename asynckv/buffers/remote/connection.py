@@ -266,11 +266,10 @@ class PeerWays:
     def read_gpu_memory(self) -> bool:
         """Are entries read in the peer's memory of this side's own GPU now?"""
         link = self._links.current
-        return (
-            link is not None
-            and link.is_open
-            and isinstance(self._imports.of(link), ImportedMemory)
-        )
+        if link is None or not link.is_open:
+            return False
+        memory = self._imports.of(link)
+        return isinstance(memory, ImportedMemory) and memory.imported.is_near
 
     def reader(self, link: Link, *, views: bool) -> MapReader | None:
         """Return what reads the memory that ``link`` shows, if it does."""

@@ -162,8 +162,8 @@ def connect(
     :param identity: the name that the server knows this side by; made up by default
     :param role: what the server reads of this side; it forbids nothing
     :param device: the GPU (``"cuda:0"``) in whose memory to receive; entries of
-        a buffer on the same GPU, of a process of this host, are read there. By default
-        memory of the host
+        a buffer on the same GPU, of a process of this host, are read there, and copied
+        from another GPU that it can reach. By default memory of the host
     :raises ConfigError: an option that cannot be honoured; on entering, keys that
         cannot be read, or an address that asks for more protection
     :raises PeerLost: (on entering) nobody serves there, or answers in time

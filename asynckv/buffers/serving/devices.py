@@ -27,7 +27,6 @@ from asynckv.sharing.gpu_channel import DeviceStream, GpuLink, NcclRoute
 from asynckv.sharing.handshake import Handshake
 from asynckv.sharing.imports import PeerMemory
 from asynckv.tensors.device_copying import DeviceCopyPool
-from asynckv.tensors.device_pages import DeviceAllocation
 from asynckv.tensors.devices import Device
 from asynckv.transfers.host_copies import HostCopies
 from asynckv.transfers.incoming import DeviceRoute
@@ -49,7 +48,7 @@ _Run: TypeAlias = Callable[[Coroutine[Any, Any, None], str], object]
 
 
 class PeerImport:
-    """What one link's peer exports to put from, for ``buffer`` if it is on that GPU.
+    """What one link's peer exports to put from, for ``buffer`` if it is on a GPU.
 
     ``digest`` is what this side wants to be compared of what is read there.
     """
@@ -58,7 +57,6 @@ class PeerImport:
         self._buffer = buffer
         self._link = link
         self._memory = PeerMemory(self._lost, digest)
-        self._uuid = ""
         self._opening: asyncio.Task[None] | None = None
 
     def open(self, stream: LinkStream, frame: OpenMemory) -> StreamHandler:
@@ -72,11 +70,11 @@ class PeerImport:
             raise RemoteProtocolError("a link exports memory to put from once")
         # As with what this side exports: only processes of one host read each other's.
         is_here = link.may_map and link.own_host == link.peer_host
-        if not is_here or self._own(frame.gpu_uuid) is None:
-            raise ConfigError("this side reads no memory of that GPU")
+        if not is_here or self._buffer.growth.allocation is None:
+            raise ConfigError("this side reads no memory of a GPU")
         link.call_when_lost(lambda _: self.close())
         handshake = Handshake.answer(stream, frame)
-        opening = self._open(handshake, frame.gpu_uuid)
+        opening = self._open(handshake)
         loop = asyncio.get_running_loop()
         self._opening = loop.create_task(opening, name="asynckv: open a peer's GPU")
         return handshake
@@ -88,7 +86,7 @@ class PeerImport:
         entry is known again by it.
         """
         memory, link = self._memory, self._link
-        if not memory.is_open or self._own(self._uuid) is None:
+        if not memory.is_open or self._buffer.growth.allocation is None:
             return None
         return IpcRoute(
             *(memory, pool, link.progress, memory.digest), is_kept=link.digest != "off"
@@ -107,21 +105,16 @@ class PeerImport:
             await asyncio.wait({self._opening})
         await self._memory.aclose()
 
-    def _own(self, uuid: str) -> DeviceAllocation | None:
-        own = self._buffer.growth.allocation
-        return own if own is not None and own.uuid == uuid else None
-
-    async def _open(self, handshake: Handshake, uuid: str) -> None:
+    async def _open(self, handshake: Handshake) -> None:
         peer = self._link.peer.id
         try:
             with handshake:
                 exposed = await handshake.exposed
-                if (own := self._own(uuid)) is None:
+                if (own := self._buffer.growth.allocation) is None:
                     raise ConfigError("the buffer was closed meanwhile")
                 async with asyncio.timeout(_OPEN_S):
                     nonce = await self._memory.open(exposed, own)
                 handshake.check()
-                self._uuid = uuid
                 handshake.prove(nonce)
                 handshake.accept()
         except (AsyncKVError, OSError, TimeoutError) as exc:

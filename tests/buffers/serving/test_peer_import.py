@@ -20,6 +20,7 @@ from asynckv.links.link import Link, LinkStream
 from asynckv.protocol.frames import Cancel, Cancelled, Failure, Frame
 from asynckv.protocol.transfer_frames import Exposed, Grant, OpenMemory
 from asynckv.sharing import imports
+from asynckv.tensors.growth import Growth
 from asynckv.testing.blocked import until
 from asynckv.testing.lookup_checks.values import MIB
 from harness.fake_devices import FakeDevice, fake_device_of
@@ -71,12 +72,13 @@ async def wait_for_ever(*anything: object) -> Any:
     await asyncio.Event().wait()
 
 
-async def test_a_gpu_that_no_buffer_is_on_is_not_read(
-    gpu: FakeDevice, link: Link
+async def test_a_buffer_that_is_on_no_gpu_reads_none(
+    gpu: FakeDevice, mappable: Server
 ) -> None:
-    hearer = Hearer()
-    link.open_stream(hearer, OpenMemory("inserts", "0" * 32))
-    assert "no memory of that GPU" in str(await hearer.next())
+    link = await dial(mappable.url, identity=name_of("producer"))
+    hearer, _ = show(gpu, link)
+    assert "no memory of a GPU" in str(await hearer.next())
+    await link.aclose()
 
 
 @pytest.mark.parametrize("url", ["?payload=inline", "?payload=map"])
@@ -99,7 +101,7 @@ async def test_a_peer_that_shares_no_memory_is_not_read(
     url = f"{server.url}?payload=inline"
     link = await dial(url, identity=name_of("producer"))
     hearer, _ = show(gpu, link)
-    assert "no memory of that GPU" in str(await hearer.next())
+    assert "no memory of a GPU" in str(await hearer.next())
     await link.aclose()
 
 
@@ -136,7 +138,7 @@ async def test_a_buffer_that_is_closed_meanwhile_is_not_read_to(
 ) -> None:
     hearer, stream = show(gpu, link)
     await until(lambda: bool(server._services) and bool(sources_of(server)._opening))
-    monkeypatch.setattr(PeerImport, "_own", lambda *_: None)
+    monkeypatch.setattr(Growth, "allocation", None)
     stream.send(NOWHERE)
     assert "closed meanwhile" in str(await hearer.next())
 

@@ -37,7 +37,7 @@ class FakeCuda:
         self._space = process.space
         self._thread = threading.local()
         self._handles = itertools.count(1)
-        self._opened: dict[bytes, int] = {}
+        self._opened: dict[tuple[int, bytes], int] = {}
         self.launches = 0
         """How often :meth:`copy_blocks` was called: one kernel each."""
 
@@ -187,10 +187,11 @@ class FakeCuda:
     def open_memory(self, handle: bytes, nbytes: int) -> DeviceMemory:
         with self._gpus.lock:
             self.check_capture("memory was opened")
-            if handle in self._opened:
+            key = self.device, handle
+            if key in self._opened:
                 raise GPUFailed("this allocation is open here already", code=1)
             allocation = self._gpus.open_handle(handle, nbytes, self._process)
-            self._opened[handle] = address = self._space.map(allocation)
+            self._opened[key] = address = self._space.map(allocation)
             return DeviceMemory(address, nbytes, self.device)
 
     def close_memory(self, memory: DeviceMemory) -> None:
@@ -201,8 +202,8 @@ class FakeCuda:
             if self._space.uses(allocation):  # its owner may
                 self._gpus.note("memory was closed while a copy was under way")
             self._opened = {
-                handle: address
-                for handle, address in self._opened.items()
+                key: address
+                for key, address in self._opened.items()
                 if address != memory.address
             }
 

@@ -20,7 +20,7 @@ from harness.fake_gpus.wires import Meetings
 
 __all__ = ("FakeGpus", "FakeProcess")
 
-_HANDLE: Final = struct.Struct("<QQQQ")
+_HANDLE: Final = struct.Struct("<QQQQQ")
 _LOOK_AGAIN_S: Final = 0.002
 """Nobody says when bytes come over a socket."""
 
@@ -46,6 +46,8 @@ class FakeGpus:
         self.lock = threading.RLock()
         self.changed = threading.Condition(self.lock)
         self.meetings = Meetings(by_sockets=sockets)
+        self.has_peer_access = False
+        """Can each GPU reach the memory of the others?"""
         self._random = random.Random(seed)
         self._max_delay = max_delay
         self._processes: list[FakeProcess] = []
@@ -129,7 +131,9 @@ class FakeGpus:
         """Name what another process may map."""
         file = allocation.share()
         self._shared[file] = allocation
-        packed = _HANDLE.pack(os.getpid(), key, file, allocation.array.nbytes)
+        packed = _HANDLE.pack(
+            os.getpid(), key, file, allocation.array.nbytes, allocation.device
+        )
         return packed.ljust(IPC_HANDLE_NBYTES, b"\0")
 
     def open_handle(
@@ -137,11 +141,13 @@ class FakeGpus:
     ) -> Allocation:
         """Return what another process has named.
 
-        :raises GPUFailed: it was this one, or it is gone
+        :raises GPUFailed: it was this one, or it is gone, or is out of reach
         """
-        pid, key, file, shared_nbytes = _HANDLE.unpack_from(handle)
+        pid, key, file, shared_nbytes, device = _HANDLE.unpack_from(handle)
         if (pid, key) == (os.getpid(), process.key):
             raise GPUFailed("a process cannot open what it has exported", code=201)
+        if device != process.cuda.device and not self.has_peer_access:
+            raise GPUFailed("one GPU cannot reach the other", code=217)
         if nbytes != shared_nbytes:
             raise GPUFailed(f"{nbytes} bytes of {shared_nbytes}", code=1)
         if pid == os.getpid():
