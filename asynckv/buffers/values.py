@@ -20,11 +20,9 @@ from asynckv.types import KVFingerprint, TensorSpec
 from asynckv.waits.line import FairLine
 
 __all__ = (
-    "MAX_KEYS",
     "EvictionOrder",
     "PendingPut",
     "PinnedValue",
-    "StoreName",
     "StoredValues",
 )
 
@@ -70,10 +68,10 @@ class EvictionOrder(Generic[K]):
         return spare if spare in self._nbytes_of else None
 
 
-MAX_KEYS: Final = 2**20
+_MAX_KEYS: Final = 2**20
 """Keys cost memory too, which the arena does not count: a bound for tiny values."""
 
-StoreName: TypeAlias = tuple[str, KVFingerprint | None]
+_Name: TypeAlias = tuple[str, KVFingerprint | None]
 """A key, and the model it belongs to: another model's value is another value."""
 
 
@@ -81,7 +79,7 @@ StoreName: TypeAlias = tuple[str, KVFingerprint | None]
 class PendingPut:
     """Memory for one value that is still to come: commit it, or discard it."""
 
-    name: StoreName
+    name: _Name
     spec: TensorSpec
     region: Region
     is_open: bool = True
@@ -89,7 +87,7 @@ class PendingPut:
 
 @dataclasses.dataclass(slots=True, eq=False)
 class _StoredValue:
-    name: StoreName
+    name: _Name
     spec: TensorSpec
     region: Region
     digest: bytes
@@ -115,7 +113,7 @@ class _Ticket:
     Through without it, it can never have any.
     """
 
-    name: StoreName
+    name: _Name
     spec: TensorSpec
     pending: PendingPut | None = None
 
@@ -128,7 +126,7 @@ class StoredValues:
     """
 
     def __init__(
-        self, arena: Arena, check_loop: Callable[[], object], max_keys: int = MAX_KEYS
+        self, arena: Arena, check_loop: Callable[[], object], max_keys: int = _MAX_KEYS
     ) -> None:
         self.counters = StoreCounters()
         self.closed = False
@@ -136,8 +134,8 @@ class StoredValues:
         self._arena = arena
         self._check_loop = check_loop
         self._max_keys = max_keys
-        self._values: dict[StoreName, _StoredValue] = {}
-        self._idle: EvictionOrder[StoreName] = EvictionOrder()
+        self._values: dict[_Name, _StoredValue] = {}
+        self._idle: EvictionOrder[_Name] = EvictionOrder()
 
     def __len__(self) -> int:
         return len(self._values)
@@ -280,7 +278,7 @@ class StoredValues:
         """Whether it waits for nobody, but for memory that the system is asked for."""
         return self._arena.is_growing and spec.nbytes <= self._arena.free_bytes
 
-    def _reserve(self, name: StoreName, spec: TensorSpec) -> PendingPut | None:
+    def _reserve(self, name: _Name, spec: TensorSpec) -> PendingPut | None:
         """Take memory for a value, dropping what was used least recently.
 
         The value that is stored as ``name`` now goes last. ``None``, and nothing
@@ -305,7 +303,7 @@ class StoredValues:
         could_fit = self._arena.could_ever_fit([ticket.spec.nbytes])
         return ticket.pending is not None or not could_fit
 
-    def _hold(self, name: StoreName) -> PinnedValue | None:
+    def _hold(self, name: _Name) -> PinnedValue | None:
         value = self._values.get(name)
         if value is None:
             return None
@@ -313,11 +311,11 @@ class StoredValues:
         self._idle.discard(name)
         return PinnedValue(value.spec, value.region, value.digest, value)
 
-    def _evict(self, name: StoreName) -> None:
+    def _evict(self, name: _Name) -> None:
         self._remove(name)
         self.counters.evictions += 1
 
-    def _remove(self, name: StoreName) -> bool:
+    def _remove(self, name: _Name) -> bool:
         value = self._values.pop(name, None)
         if value is None:
             return False

@@ -444,8 +444,7 @@ class Leases:
         lease.waiter.lease = None
         if lease.lapse is not None:
             lease.lapse.cancel()
-        if lease.charged_bytes:
-            lease.uncharge()
+        lease.uncharge()
         if not counts and lease.entry.consumers is not None:
             lease.entry.consumers.discard(lease.holder.consumer)
 

@@ -27,9 +27,6 @@ from asynckv.tensors.growth import allocate_but
 __all__ = (
     "LEAST_ACCOUNT_BYTES",
     "LEAST_ENTRIES",
-    "MAX_AGE_S",
-    "MAX_BYTES",
-    "MAX_COUNT",
     "EntryMemory",
     "EntryTable",
     "ExpiryClock",
@@ -221,9 +218,9 @@ class ExpiryClock:
         self._arm()
 
 
-MAX_COUNT = 65_536
-MAX_BYTES = MAX_COUNT * 1024
-MAX_AGE_S = 600.0
+_MAX_COUNT = 65_536
+_MAX_BYTES = _MAX_COUNT * 1024
+_MAX_AGE_S = 600.0
 
 _NBYTES = 512  # with its key, and its place in the order
 _NBYTES_EACH = 72  # a token, or a consumer beside its name
@@ -259,9 +256,9 @@ class Tombstones:
 
     def __init__(
         self,
-        max_count: int = MAX_COUNT,
-        max_age_s: float = MAX_AGE_S,
-        max_bytes: int = MAX_BYTES,
+        max_count: int = _MAX_COUNT,
+        max_age_s: float = _MAX_AGE_S,
+        max_bytes: int = _MAX_BYTES,
     ) -> None:
         self.nbytes = 0
         self._max_count = max_count
@@ -451,7 +448,7 @@ class EntryTable:
         if was_seen or reason != "producer":
             self._remember(entry)  # others leave without a trace
         if entry.gone:
-            _tell_gone(entry)
+            _end_waits(entry)
         self.changed()
 
     def close(self) -> None:
@@ -478,7 +475,7 @@ class EntryTable:
             self.expire(entry)
 
 
-def _tell_gone(entry: StoredEntry) -> None:
+def _end_waits(entry: StoredEntry) -> None:
     for future in list(entry.gone):
         if future.done():
             continue
