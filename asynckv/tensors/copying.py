@@ -174,7 +174,12 @@ class CopyPool(ProcessBound):
         )
 
     def catch(self, memory: _T, *, is_written: bool = False) -> _T | KVOnGpu:
-        """Return what stands for a tensor of a GPU; see :meth:`Stagings.catch`."""
+        """Return what stands for a tensor of a GPU; anything else as it is.
+
+        See :meth:`Stagings.catch`.
+        """
+        if not isinstance(memory, torch.Tensor) or not memory.is_cuda:
+            return memory
         return self.stagings.catch(memory, is_written=is_written)
 
     async def copy(

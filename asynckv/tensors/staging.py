@@ -10,7 +10,7 @@ import contextlib
 import logging
 import threading
 from collections.abc import Callable, Iterator
-from typing import Final, Literal, TypeVar
+from typing import Final, Literal
 
 import torch
 
@@ -24,9 +24,9 @@ from asynckv.tensors.device_moves import (
     free_pinned,
     keep_for_ever,
 )
-from asynckv.tensors.device_tensors import DeviceTensors, TorchTensors, gpu_of
+from asynckv.tensors.device_tensors import DeviceTensors, TorchTensors
 from asynckv.tensors.devices import cuda_of_this_process
-from asynckv.tensors.on_gpu import KVOnGpu, caught
+from asynckv.tensors.on_gpu import KVOnGpu
 from asynckv.tensors.runs import AnyMemory, Staged, copied, pieces_of
 from asynckv.tensors.slots import Slot, SlotState, SlotTable
 
@@ -354,8 +354,6 @@ logger = logging.getLogger(__name__)
 
 _PIECE_NBYTES: Final = 2**20
 
-_T = TypeVar("_T")
-
 
 class Stagings:
     """The staging of each GPU that somebody's tensors are on; opened when it is used.
@@ -380,20 +378,18 @@ class Stagings:
         self._blocks: dict[int, DeviceBlocks] = {}
         self._is_closed = False
 
-    def catch(self, memory: _T, *, is_written: bool = False) -> _T | KVOnGpu:
-        """Return what stands for a tensor of a GPU from now on; anything else as it is.
+    def catch(self, tensor: torch.Tensor, *, is_written: bool = False) -> KVOnGpu:
+        """Return what stands for a tensor of a GPU from now on.
 
         What is only read may have any strides: it is copied on its GPU first, in the
-        caller's stream. Never waits; see :func:`~asynckv.tensors.on_gpu.caught`.
+        caller's stream. Never waits; see :class:`~asynckv.tensors.on_gpu.KVOnGpu`.
 
         :raises ValueError: what is to be written is not contiguous
         """
-        if not isinstance(memory, torch.Tensor) or gpu_of(memory) is None:
-            return memory
-        tensor = memory.detach()
+        tensor = tensor.detach()
         if not is_written:
             tensor = tensor.resolve_conj().resolve_neg().contiguous()
-        return caught(tensor, self.tensors) or memory
+        return KVOnGpu(tensor, self.tensors.memory_of(tensor))
 
     def reader(self, source: KVOnGpu) -> Staged:
         """Return memory to read a tensor of a GPU through."""

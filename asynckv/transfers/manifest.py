@@ -290,7 +290,8 @@ def check_names(names: Iterable[str]) -> None:
         ``value``, ``hidden``, ``LAYER.key``, ``LAYER.value``, ``extras.NAME``, or
         both a whole tensor and a layer's are named
     """
-    whole, layered = set[str](), set[str]()
+    whole: set[str] = set()
+    layered: set[str] = set()
     for count, name in enumerate(names, 1):
         if count > _MAX_TENSORS:
             raise ValueError(f"an entry has at most {_MAX_TENSORS} tensors")

@@ -80,22 +80,19 @@ class Source(Protocol):
 class HostSource:
     """The caller's memory of the host: a dense tensor, or blocks."""
 
-    __slots__ = ("_memory", "digest")
+    __slots__ = ("_memory", "digest", "nbytes")
 
     is_on_gpu: Final = False
     region: Final = None
 
     def __init__(self, memory: KVMemory) -> None:
         self.digest = b""
+        self.nbytes = memory.nbytes
         self._memory = memory
 
     @property
     def spec(self) -> TensorSpec:
         return spec_in(self._memory)
-
-    @property
-    def nbytes(self) -> int:
-        return self._memory.nbytes
 
     def host(self) -> Memory:
         return memory_of(self._memory)
@@ -270,7 +267,7 @@ def copied_sources(
     tensors: Mapping[str, KVMemory], max_nbytes: int
 ) -> dict[str, Source] | None:
     """Return copies of all, if they are plain tensors of no more bytes together."""
-    sources = dict[str, Source]()
+    sources: dict[str, Source] = {}
     for name, tensor in tensors.items():
         small = packed(tensor, max_nbytes) if type(tensor) is torch.Tensor else None
         if small is None:

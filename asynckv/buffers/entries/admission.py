@@ -12,7 +12,7 @@ from typing import Protocol
 
 from asynckv.buffers.entries.entries import Draft, EntryState, StoredEntry
 from asynckv.buffers.entries.ledger import Ledger
-from asynckv.errors import BufferClosed, EntryAborted
+from asynckv.errors import BufferClosed, EntryAborted, EntryConflict
 from asynckv.observability.waits import LoggedWait
 from asynckv.tensors.runs import fill
 from asynckv.tensors.views import no_memory
@@ -237,9 +237,12 @@ class Admission:
 
         :raises EntryConflict: the id is known, of other contents
         """
-        if digest is not None and digest == self._table.known_digest(draft.entry_id):
+        try:
+            entry = self._table.admit(draft)
+        except EntryConflict:
+            if digest is None or digest != self._table.known_digest(draft.entry_id):
+                raise
             return None
-        entry = self._table.admit(draft)
         if digest is not None:
             self._table.resume(entry, digest)
         return entry

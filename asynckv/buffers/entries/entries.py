@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import enum
-import uuid
+import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Final, NamedTuple, Protocol
 
@@ -119,7 +119,7 @@ def make_draft(
     """
     deliveries = as_count(deliveries, "deliveries")
     ttl_s = as_seconds(ttl_s, "ttl_s")
-    entry_id = uuid.uuid4().hex if entry_id is None else as_entry_id(entry_id)
+    entry_id = os.urandom(16).hex() if entry_id is None else as_entry_id(entry_id)
     tokens = as_tokens(input_tokens)
     return Draft(
         entry_id=entry_id,

@@ -186,7 +186,9 @@ def begin_insert(
     """
     inline = sum([source.nbytes for source in sources]) <= INLINE_NBYTES
     is_digested = link.digest != "off"  # else equal names and shapes are equal
-    views, records, are_known = list[memoryview](), list[TensorRecord](), True
+    views: list[memoryview] = []
+    records: list[TensorRecord] = []
+    are_known = True
     for (name, spec), source in zip(draft.specs.items(), sources, strict=True):
         if inline:
             views.append(view := joined(source.host()))

@@ -108,7 +108,8 @@ class RemoteLookupBuffer(KVLookupBuffer):
             if copies is not None:
                 await self._insert(draft, [*copies.values()], link)
             else:
-                await self._insert_from(caught, draft, digests=entry_id is not None)
+                is_named = entry_id is not None
+                await self._insert_from(caught, draft, link, digests=is_named)
         finally:
             self._waits.end(draft)
         return draft.entry_id
@@ -258,10 +259,15 @@ class RemoteLookupBuffer(KVLookupBuffer):
             source.digest = digest
 
     async def _insert_from(
-        self, named: Mapping[str, KVMemory | KVOnGpu], draft: Draft, *, digests: bool
+        self,
+        named: Mapping[str, KVMemory | KVOnGpu],
+        draft: Draft,
+        link: Link | None,
+        *,
+        digests: bool,
     ) -> None:
         """Insert what is read where it lies; with ``digests`` from the start."""
-        pool, nbytes = self._peer.pool, sum(draft.sizes)
+        pool, nbytes = self._peer.pool, sum([one.nbytes for one in named.values()])
         staging = self._peer.ways.staging(nbytes)
         sources: list[Source] = []
         try:
@@ -270,7 +276,7 @@ class RemoteLookupBuffer(KVLookupBuffer):
             await until_made(sources, pool)
             if digests:
                 await self._digest(sources)
-            await self._insert(draft, sources, self._peer.link_nowait())
+            await self._insert(draft, sources, link)
         finally:
             release_staged(sources)
 
@@ -287,7 +293,8 @@ class RemoteLookupBuffer(KVLookupBuffer):
         """
         incarnation = ""
         while True:
-            link = link or await self._peer.link(incarnation)
+            if link is None or not link.is_open:
+                link = await self._peer.link(incarnation)
             inserting = begin_insert(link, draft, sources, self._peer.ways)
             if await inserting.accepted():
                 return

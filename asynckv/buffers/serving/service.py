@@ -223,7 +223,7 @@ class Service(abc.ABC):
         :raises Overloaded: they cannot be kept; nothing was begun
         """
         kept.take(nbytes)
-        task = self.run(run(), name)
+        task = self.tasks.own(run(), f"asynckv: {name}")
         task.add_done_callback(lambda _: kept.give(nbytes))
         return task
 
