@@ -56,6 +56,17 @@ async def test_sent_again_an_entry_goes_on_where_it_was_when_it_was_withdrawn() 
         assert buffer.statistics().entries == 0
 
 
+async def test_who_takes_from_a_models_buffer_here_finds_what_was_put_there() -> None:
+    async with LookupBuffer(1000, fingerprint="a model", drain_s=0) as buffer:
+        waiting = await started(buffer.drop_select([1]))
+        await insert(buffer, 1, entry_id="first")
+        await insert(buffer, 2, entry_id="second")
+        assert await buffer.peek([2]) == 1
+        async with asyncio.timeout(5):
+            assert (await waiting).entry_id == "first"
+            assert (await buffer.drop_select([2])).entry_id == "second"
+
+
 async def test_what_was_taken_before_it_had_room_was_inserted() -> None:
     async with full_buffer() as buffer:
         await insert(buffer, 1, 80)
