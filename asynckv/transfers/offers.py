@@ -76,12 +76,12 @@ def read_offer(
             link.payload.announce(offer.transfer)
         return Delivery(offer, manifest)
     if by_parts and isinstance(reader, IpcReader) and not offer.inline:
-        delivery = Delivery(offer, *reader.unpack_parts(offer, offer.mapped, body))
+        delivery = Delivery(offer, *reader.unpack_parts(offer.mapped, body))
         link.payload.announce(offer.transfer)  # it may be wanted by lanes
         return delivery
     if reader is None or by_parts or offer.inline or not offer.complete:
         raise RemoteProtocolError("an offer of memory that is not mapped")
-    return Delivery(offer, *reader.unpack(offer, offer.mapped, body))
+    return Delivery(offer, *reader.unpack(offer.mapped, body))
 
 
 async def _prepare(target: TensorTarget, *, is_routed: bool) -> None:

@@ -18,7 +18,6 @@ import torch
 from asynckv.errors import AsyncKVError, ChecksumError, RemoteProtocolError
 from asynckv.links.link import Link
 from asynckv.links.progress import Progress
-from asynckv.protocol.frames import Offer
 from asynckv.protocol.handshake import DigestMode, strictest
 from asynckv.protocol.transfer_frames import Grant, Sent
 from asynckv.protocol.values import MappedOffer, Place, TensorRecord
@@ -79,19 +78,13 @@ class MapReader:
         is_for_gpu: bool = False,
     ) -> None:
         self.views = views or is_for_gpu
-        self.is_charged = is_for_gpu or not views
+        self._is_charged = is_for_gpu or not views
         """Does what it returns count as received?"""
-        self._is_in_host = self.reads_host and not is_for_gpu
         self.memory = memory
         self._pool = pool
 
     def unpack(
-        self,
-        offer: Offer,
-        mapped: MappedOffer,
-        body: bytes,
-        *,
-        by_parts: bool = False,
+        self, mapped: MappedOffer, body: bytes, *, by_parts: bool = False
     ) -> tuple[Manifest, MappedParts]:
         """Read the offer; from here on its memory is ours to let go.
 
@@ -138,12 +131,13 @@ class MapReader:
         if self.reads_host:
             targets = on_host(targets)
         nbytes = 0
-        if targets or self.is_charged:
+        if targets or self._is_charged:
             nbytes = delivery.own_nbytes(targets)
-        if not self.is_charged:
+        if not self._is_charged:
             nbytes = _small_nbytes(delivery.manifest, parts, targets) if parts else 0
         if nbytes:
-            await budget.reserve(nbytes, in_host=self._is_in_host and self.is_charged)
+            is_copied_in_host = self.reads_host and not self.views
+            await budget.reserve(nbytes, in_host=is_copied_in_host)
             delivery.charged_bytes = nbytes
         tensors = None
         if parts is not None and stands(delivery):
@@ -169,7 +163,7 @@ class MapReader:
             every = zip(manifest.records, parts.places, parts.sizes, strict=True)
             for index, (record, place, nbytes) in enumerate(every, 1):
                 if place is None:
-                    job.land(record, next(inline))
+                    job.take_inline(record, next(inline))
                 else:
                     job.add(record, place, nbytes)
                 if not index % _AT_A_TIME:
@@ -247,7 +241,7 @@ class _Job:
         self._records: list[TensorRecord] = []
         self._places: list[KVMemory] = []
 
-    def land(self, record: TensorRecord, piece: memoryview) -> None:
+    def take_inline(self, record: TensorRecord, piece: memoryview) -> None:
         """Take a tensor whose few bytes rode along."""
         verify(record, digest_of(piece))
         target = self._targets.get(record.name)
@@ -450,27 +444,22 @@ class IpcReader(MapReader):
         self._device_pool = pool
 
     def unpack(
-        self,
-        offer: Offer,
-        mapped: MappedOffer,
-        body: bytes,
-        *,
-        by_parts: bool = False,
+        self, mapped: MappedOffer, body: bytes, *, by_parts: bool = False
     ) -> tuple[Manifest, MappedParts]:
-        manifest, parts = super().unpack(offer, mapped, body, by_parts=by_parts)
+        manifest, parts = super().unpack(mapped, body, by_parts=by_parts)
         if any(place is not None and len(place.runs) > 1 for place in parts.places):
             parts.let_go()  # the error would keep it, as long as somebody keeps that
             raise RemoteProtocolError("a tensor of a GPU in several places")
         return manifest, parts
 
     def unpack_parts(
-        self, offer: Offer, mapped: MappedOffer, body: bytes
+        self, mapped: MappedOffer, body: bytes
     ) -> tuple[Manifest, ShownParts]:
         """As :meth:`unpack`, of a stream: each part is read once it lies there.
 
         :raises RemoteProtocolError: as there, or parts that ride have a place
         """
-        manifest, parts = self.unpack(offer, mapped, body, by_parts=True)
+        manifest, parts = self.unpack(mapped, body, by_parts=True)
         shown = ShownParts(
             *(parts.places, parts.sizes, parts.edges, parts.pin),
             *(self._imported, self._device_pool),
