@@ -1,44 +1,38 @@
-"""One tensor that comes through a pipe: into memory of the host, or of a GPU."""
+"""Tensors that come through a pipe, and the memory that each of them comes to.
+
+A large one comes as a transfer of its own: to memory of a GPU by a route, or of the
+host, where the peer shows it or by the link.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from typing import ClassVar, Protocol
+import contextlib
+from collections.abc import Callable
+from functools import partial
+from typing import ClassVar
 
 import msgspec
 import torch
 
-from asynckv.errors import ChecksumError, RemoteProtocolError
-from asynckv.links.link import Link
+from asynckv.errors import ChecksumError, GPUFailed, PeerLost, RemoteProtocolError
+from asynckv.links.link import LinkStream
 from asynckv.pipes.gpu_side import GpuSide
 from asynckv.pipes.map_sharing import MapSharing
+from asynckv.pipes.read_ahead import ReadAhead
 from asynckv.protocol.frames import Push
-from asynckv.protocol.transfer_frames import (
-    Grant,
-    PushMapped,
-    PushShared,
-    Sent,
-)
-from asynckv.sharing.gpu_channel import NcclRoute
+from asynckv.protocol.transfer_frames import Sent
+from asynckv.protocol.values import Place
 from asynckv.tensors.cuda import DeviceMemory
 from asynckv.tensors.device_regions import DeviceRegion
-from asynckv.transfers.reception import Reception
+from asynckv.tensors.growth import Growth
+from asynckv.tensors.runs import Memory
+from asynckv.tensors.views import bytes_of
+from asynckv.transfers.incoming import DeviceRoute, Incoming, hear_incoming
+from asynckv.transfers.targets import Target, device_memory
 from asynckv.types import TensorSpec
 
-__all__ = ("Arrival", "ArrivalSink", "SmallArrival")
-
-
-class ArrivalSink(Protocol):
-    """Who receives what comes. Called on the loop; never waits."""
-
-    def verified(self, arrival: Arrival) -> None:
-        """All bytes of it are here, and are those that were sent."""
-
-    def fail(self, arrival: Arrival, message: str) -> None:
-        """Its bytes changed on their way."""
-
-    def land_again(self, arrival: Arrival) -> None:
-        """It cannot come from GPU to GPU: the peer still has it."""
+__all__ = ("Arrival", "Granting", "SmallArrival")
 
 
 class SmallArrival(msgspec.Struct, eq=False):
@@ -54,142 +48,259 @@ class SmallArrival(msgspec.Struct, eq=False):
         """There is nothing to let go."""
 
 
-class Arrival:
-    """One tensor that the peer has announced.
+class Arrival(Target):
+    """One tensor that the peer has announced, and where its bytes belong.
 
-    Verified, it is the ``tensor``, or lies in the ``region`` of a GPU.
+    Verified, it is the ``tensor``, or lies in the ``region`` of a GPU. ``place`` is
+    where the peer shows it, with the ``digest`` of what is compared of it there.
     """
 
     __slots__ = (
-        "_by_gpu",
-        "_may_come_by_gpu",
-        "_reading",
-        "_shown",
-        "_was_on_gpu",
-        "inbound",
+        "digest",
+        "in_host",
+        "incoming",
+        "is_on_gpu",
         "is_read_out",
         "is_verified",
-        "mapped",
-        "reception",
+        "may_be_routed",
+        "place",
         "region",
         "spec",
         "tensor",
         "transfer",
     )
 
-    def __init__(
-        self, inbound: ArrivalSink, frame: Push | PushShared | PushMapped
-    ) -> None:
-        self.inbound = inbound
-        self.spec: TensorSpec | None = frame.spec
-        self.transfer = frame.transfer
+    def __init__(self, push: Push, spec: TensorSpec) -> None:
+        self.spec = spec
+        self.nbytes = spec.nbytes
+        self.transfer = push.transfer
+        self.place: Place | None = push.place
+        self.digest = push.digest
+        self.is_on_gpu = push.on_gpu
+        """Does it lie on the peer's GPU?"""
+        self.may_be_routed = True
+        """Was it on no way to a GPU of this side's yet?"""
         self.tensor: torch.Tensor | None = None
         self.region: DeviceRegion | None = None
-        self.reception: Reception | None = None
+        self.incoming: Incoming | None = None
+        self.in_host: asyncio.Future[None] | None = None
+        """Done when there is memory of the host, which it needs after all."""
         self.is_verified = False
-        self.mapped = frame if isinstance(frame, PushMapped) else None
-        """Where the peer shows it, whoever reads it there."""
         self.is_read_out = False
         """Is it just copied to where the application wants it?"""
-        self._by_gpu: NcclRoute | None = None
-        self._was_on_gpu = False
-        self._may_come_by_gpu = isinstance(frame, Push) and frame.on_gpu
-        self._shown = frame if isinstance(frame, PushShared) else None
-        self._reading: asyncio.Task[None] | None = None
 
     @property
-    def nbytes(self) -> int:
-        return 0 if self.spec is None else self.spec.nbytes
+    def is_on_device(self) -> bool:
+        return self.region is not None
 
-    @property
-    def is_landing(self) -> bool:
-        """Is it on its way into memory of this side?"""
-        is_read = self._reading is not None or self.is_read_out
-        return is_read or self.reception is not None
+    def host(self) -> Memory:
+        if self.tensor is None:
+            raise TypeError("there is no memory of the host for it")
+        return bytes_of(self.tensor)
 
-    def read_on_gpu(self, gpus: GpuSide) -> bool:
-        """Copy it from where the peer has it, if there is room; only once.
+    def device(self) -> DeviceMemory:
+        return device_memory(self.region, self.spec)
 
-        Never waits.
-        """
-        shown, self._shown = self._shown, None
-        if shown is None or self.spec is None or not gpus.sharing.is_open:
-            return False
-        if (region := gpus.spare(self.nbytes)) is None:
-            return False
-        self.region = region
-        place = _place(region, self.spec)
-        self._reading = gpus.sharing.read(shown, place, self._read)
-        return True
-
-    def read_mapped(self, mapping: MapSharing) -> bool:
-        """Copy it to its ``tensor`` from where the peer shows it, if it does."""
-        if self.mapped is None or self.tensor is None or not mapping.can_read:
-            return False
-        self._reading = mapping.begin_read(self.mapped, self.tensor, self._read)
-        return True
-
-    def land_on_gpu(self, link: Link, gpus: GpuSide) -> Grant | None:
-        """Let it land in memory of the GPU, if there is a way and room; only once.
-
-        Returns what the peer is told then. Never waits.
-        """
-        by_gpu = gpus.device_route() if self._may_come_by_gpu else None
-        region = None if by_gpu is None else gpus.spare(self.nbytes)
-        if self.spec is None or by_gpu is None or region is None:
-            return None
-        place = _place(region, self.spec)
-        self.region, self._by_gpu, self._was_on_gpu = region, by_gpu, True
-        self._may_come_by_gpu = False
-        self.reception = Reception(link, self.transfer, self)
-        self.reception.begin_by(by_gpu, place)
-        return by_gpu.grant(self.transfer)
-
-    def on_routed_sent(self, frame: Sent) -> None:
-        """The peer has sent it, from GPU to GPU.
-
-        :raises RemoteProtocolError: it was not to, or not so
-        """
-        if not self._was_on_gpu or frame.part:
-            raise RemoteProtocolError("a tensor of a GPU that was not asked for")
-        if self._by_gpu is not None and self.reception is not None:
-            self._by_gpu.sent(frame)
+    def give_up(self, error: GPUFailed) -> None:
+        """Nobody else gets that memory for as long as the GPU has it."""
 
     def let_go(self) -> None:
         """The memory of a GPU is not needed any more. Never waits."""
-        self._by_gpu = None
-        if self._reading is not None:
-            self._reading.cancel()  # it keeps the memory for as long as it takes
-            self._reading = None
         if self.region is not None:
             self.region.release()
             self.region = None
 
-    def part_verified(self) -> None:
-        self._by_gpu = None
-        self.inbound.verified(self)
 
-    def reception_failed(self, error: Exception) -> None:
-        if self._by_gpu is None or isinstance(error, ChecksumError):
-            self.inbound.fail(self, str(error))
+class Granting:
+    """Gives what the peer has announced memory to come to: of a GPU, or of the host.
+
+    What finds none comes when :meth:`grant` is called for it again. ``landed`` is told
+    what is whole, ``failed`` of what has other bytes than were sent, and ``changed``
+    when what has waited for a slab is on its way.
+    """
+
+    def __init__(
+        self,
+        stream: LinkStream,
+        max_bytes: int,
+        *,
+        landed: Callable[[Arrival], None],
+        failed: Callable[[Arrival, str], None],
+        changed: Callable[[], None],
+    ) -> None:
+        self.gpus: GpuSide | None = None
+        self.mapping: MapSharing | None = None
+        self.ahead: ReadAhead[Arrival] = ReadAhead(self.try_to_grant)
+        self._stream = stream
+        self._landed, self._failed, self._changed = landed, failed, changed
+        self._max_bytes = max_bytes
+        self._memory = Growth(max_bytes, self._grant_waiting)
+        self._coming: dict[int, Arrival] = {}
+        self._to_grant: dict[Arrival, None] = {}
+        """What waits for a slab, the first one first."""
+
+    def expect(self, arrival: Arrival) -> None:
+        """It was announced: let it come, unless it is above the bound. Never waits.
+
+        :raises RemoteProtocolError: it is shown where nothing can be, or was before
+        """
+        if arrival.place is not None:
+            self._check_shown(arrival, arrival.place)
+        self._stream.link.payload.announce(arrival.transfer)
+        if arrival.nbytes > self._max_bytes:
             return
-        self.let_go()
-        self.reception = None
-        self.inbound.land_again(self)
-
-    def _read(self, error: Exception | None) -> None:
-        self._reading = None
-        if error is None:
-            self.inbound.verified(self)
-        elif isinstance(error, ChecksumError):
-            self.inbound.fail(self, str(error))
+        if self.can_read(arrival):
+            self.ahead.add(arrival)
         else:
-            self.let_go()
-            self.inbound.land_again(self)
+            self.try_to_grant(arrival)
 
+    def can_read(self, arrival: Arrival | SmallArrival) -> bool:
+        """Can it be copied from where the peer shows it, and is it not yet?"""
+        if self.mapping is None or not isinstance(arrival, Arrival):
+            return False
+        is_shown = arrival.place is not None and self.mapping.can_read
+        return is_shown and not (arrival.incoming or arrival.is_verified)
 
-def _place(region: DeviceRegion, spec: TensorSpec) -> DeviceMemory:
-    place = region.place(spec)
-    if not isinstance(place, DeviceMemory):
-        raise TypeError("a region of a GPU lies elsewhere")
-    return place
+    async def read(self, arrival: Arrival, into: torch.Tensor) -> None:
+        """Copy it from where the peer shows it, as :meth:`MapSharing.read`."""
+        if arrival.place is None or self.mapping is None:
+            raise PeerLost("the peer shows it nowhere")
+        self.ahead.forget(arrival)
+        self.ahead.is_paused = arrival.is_read_out = True
+        try:
+            await self.mapping.read(arrival.place, arrival.digest, bytes_of(into))
+        finally:
+            self.ahead.is_paused = arrival.is_read_out = False
+
+    def try_to_grant(self, arrival: Arrival) -> None:
+        """As :meth:`grant`; without memory it comes when it is waited for."""
+        with contextlib.suppress(MemoryError):
+            self.grant(arrival)
+
+    def grant(self, arrival: Arrival) -> None:
+        """Let it come, unless it does already. Never waits.
+
+        :raises MemoryError: there is none for a tensor above the bound
+        """
+        in_host = arrival.in_host
+        if arrival.is_read_out or (arrival.incoming is not None and in_host is None):
+            return
+        route = self._route_to_gpu(arrival)
+        if route is None and not self._has_host_memory(arrival):
+            return
+        if in_host is not None:
+            arrival.in_host = None
+            in_host.set_result(None)
+        else:
+            self.ahead.forget(arrival)
+            self._receive(arrival, route or self._route_to_host(arrival))
+
+    def on_sent(self, frame: Sent) -> None:
+        """The peer has sent a tensor's last byte.
+
+        :raises RemoteProtocolError: it was never granted, or makes no sense
+        """
+        arrival = self._coming.get(frame.transfer)
+        hear_incoming(None if arrival is None else arrival.incoming, frame, b"")
+
+    def forget(self, arrival: Arrival) -> None:
+        """Nobody wants it any more, and it comes no further. Never waits."""
+        self._to_grant.pop(arrival, None)
+        if arrival.incoming is not None:
+            arrival.incoming.stop()
+        self.end(arrival)
+        arrival.let_go()
+        self.ahead.forget(arrival)
+
+    async def aclose(self) -> None:
+        """Give idle memory back. Bounded; what was taken keeps its own."""
+        await self._memory.aclose()
+
+    def abort(self) -> None:
+        """As :meth:`aclose`, but never waits."""
+        self._memory.close()
+
+    def end(self, arrival: Arrival) -> None:
+        """It is whole, or comes no further."""
+        arrival.incoming = None
+        self._coming.pop(arrival.transfer, None)
+        if self.mapping is not None and arrival.place is not None:
+            self.mapping.release(arrival.place)
+
+    def _check_shown(self, arrival: Arrival, place: Place) -> None:
+        if self.gpus is not None:
+            self.gpus.sharing.check(place, arrival.nbytes)
+        elif self.mapping is not None:
+            self.mapping.claim(place, arrival.nbytes)
+        else:
+            raise RemoteProtocolError("a tensor in memory that is not mapped")
+
+    def _route_to_gpu(self, arrival: Arrival) -> DeviceRoute | None:
+        """Take memory of the GPU, if it can come there by a route; only once."""
+        gpus = self.gpus
+        if gpus is None or not arrival.may_be_routed:
+            return None
+        route = gpus.route(arrival.place, arrival.digest, is_on_gpu=arrival.is_on_gpu)
+        if route is not None:
+            arrival.region = gpus.spare(arrival.nbytes)
+        if arrival.region is None:
+            return None
+        arrival.may_be_routed = False
+        return route
+
+    def _route_to_host(self, arrival: Arrival) -> DeviceRoute | None:
+        """Return by what it comes that the peer shows in memory of its host's."""
+        mapping = self.mapping
+        if arrival.place is None or mapping is None or not mapping.can_read:
+            return None
+        return mapping.route(arrival.place, arrival.digest)
+
+    def _has_host_memory(self, arrival: Arrival) -> bool:
+        """Take memory of the host, now or when a slab is there."""
+        if self._memory.awaits(arrival.nbytes):
+            self._to_grant[arrival] = None
+            return False
+        nbytes = arrival.nbytes
+        try:
+            arrival.tensor = self._memory.lending.spare(arrival.spec)
+        except RuntimeError as exc:
+            raise MemoryError(f"none for a tensor of {nbytes} bytes") from exc
+        return True
+
+    def _receive(self, arrival: Arrival, route: DeviceRoute | None) -> None:
+        arrival.incoming = Incoming(
+            *(self._stream, arrival.transfer, [arrival]),
+            lambda part, digest: self._landed(arrival),
+            partial(self._has_failed, arrival),
+            route=None if route is None else lambda: route,
+            room=partial(self._reserve_in_host, arrival),
+            is_eager=False,
+        )
+        self._coming[arrival.transfer] = arrival
+        arrival.incoming.grant()
+
+    async def _reserve_in_host(self, arrival: Arrival) -> None:
+        """Wait for memory of the host, where a route to another was lost."""
+        arrival.let_go()
+        if arrival.tensor is None:
+            arrival.in_host = in_host = asyncio.get_running_loop().create_future()
+            self.try_to_grant(arrival)
+            self._changed()
+            await in_host
+
+    def _has_failed(self, arrival: Arrival, error: Exception) -> None:
+        if isinstance(error, ChecksumError):
+            self._failed(arrival, error.message)
+            return
+        # The GPU cannot say what it has. The peer has it still.
+        arrival.incoming = None
+        arrival.let_go()
+        self.try_to_grant(arrival)
+        self._changed()
+
+    def _grant_waiting(self) -> None:
+        waiting, self._to_grant = self._to_grant, {}
+        for arrival in waiting:
+            self.try_to_grant(arrival)
+        if waiting:
+            self._changed()

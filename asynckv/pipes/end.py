@@ -22,15 +22,12 @@ from asynckv.protocol.frames import (
     Frame,
     OpenPipe,
     Push,
-    PushSmall,
     Read,
 )
 from asynckv.protocol.transfer_frames import (
     Grant,
     OpenDevices,
     OpenMemory,
-    PushMapped,
-    PushShared,
     Sent,
 )
 from asynckv.sharing.gpu_channel import DeviceStream
@@ -44,17 +41,21 @@ __all__ = ("PipeEnd",)
 class PipeEnd:
     """Both halves of a pipe, over the one stream of a link of its own."""
 
-    def __init__(self, link: Link, max_bytes: int) -> None:
+    def __init__(
+        self,
+        link: Link,
+        max_bytes: int,
+        stream: LinkStream | None = None,
+        name: str = "",
+    ) -> None:
         self.link = link
         self.gpus: GpuSide | None = None
-        self.outbound = Outbound(
-            link, self._send, self._send_small, max_bytes, self._break
-        )
-        self.inbound = Inbound(link, self._send, max_bytes, self._break)
-        self._stream: LinkStream | None = None
+        self._has_dialled = stream is None
+        self._stream = stream or link.open_stream(self, OpenPipe(name))
+        self.outbound = Outbound(self._stream, self._send_small, max_bytes, self._break)
+        self.inbound = Inbound(self._stream, max_bytes, self._break)
         self._is_over = False
         self._max_bytes = max_bytes
-        self._has_dialled = False
         self._may_be_asked = False
         self._terms: tuple[OpenDevice, Digest] | None = None
         self._asked: dict[type[Frame], Callable[[GpuSide], None]] = {}
@@ -65,9 +66,7 @@ class PipeEnd:
     @classmethod
     def dialled(cls, link: Link, max_bytes: int, name: str = "") -> PipeEnd:
         """Make ``link`` a pipe. The peer may send from here on."""
-        end = cls(link, max_bytes)
-        end._has_dialled = True
-        end._stream = link.open_stream(end, OpenPipe(name))
+        end = cls(link, max_bytes, name=name)
         end.inbound.open()
         return end
 
@@ -80,8 +79,7 @@ class PipeEnd:
         It sends nothing before ``inbound.open()``. With ``has_gpu`` it may ask to
         share a GPU, and to connect two: :meth:`connect_gpus` is to follow.
         """
-        end = cls(stream.link, max_bytes)
-        end._stream = stream
+        end = cls(stream.link, max_bytes, stream)
         end._may_be_asked = has_gpu
         return end
 
@@ -162,34 +160,21 @@ class PipeEnd:
     def on_frame(self, frame: Frame, body: bytes) -> None:
         if self._is_over:
             return
-        if type(frame) is PushSmall:
-            self._on_push_small(frame, body)
+        if type(frame) is Push:
+            if frame.flushed_tensors:
+                self.outbound.has_verified(frame.flushed_tensors)
+            self.inbound.on_push(frame, body)
         elif type(frame) is Flushed:
             self.outbound.has_verified(frame.tensors)
         else:
-            self._on_other(frame, body)
+            self._on_other(frame)
 
-    def _on_push_small(self, frame: PushSmall, body: bytes) -> None:
-        if frame.flushed_tensors:
-            self.outbound.has_verified(frame.flushed_tensors)
-        self.inbound.on_push_small(frame, body)
-
-    def _on_other(self, frame: Frame, body: bytes) -> None:
+    def _on_other(self, frame: Frame) -> None:
         match frame:
-            case Push():
-                self.inbound.on_push(frame, body)
-            case Sent(route="link"):
+            case Sent():
                 self.inbound.granting.on_sent(frame)
-            case Sent(route="nccl"):
-                self.inbound.granting.on_routed_sent(frame)
-            case Grant(route="link"):
-                self.outbound.leaving.on_grant(frame)
-            case Grant(route="nccl"):
-                self.outbound.leaving.on_routed_grant(frame)
-            case PushShared():
-                self.inbound.on_push_shared(frame, body)
-            case PushMapped():
-                self.inbound.on_push_mapped(frame, body)
+            case Grant():
+                self.outbound.on_grant(frame)
             case Read():
                 self.outbound.has_room(frame.nbytes, frame.tensors)
             case Failure():
@@ -238,23 +223,19 @@ class PipeEnd:
             if self.gpus is not None:
                 self.gpus.abort()
 
-    def _send(self, frame: Frame, body: Buffer) -> None:
-        if self._stream is not None:
-            self._stream.send(frame, body)
-
     def _send_small(self, spec: TensorSpec | None, digest: bytes, body: Buffer) -> None:
-        if self._stream is not None:
-            frame = PushSmall(spec, digest, self.inbound.reports.take_verified())
-            self._stream.send_at_once(frame, body)
+        flushed = self.inbound.reports.take_verified()
+        push = Push(0, 0, True, spec, digest, False, None, flushed)
+        self._stream.send_at_once(push, body)
 
     def _on_gpu(self, opened: OpenDevice, digest: Digest) -> GpuSide:
         if self.gpus is None:
             self.gpus = GpuSide(self.link, opened, self._max_bytes, digest)
-            self.inbound.granting.gpus = self.outbound.leaving.gpus = self.gpus
+            self.inbound.granting.gpus = self.outbound.gpus = self.gpus
         return self.gpus
 
     def _break(self, error: Exception) -> None:
-        self._send(to_failure(error), memoryview(b""))
+        self._stream.send(to_failure(error))
         self._end(PeerLost(f"the pipe is broken: {error}"))
 
     def _end(self, error: PeerLost) -> None:

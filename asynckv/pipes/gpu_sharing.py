@@ -16,14 +16,7 @@ from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Final
 
-import torch
-
-from asynckv.errors import (
-    AsyncKVError,
-    ChecksumError,
-    ConfigError,
-    PeerLost,
-)
+from asynckv.errors import AsyncKVError, ConfigError, PeerLost, RemoteProtocolError
 from asynckv.links.fd_socket import has_fd_sockets
 from asynckv.links.link import Link
 from asynckv.links.options import new_identity
@@ -32,19 +25,27 @@ from asynckv.protocol.transfer_frames import (
     Exposed,
     OpenDevices,
     OpenMemory,
-    PushShared,
+    Sent,
 )
-from asynckv.sharing.exporter import LEAST_NBYTES, Exporter, Importer, warn_of_loss
+from asynckv.protocol.values import Place
+from asynckv.sharing.exporter import (
+    LEAST_NBYTES,
+    Exporter,
+    Importer,
+    place_of,
+    warn_of_loss,
+)
 from asynckv.sharing.gpu_channel import DeviceStream, GpuLink
 from asynckv.sharing.handshake import Handshake
 from asynckv.sharing.imports import PeerMemory
 from asynckv.sharing.peer_imports import check_same_host
-from asynckv.tensors.cuda import DeviceMemory
 from asynckv.tensors.device_copying import DeviceCopyPool
 from asynckv.tensors.device_regions import DeviceRegion
 from asynckv.tensors.devices import Device
 from asynckv.tensors.growth import Growth
-from asynckv.tensors.on_gpu import KVOnGpu
+from asynckv.transfers.outgoing import Outgoing
+from asynckv.transfers.read_route import IpcRoute
+from asynckv.transfers.source import Source
 from asynckv.waits.own_tasks import OwnTasks
 
 __all__ = (
@@ -134,48 +135,38 @@ class GpuSharing:
             handshake.prove(nonce)
             handshake.accept()
 
-    def pin(self, region: DeviceRegion) -> int:
-        """Keep what the peer is about to read; return the number for :meth:`unpin`.
+    def show(
+        self, region: DeviceRegion, source: Source, outgoing: Outgoing
+    ) -> tuple[Place, bytes] | None:
+        """Let the peer read what is sent where it lies, if it can: return where.
 
-        The peer's end, or that it has closed the memory, ends it too.
+        And the digest of it that the peer compares.
         """
-        if self._importer is None:
-            raise RuntimeError("nobody reads the memory")
-        return self._importer.pin([region]).number
+        place, importer = place_of(region), self._importer
+        if place is None or importer is None or not self.is_open:
+            return None
+        outgoing.pin(importer, [region])
+        known = {"full": source.digest, "edges": region.edges, "off": b""}
+        return place, known[self.digest]
 
-    def unpin(self, number: int) -> None:
-        """The peer has read it. Never waits."""
-        if self._importer is not None:
-            self._importer.unpin(number)
+    def check(self, place: Place, nbytes: int) -> None:
+        """Raise if the peer shows what is not within its memory.
 
-    async def copy(
-        self, source: torch.Tensor | KVOnGpu | DeviceMemory, target: DeviceMemory
-    ) -> bytes:
-        """Copy one tensor; return the digest of what has landed, as both compare it.
-
-        A cancelled call ends when nothing is at either place.
-
-        :raises GPUFailed: the GPU failed
+        :raises RemoteProtocolError: it does
         """
-        kind, pool = self.digest, self._pool
-        (digest,) = await pool.copy([source], [target], digest=kind == "full")
-        if kind == "edges":
-            (digest,) = await pool.edges([target])
-        return digest
+        if len(place.runs) != 1:
+            raise RemoteProtocolError("a tensor of a GPU in several places")
+        self.peer_memory.check(_offset(place), nbytes)
 
-    def read(
-        self,
-        shown: PushShared,
-        target: DeviceMemory,
-        done: Callable[[Exception | None], None],
-    ) -> asyncio.Task[None]:
-        """Copy what the peer has shown, as :meth:`PeerMemory.read`. Never waits."""
-
-        async def copy(source: DeviceMemory, target: DeviceMemory) -> None:
-            if await self.copy(source, target) != shown.digest:
-                raise ChecksumError("a tensor arrived with other bytes than were sent")
-
-        return self.peer_memory.read(shown.offset, target, copy, done)
+    def route(self, place: Place, digest: bytes) -> IpcRoute | None:
+        """Return by what a tensor comes that the peer shows there, if it can."""
+        if not self.is_open:
+            return None
+        return IpcRoute(
+            *(self.peer_memory, self._pool, self._link.progress, self.digest),
+            is_kept=False,
+            told=Sent(0, 0, digest, self.digest, "cuda_ipc", _offset(place)),
+        )
 
     def close(self) -> None:
         """Show nothing more, and close the peer's memory when nothing reads it.
@@ -230,6 +221,10 @@ class GpuSharing:
         if was_open and self._link.is_open:
             self._link.use_lanes()
             warn_of_loss(self._link, "payload of the pipe to", str(reason))
+
+
+def _offset(place: Place) -> int:
+    return place.runs[0][0] + place.start
 
 
 class GpuOpening:

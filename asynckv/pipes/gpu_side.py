@@ -11,14 +11,15 @@ from collections.abc import Callable
 import anyio
 import torch
 
+from asynckv.errors import RemoteProtocolError
 from asynckv.links.link import Link
 from asynckv.links.options import Digest, device_digest, map_digest
 from asynckv.pipes.gpu_sharing import GpuOpening, GpuSharing
 from asynckv.protocol.handshake import DigestMode
+from asynckv.protocol.values import Place
 from asynckv.sharing.exporter import LEAST_NBYTES
-from asynckv.sharing.gpu_channel import NcclRoute
+from asynckv.sharing.gpu_channel import GpuLink, NcclRoute
 from asynckv.tensors.copying import CopyPool
-from asynckv.tensors.cuda import DeviceMemory
 from asynckv.tensors.device_calls import DeviceCalls
 from asynckv.tensors.device_copying import DeviceCopyPool
 from asynckv.tensors.device_regions import DeviceRegion
@@ -26,6 +27,9 @@ from asynckv.tensors.growth import Growth
 from asynckv.tensors.on_gpu import KVOnGpu, caught
 from asynckv.tensors.open_device import OpenDevice
 from asynckv.tensors.views import spec_of
+from asynckv.transfers.host_copies import D2HCopier, HostCopies
+from asynckv.transfers.incoming import DeviceRoute
+from asynckv.transfers.source import GpuStaging, StagedTensor
 from asynckv.types import TensorSpec
 
 __all__ = (
@@ -66,39 +70,58 @@ class GpuSide:
             failed=self._close,
         )
         """Opens the way, and has it."""
+        self._copies = HostCopies()
+        """Of what is sent from the GPU through the host."""
 
     def spare(self, nbytes: int) -> DeviceRegion | None:
         """Take memory of the GPU, if there is so much now. Never waits."""
         regions = self._growth.take_on_device([max(nbytes, 1)])
         return None if regions is None else regions[0]
 
-    def spare_for(self, source: object, nbytes: int) -> DeviceRegion | None:
-        """Take memory for what is sent from there, where it is to; as :meth:`spare`."""
-        if isinstance(source, KVOnGpu):
-            is_near = source.memory.device == self._device.index
-            has_way = is_near and (self.sharing.is_open or self.opening.way is not None)
-        else:  # from the host it goes by lanes
-            has_way = self.sharing.is_open
-        return self.spare(nbytes) if has_way else None
+    async def staged(self, source: torch.Tensor | KVOnGpu) -> StagedTensor | None:
+        """Return a copy of what is to be sent that is on the GPU.
 
-    async def copied(
-        self, source: torch.Tensor | KVOnGpu, place: DeviceMemory
-    ) -> bytes:
-        """Copy what is to be sent; return what the peer compares, if that is due now.
-
-        A cancelled call ends when nothing is at either place.
+        ``None`` where nothing leads on from there, or for lack of room. A cancelled
+        call has made none, and ends when no GPU reads the source.
 
         :raises GPUFailed: the GPU failed
         """
-        if self.sharing.is_open:
-            return await self.sharing.copy(source, place)
-        await self.pool.copy([source], [place], digest=False)
-        return b""
+        is_shared = self.sharing.is_open
+        if not is_shared and self.opening.way is None:
+            return None
+        kind: DigestMode = self.sharing.digest if is_shared else self.digest
+        is_digested = is_shared and kind == "full"  # else that is done while it leaves
+        staging = GpuStaging(self._growth, self.pool, takes_host=is_shared)
+        staged = await staging.staged(source, digest=is_digested)
+        if staged is None or kind != "edges" or staged.region.edges:
+            return staged
+        try:
+            (staged.region.edges,) = await self.pool.edges([staged.place()])
+        except BaseException:
+            staged.release()
+            raise
+        return staged
 
-    def device_route(self) -> NcclRoute | None:
-        """Return by what one tensor may come from the peer's GPU."""
-        way = self.opening.way
+    def route(
+        self, place: Place | None, digest: bytes, *, is_on_gpu: bool
+    ) -> DeviceRoute | None:
+        """Return by what one tensor may come from the peer's GPU, or from its memory.
+
+        ``place`` is where the peer shows it there, with the ``digest`` of that.
+        """
+        if place is not None:
+            return self.sharing.route(place, digest)
+        way = self.opening.way if is_on_gpu else None
         return None if way is None else NcclRoute(way, self.pool)
+
+    def d2h(self, link: Link) -> D2HCopier:
+        return D2HCopier(self.pool, self._copies, link.payload.feeds)
+
+    def nccl(self, link: Link) -> GpuLink:
+        """Return what the peer was told leads there, also when that is over."""
+        if (way := self.opening.agreed_way) is None:
+            raise RemoteProtocolError("a grant of memory that nothing leads to")
+        return way
 
     def made(self, spec: TensorSpec) -> KVOnGpu | None:
         """Make a tensor for the application, where there is room. Never waits.

@@ -10,29 +10,18 @@ from __future__ import annotations
 
 import asyncio
 import collections
-import contextlib
 from collections.abc import Callable
 from typing import Final, NamedTuple
 
 import torch
 
 from asynckv.errors import ChecksumError, EndOfStream, PeerLost, RemoteProtocolError
-from asynckv.links.link import Link
-from asynckv.pipes.arrivals import Arrival, SmallArrival
-from asynckv.pipes.gpu_side import GpuSide
-from asynckv.pipes.map_sharing import MapSharing
+from asynckv.links.link import LinkStream
+from asynckv.pipes.arrivals import Arrival, Granting, SmallArrival
 from asynckv.pipes.parcels import INLINE_NBYTES, MAX_TENSORS
-from asynckv.pipes.read_ahead import ReadAhead
 from asynckv.protocol.codec import Buffer
-from asynckv.protocol.frames import Flushed, Frame, Push, PushSmall, Read
-from asynckv.protocol.transfer_frames import (
-    Grant,
-    PushMapped,
-    PushShared,
-    Sent,
-)
+from asynckv.protocol.frames import Flushed, Frame, Push, Read
 from asynckv.protocol.wire import digest_of
-from asynckv.tensors.growth import Growth
 from asynckv.tensors.views import (
     MISSING_DTYPES,
     bytes_of,
@@ -40,175 +29,18 @@ from asynckv.tensors.views import (
     empty_tensor,
     tensor_from,
 )
-from asynckv.transfers.reception import Reception
 from asynckv.types import TensorSpec
 
 __all__ = (
-    "Granting",
     "Inbound",
     "Reports",
 )
 
 
-_NOTHING: Final = b""
-
 _SHARE: Final = 4
 """Room is said with so large a part of the bound: a quarter."""
 
 _LATEST_S: Final = 0.005
-
-
-class Granting:
-    """Grants what the peer has announced memory to land in: of a GPU, or of the host.
-
-    What finds none comes when :meth:`grant` is called for it again. ``granted`` is told
-    when what has waited for a slab was granted.
-    """
-
-    def __init__(
-        self,
-        link: Link,
-        send: Callable[[Frame, Buffer], None],
-        max_bytes: int,
-        granted: Callable[[], None],
-    ) -> None:
-        self.gpus: GpuSide | None = None
-        self.mapping: MapSharing | None = None
-        self.ahead = ReadAhead(self.try_to_grant)
-        self._link, self._send, self._granted = link, send, granted
-        self._max_bytes = max_bytes
-        self._memory = Growth(max_bytes, self._grant_waiting)
-        self._landing: dict[int, Arrival] = {}
-        self._to_grant: dict[Arrival, None] = {}
-        """What waits for a slab, the first one first."""
-
-    def expect(self, arrival: Arrival) -> None:
-        """It was announced: let it land, unless it is above the bound. Never waits."""
-        self._link.payload.announce(arrival.transfer)
-        if arrival.nbytes > self._max_bytes:
-            return
-        if self.can_read(arrival):
-            self.ahead.add(arrival)
-        else:
-            self.try_to_grant(arrival)
-
-    def can_read(self, arrival: Arrival | SmallArrival) -> bool:
-        """Can it be copied from where the peer shows it, and is it not yet?"""
-        if not isinstance(arrival, Arrival) or arrival.mapped is None:
-            return False
-        is_shown = self.mapping is not None and self.mapping.can_read
-        return is_shown and not (arrival.is_landing or arrival.is_verified)
-
-    async def read(self, arrival: Arrival, into: torch.Tensor) -> None:
-        """Copy it from where the peer shows it, as :meth:`MapSharing.read`."""
-        if arrival.mapped is None or self.mapping is None:
-            raise PeerLost("the peer shows it nowhere")
-        self.ahead.forget(arrival)
-        self.ahead.is_paused = arrival.is_read_out = True
-        try:
-            await self.mapping.read(arrival.mapped, into)
-        finally:
-            self.ahead.is_paused = arrival.is_read_out = False
-
-    def try_to_grant(self, arrival: Arrival) -> None:
-        """As :meth:`grant`; without memory it comes when it is waited for."""
-        with contextlib.suppress(MemoryError):
-            self.grant(arrival)
-
-    def grant(self, arrival: Arrival) -> None:
-        """Let it land, unless it does already. Never waits.
-
-        :raises MemoryError: there is none for a tensor above the bound
-        """
-        if arrival.spec is None or arrival.is_landing or self._lands_on_gpu(arrival):
-            return
-        if self._memory.awaits(arrival.nbytes):
-            self._to_grant[arrival] = None
-            return
-        try:
-            arrival.tensor = self._memory.lending.spare(arrival.spec)
-        except RuntimeError as exc:
-            raise MemoryError(f"none for a tensor of {arrival.nbytes} bytes") from exc
-        self.ahead.forget(arrival)
-        if self.mapping is not None and arrival.read_mapped(self.mapping):
-            return
-        arrival.reception = Reception(self._link, arrival.transfer, arrival)
-        self._landing[arrival.transfer] = arrival
-        arrival.reception.begin(bytes_of(arrival.tensor))
-        self._send(Grant(arrival.transfer), _NOTHING)
-
-    def check_shown(self, frame: PushShared) -> None:
-        """Raise if the peer shows what is not within its memory."""
-        if self.gpus is not None:
-            nbytes = frame.spec.nbytes
-            self.gpus.sharing.peer_memory.check(frame.offset, nbytes)
-
-    def check_mapped(self, frame: PushMapped) -> None:
-        """Raise if the peer shows what is not in its memory, or is shown already."""
-        if self.mapping is None:
-            raise RemoteProtocolError("a tensor in memory that is not mapped")
-        self.mapping.claim(frame)
-
-    def on_sent(self, frame: Sent) -> None:
-        """The peer has sent a tensor's last byte."""
-        arrival = self._landing.get(frame.transfer)
-        if arrival is None or arrival.reception is None:
-            raise RemoteProtocolError("a Sent for what was never granted")
-        arrival.reception.on_sent(frame)
-
-    def on_routed_sent(self, frame: Sent) -> None:
-        """The peer has sent a tensor's last byte from its GPU to this one's."""
-        arrival = self._landing.get(frame.transfer)
-        if arrival is None:
-            raise RemoteProtocolError("a tensor of a GPU that was never granted")
-        arrival.on_routed_sent(frame)
-
-    def landed(self, arrival: Arrival) -> None:
-        """It is whole."""
-        arrival.reception = None
-        self._landing.pop(arrival.transfer, None)
-        self._let_go(arrival)
-
-    def forget(self, arrival: Arrival) -> None:
-        """Nobody wants it any more, and it lands no further. Never waits."""
-        self._to_grant.pop(arrival, None)
-        if arrival.reception is not None:
-            arrival.reception.stop()
-        arrival.let_go()
-        self._landing.pop(arrival.transfer, None)
-        self.ahead.forget(arrival)
-        self._let_go(arrival)
-
-    async def aclose(self) -> None:
-        """Give idle memory back. Bounded; what was taken keeps its own."""
-        await self._memory.aclose()
-
-    def abort(self) -> None:
-        """As :meth:`aclose`, but never waits."""
-        self._memory.close()
-
-    def _lands_on_gpu(self, arrival: Arrival) -> bool:
-        """Let it land in memory of the GPU, if that can be."""
-        if self.gpus is None:
-            return False
-        if arrival.read_on_gpu(self.gpus):
-            return True
-        if (granted := arrival.land_on_gpu(self._link, self.gpus)) is None:
-            return False
-        self._landing[arrival.transfer] = arrival
-        self._send(granted, _NOTHING)
-        return True
-
-    def _let_go(self, arrival: Arrival) -> None:
-        if self.mapping is not None and arrival.mapped is not None:
-            self.mapping.release(arrival.mapped.place)
-
-    def _grant_waiting(self) -> None:
-        waiting, self._to_grant = self._to_grant, {}
-        for arrival in waiting:
-            self.try_to_grant(arrival)
-        if waiting:
-            self._granted()
 
 
 class Reports:
@@ -320,7 +152,7 @@ class _Spare(NamedTuple):
 
 
 class Inbound:
-    """What one side receives through a pipe, in order.
+    """What one side receives through a pipe, in order, by ``stream``.
 
     ``broke`` is told, on the loop, of bytes that changed on their way: nothing
     behind them is received.
@@ -328,8 +160,7 @@ class Inbound:
 
     def __init__(
         self,
-        link: Link,
-        send: Callable[[Frame, Buffer], None],
+        stream: LinkStream,
         max_bytes: int,
         broke: Callable[[ChecksumError], None],
     ) -> None:
@@ -337,20 +168,25 @@ class Inbound:
         self.held_bytes = 0
         self.received_bytes = 0
         self.received_tensors = 0
-        self._link = link
+        self._link = stream.link
         self._broke = broke
         self._queue: collections.deque[Arrival | SmallArrival] = collections.deque()
         self._unverified: collections.deque[Arrival | SmallArrival] = (
             collections.deque()
         )
-        self.reports = Reports(send, max_bytes)
+        self.reports = Reports(stream.send, max_bytes)
         self._loop = asyncio.get_running_loop()
         self._waiting: asyncio.Future[None] | None = None
         """The one who waits for the next tensor."""
         self._spare: _Spare | None = None
         self._last_small: TensorSpec | None = None
-        self.granting = Granting(link, send, max_bytes, self._wake)
-        """What of it lands where."""
+        self.granting = Granting(
+            *(stream, max_bytes),
+            landed=self._verified,
+            failed=self._fail,
+            changed=self._wake,
+        )
+        """What of it comes to where."""
         self._lost: PeerLost | None = None
         self._was_cut = False
         self._checksum: ChecksumError | None = None
@@ -401,19 +237,20 @@ class Inbound:
         :raises PeerLost: the connection ended meanwhile
         :raises ValueError: ``into`` does not fit
         """
-        if not isinstance(arrival, Arrival) or arrival.spec is None:
+        if not isinstance(arrival, Arrival):
             raise TypeError("a small tensor is nowhere else")
         check_into(into, arrival.spec, "tensor")
         try:
             await self.granting.read(arrival, into)
         except ChecksumError as exc:
-            self.fail(arrival, exc.message)
+            self._fail(arrival, exc.message)
             raise self._failure() from None
         except PeerLost:
-            self.land_again(arrival)
+            if self._lost is None:
+                self.granting.try_to_grant(arrival)
             return False
         if self._queue and self._queue[0] is arrival:
-            self.verified(arrival)
+            self._verified(arrival)
         return True
 
     def tensor_of(self, arrival: Arrival | SmallArrival) -> torch.Tensor | None:
@@ -451,26 +288,35 @@ class Inbound:
             raise self._failure()
 
     def on_push(self, frame: Push, body: bytes) -> None:
-        """The next tensor comes by payload."""
-        if frame.inline:
-            raise RemoteProtocolError("a large tensor that is to ride along")
-        self._await(self._announced(frame), body)
+        """The next tensor is here, or comes.
 
-    def on_push_small(self, frame: PushSmall, body: bytes) -> None:
-        """The next tensor is here."""
-        spec, nbytes = frame.spec, len(body)
+        :raises RemoteProtocolError: it makes no sense, or there is no room for it
+        """
+        spec = frame.spec
+        nbytes = 0 if spec is None else spec.nbytes
         self.reports.charge(nbytes)
-        if nbytes != (0 if spec is None else spec.nbytes) or nbytes > INLINE_NBYTES:
+        if len(body) != (nbytes if frame.inline else 0):
             raise RemoteProtocolError("a pushed tensor has not its declared size")
+        if frame.inline is not (nbytes <= INLINE_NBYTES):
+            raise RemoteProtocolError("a large tensor came along, or a small one not")
         if spec is not None and spec.dtype in MISSING_DTYPES:
             raise RemoteProtocolError(f"a pushed {spec.dtype}, unknown to this torch")
         self.held_bytes += nbytes
-        arrival = SmallArrival(spec, body, nbytes)
-        self._queue.append(arrival)
-        digested = spec is not None and self._link.digest != "off"
-        if digested and frame.digest != digest_of(body):
+        if frame.inline:
+            self._take_in(SmallArrival(spec, body, nbytes), frame.digest)
+        elif spec is not None:
+            arrival = Arrival(frame, spec)
+            self._queue.append(arrival)
             self._unverified.append(arrival)
-            self.fail(arrival, "a tensor arrived with other bytes than were sent")
+            self.granting.expect(arrival)
+            self._wake()
+
+    def _take_in(self, arrival: SmallArrival, digest: bytes) -> None:
+        self._queue.append(arrival)
+        is_digested = arrival.spec is not None and self._link.digest != "off"
+        if is_digested and digest != digest_of(arrival.body):
+            self._unverified.append(arrival)
+            self._fail(arrival, "a tensor arrived with other bytes than were sent")
             return
         self._wake()  # first: what it sends says more
         if self._unverified:
@@ -478,26 +324,10 @@ class Inbound:
         else:
             self.reports.verified(1)
 
-    def on_push_shared(self, frame: PushShared, body: bytes) -> None:
-        """The next tensor lies in memory of the peer's that this side can read."""
-        self.granting.check_shown(frame)
-        self._await(self._announced(frame), body)
-
-    def on_push_mapped(self, frame: PushMapped, body: bytes) -> None:
-        """The next tensor lies in memory of the peer's that this side has mapped."""
-        self.granting.check_mapped(frame)
-        self._await(self._announced(frame), body)
-
-    def land_again(self, arrival: Arrival) -> None:
-        """It cannot come from GPU to GPU: let it come through host memory."""
-        if self._lost is None:
-            self.granting.try_to_grant(arrival)
-            self._wake()
-
-    def verified(self, arrival: Arrival) -> None:
+    def _verified(self, arrival: Arrival) -> None:
         """All bytes of it are here, and are those that were sent."""
         arrival.is_verified = True
-        self.granting.landed(arrival)
+        self.granting.end(arrival)
         count = 0
         while self._unverified and self._unverified[0].is_verified:
             self._unverified.popleft()
@@ -505,7 +335,7 @@ class Inbound:
         self._wake()
         self.reports.verified(count)
 
-    def fail(self, arrival: Arrival | SmallArrival, message: str) -> None:
+    def _fail(self, arrival: Arrival | SmallArrival, message: str) -> None:
         """Its bytes changed on their way: what came before it is still good."""
         if self._lost is None:
             self._checksum = ChecksumError(message, hint="the pipe is broken")
@@ -541,24 +371,6 @@ class Inbound:
         error = PeerLost(lost.message, hint=lost.hint)
         error.__cause__ = lost.__cause__
         return error
-
-    def _announced(self, frame: Push | PushShared | PushMapped) -> Arrival:
-        """Put a tensor that comes into the stream."""
-        arrival = Arrival(self, frame)
-        self.reports.charge(arrival.nbytes)
-        self.held_bytes += arrival.nbytes
-        if arrival.spec is not None and arrival.spec.dtype in MISSING_DTYPES:
-            dtype = arrival.spec.dtype
-            raise RemoteProtocolError(f"a pushed {dtype}, unknown to this torch")
-        self._queue.append(arrival)
-        self._unverified.append(arrival)
-        return arrival
-
-    def _await(self, arrival: Arrival, body: bytes) -> None:
-        if body or arrival.nbytes <= INLINE_NBYTES:
-            raise RemoteProtocolError("a small tensor that did not ride along")
-        self.granting.expect(arrival)
-        self._wake()
 
     def _is_ready(
         self, arrival: Arrival | SmallArrival, into: torch.Tensor | None

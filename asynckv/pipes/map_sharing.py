@@ -12,30 +12,39 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 from functools import partial
-from typing import Final
+from typing import ClassVar, Final
 
 import anyio
 import numpy
+import numpy.typing
 import torch
 
 from asynckv.errors import AsyncKVError, ChecksumError, PeerLost, RemoteProtocolError
 from asynckv.links.link import Link
 from asynckv.links.options import Digest, map_digest, new_identity
-from asynckv.pipes.parcels import Parcel
+from asynckv.links.progress import Progress
 from asynckv.protocol.handshake import DigestMode, strictest
-from asynckv.protocol.transfer_frames import Exposed, OpenMemory, PushMapped
+from asynckv.protocol.transfer_frames import Exposed, OpenMemory, Sent
 from asynckv.protocol.values import Place
 from asynckv.sharing.exporter import Exporter, Importer, place_of, warn_of_loss
+from asynckv.sharing.gpu_channel import RouteLost
 from asynckv.sharing.handshake import Handshake
 from asynckv.sharing.peer_files import PeerFile, edges_at, import_file
 from asynckv.sharing.peer_imports import check_same_host
 from asynckv.shielding import clear_all_frames
 from asynckv.tensors.copying import CopyPool
+from asynckv.tensors.cuda import DeviceMemory
 from asynckv.tensors.growth import Growth
-from asynckv.tensors.views import bytes_of, tensor_over
+from asynckv.tensors.runs import Memory, joined
+from asynckv.tensors.slab_regions import SlabRegion
+from asynckv.tensors.views import tensor_over
+from asynckv.transfers.outgoing import Outgoing
+from asynckv.transfers.read_route import DoneCallback, ReadRoute
+from asynckv.transfers.source import Source
+from asynckv.types import TensorSpec
 from asynckv.waits.own_tasks import OwnTasks
 
-__all__ = ("MapSharing",)
+__all__ = ("MapRoute", "MapSharing")
 
 logger = logging.getLogger(__name__)
 
@@ -88,44 +97,44 @@ class MapSharing:
         """Share memory with the peer, which has asked for it. Never waits."""
         self._open(partial(self._answer, handshake))
 
-    def show(self, parcel: Parcel) -> PushMapped | None:
-        """Let the peer read what is to be sent, if it can: return what it is told."""
-        importer, memory, spec = self._importer, parcel.memory, parcel.spec
-        place = None if parcel.shared is None else place_of(parcel.shared)
-        if place is None or importer is None or memory is None or spec is None:
+    def show(
+        self, region: SlabRegion, source: Source, outgoing: Outgoing
+    ) -> tuple[Place, bytes] | None:
+        """Let the peer read what is sent where it lies, if it can: return where.
+
+        And the digest of it that the peer compares.
+        """
+        place, importer = place_of(region), self._importer
+        if place is None or importer is None or not importer.is_usable:
             return None
-        if parcel.shared is None or not self.is_open or not importer.is_usable:
+        if not self.is_open:
             return None
-        digest = parcel.digest
-        if self.digest != "full":
-            digest = b""
+        digest = source.digest if self.digest == "full" else b""
         if self.digest == "edges":
-            read = numpy.frombuffer(bytes_of(memory), numpy.uint8)
+            read = numpy.frombuffer(joined(source.host()), numpy.uint8)
             digest = edges_at(read, place.generation)
-        self._pins[parcel.transfer] = importer.pin([parcel.shared]).number
-        return PushMapped(parcel.transfer, spec, place, digest)
+        outgoing.pin(importer, [region])
+        return place, digest
 
-    def unpin(self, transfer: int) -> None:
-        """The peer has it. Never waits."""
-        number = self._pins.pop(transfer, None)
-        if number is not None and self._importer is not None:
-            self._importer.unpin(number)
-
-    def claim(self, shown: PushMapped) -> None:
+    def claim(self, place: Place, nbytes: int) -> None:
         """The peer has shown a tensor, which lies there until :meth:`release`.
 
         :raises RemoteProtocolError: it shows nothing, or not there
         """
         if self._file is None:
             raise RemoteProtocolError("a tensor in memory that is not mapped")
-        self._file.claim(shown.place, shown.spec.nbytes)
+        self._file.claim(place, nbytes)
 
     def release(self, place: Place) -> None:
         """It is not read any more. Never waits."""
         if self._file is not None:
             self._file.release(place)
 
-    async def read(self, shown: PushMapped, target: torch.Tensor) -> None:
+    def route(self, place: Place, digest: bytes) -> MapRoute:
+        """Return by what a tensor comes that the peer shows there."""
+        return MapRoute(self, self._link.progress, place, digest)
+
+    async def read(self, place: Place, digest: bytes, target: memoryview) -> None:
         """Copy what the peer has shown, and compare it.
 
         A cancelled call ends when no thread is at ``target``, which may hold a part
@@ -136,12 +145,12 @@ class MapSharing:
         """
         if self._file is None:
             raise PeerLost("the peer's memory is closed")
-        spec, place, kind = shown.spec, shown.place, self.digest
+        nbytes, kind = target.nbytes, self.digest
         found = b""
         try:
-            with self._file.reading(place, spec.nbytes) as memory:
+            with self._file.reading(place, nbytes) as memory:
                 (found,) = await self._pool.copy(
-                    [tensor_over(memory, spec)], [target], digest=kind == "full"
+                    [_flat(memory)], [_flat(target)], digest=kind == "full"
                 )
                 if kind == "edges":
                     found = edges_at(memory, place.generation)
@@ -150,21 +159,8 @@ class MapSharing:
             if not isinstance(exc, PeerLost):
                 self.lose(exc)
             raise PeerLost(f"the peer's memory cannot be read: {exc}") from None
-        if kind != "off" and found != shown.digest:
+        if kind != "off" and found != digest:
             raise ChecksumError(_OTHER_BYTES)
-
-    def begin_read(
-        self,
-        shown: PushMapped,
-        target: torch.Tensor,
-        done: Callable[[Exception | None], None],
-    ) -> asyncio.Task[None]:
-        """As :meth:`read`, in a task; ``done`` is told why it is not there.
-
-        If the task is cancelled it is told nothing. Never waits.
-        """
-        name = f"asynckv: read transfer {shown.transfer} of a pipe"
-        return self._tasks.own(self._read(shown, target, done), name)
 
     def lose(self, reason: object) -> None:
         """Show and read nothing more; what was shown goes by lanes. Never waits."""
@@ -257,23 +253,48 @@ class MapSharing:
         self._link.use_map()
         logger.info("payload of the pipe to %s is read in memory", self._link.peer.id)
 
-    async def _read(
-        self,
-        shown: PushMapped,
-        target: torch.Tensor,
-        done: Callable[[Exception | None], None],
-    ) -> None:
-        try:
-            await self.read(shown, target)
-        except Exception as exc:  # noqa: BLE001 - whoever waits for it is told
-            clear_all_frames(exc)
-            if not isinstance(exc, ChecksumError):
-                self.lose(exc)
-            done(exc)
-        else:
-            done(None)
-
     def _stop(self) -> None:
         self._is_over = True
         if self._file is not None:
             self._file.close()
+
+
+class MapRoute(ReadRoute):
+    """One tensor that the peer shows at a ``place`` in memory of its host."""
+
+    is_to_gpu: ClassVar[bool] = False
+
+    def __init__(
+        self, sharing: MapSharing, progress: Progress, place: Place, digest: bytes
+    ) -> None:
+        super().__init__(progress, sharing.digest, Sent(0, 0, digest, sharing.digest))
+        self._sharing = sharing
+        self._place = place
+
+    def _is_there(self, frame: Sent, nbytes: int) -> bool:
+        return True  # it was claimed
+
+    def _read(
+        self, frame: Sent, target: Memory | DeviceMemory, done: DoneCallback
+    ) -> None:
+        if not isinstance(target, memoryview):
+            raise TypeError("a tensor of a pipe lies in one place")
+        reading = self._copy(frame, target, done)
+        self._reading.own(reading, "asynckv: read a peer's memory")
+
+    async def _copy(self, frame: Sent, target: memoryview, done: DoneCallback) -> None:
+        error: Exception | None = None
+        try:
+            with self.progress.working(frame.transfer):
+                await self._sharing.read(self._place, frame.digest, target)
+        except ChecksumError as exc:
+            error = exc
+        except Exception as exc:  # noqa: BLE001 - whoever waits for it is told
+            self._sharing.lose(exc)
+            error = RouteLost(exc)
+            clear_all_frames(exc)
+        done(b"", error)
+
+
+def _flat(memory: memoryview | numpy.typing.NDArray[numpy.uint8]) -> torch.Tensor:
+    return tensor_over(memory, TensorSpec((memory.nbytes,), "uint8"))

@@ -2,9 +2,8 @@
 
 A tensor has its place in the stream from the moment it has room; from there on only
 plain functions move it. Its bytes count as in flight until the peer has said that its
-memory holds them. They leave by the link's payload, or from GPU to GPU. What left from
-GPU to GPU, or is to be read where it lies, may be asked for by the link's payload,
-until the peer has verified it. Tasks read back what a GPU has.
+memory holds them. A small one leaves with its frame; of a larger one the peer is told,
+perhaps where it can read it, and a transfer of its own sends it as it is granted.
 """
 
 from __future__ import annotations
@@ -12,248 +11,46 @@ from __future__ import annotations
 import asyncio
 import collections
 import itertools
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from functools import partial
 from typing import Final
 
 import torch
 
-from asynckv.errors import (
-    EndOfStream,
-    LocalProtocolError,
-    PeerLost,
-    PipeBroken,
-    RemoteProtocolError,
-)
-from asynckv.links.link import Link
+from asynckv.errors import EndOfStream, PeerLost, PipeBroken, RemoteProtocolError
+from asynckv.links.link import LinkStream
 from asynckv.links.options import Digest
 from asynckv.observability.waits import LoggedWait
-from asynckv.pipes.gpu_sharing import GpuSharing
 from asynckv.pipes.gpu_side import GpuSide
 from asynckv.pipes.map_sharing import MapSharing
 from asynckv.pipes.parcels import INLINE_NBYTES, Credit, Parcel, SendRoom
 from asynckv.protocol.codec import Buffer
-from asynckv.protocol.frames import Frame, Push
-from asynckv.protocol.handshake import DigestMode, strictest
-from asynckv.protocol.transfer_frames import (
-    Grant,
-    PushMapped,
-    PushShared,
-    Sent,
-)
+from asynckv.protocol.frames import Push
+from asynckv.protocol.transfer_frames import Grant, Sent
+from asynckv.protocol.values import Place
+from asynckv.tensors.device_regions import DeviceRegion
 from asynckv.tensors.growth import Growth
-from asynckv.tensors.views import bytes_of
+from asynckv.tensors.runs import joined
+from asynckv.transfers.outgoing import Outgoing, ignore_grant
+from asynckv.transfers.source import Source
 from asynckv.types import TensorSpec
-from asynckv.waits.own_tasks import OwnTasks
 
-__all__ = (
-    "Leaving",
-    "Outbound",
-)
-
-
-_NOTHING: Final = memoryview(b"")
-
-
-class Leaving:
-    """The parcels of one pipe that were pushed without their bytes.
-
-    ``failed`` is told, on the loop, why one cannot leave any more.
-    """
-
-    def __init__(
-        self,
-        link: Link,
-        send: Callable[[Frame, Buffer], None],
-        memory: Growth,
-        failed: Callable[[Exception], None],
-    ) -> None:
-        self.gpus: GpuSide | None = None
-        self.mapping: MapSharing | None = None
-        self._link = link
-        self._send = send
-        self._memory = memory
-        self._waiting: dict[int, Parcel] = {}
-        self._shown: dict[int, tuple[GpuSharing, int]] = {}
-        self._by_gpu: dict[int, Parcel] = {}
-        self._reading: dict[int, asyncio.Task[None]] = {}
-        self._lent: set[int] = set()
-        """What leaves from the caller's memory."""
-        self._tasks = OwnTasks(failed)
-
-    def add(self, parcel: Parcel) -> None:
-        """It leaves when the peer grants it memory."""
-        self._waiting[parcel.transfer] = parcel
-
-    def show(self, parcel: Parcel) -> PushShared | PushMapped | None:
-        """Let the peer read it where it lies, if it can: return what it is told.
-
-        It may grant it as well.
-        """
-        if self.mapping is not None and (mapped := self.mapping.show(parcel)):
-            parcel.is_sent = True
-            return mapped
-        gpus, region = self.gpus, parcel.region
-        if gpus is None or region is None or parcel.spec is None:
-            return None
-        if not gpus.sharing.is_open:
-            return None
-        number = gpus.sharing.pin(region)
-        self._shown[parcel.transfer] = gpus.sharing, number
-        parcel.is_sent = True
-        return PushShared(parcel.transfer, parcel.spec, region.start, parcel.digest)
-
-    def on_grant(self, frame: Grant) -> None:
-        """The peer's memory is ready for a tensor, for the link's payload.
-
-        :raises RemoteProtocolError: it waits for none
-        """
-        parcel = self._waiting.pop(frame.transfer, None) or self._stop(frame.transfer)
-        if parcel is None:
-            raise RemoteProtocolError("a Grant for what waits for none")
-        parcel.is_sent = False
-        if parcel.memory is None:
-            self._start(parcel, partial(self._copy_to_host, parcel))
-        else:
-            self._send_by_link(parcel)
-
-    def on_routed_grant(self, frame: Grant) -> None:
-        """The peer's memory of its GPU is ready for a tensor.
-
-        If this side's way is over, the peer will hear of that, and grant it again.
-
-        :raises RemoteProtocolError: it waits for none, there is no way, or it is not
-            on this side's GPU
-        """
-        gpus, transfer = self.gpus, frame.transfer
-        way = None if gpus is None else gpus.opening.agreed_way
-        parcel = self._waiting.pop(transfer, None)
-        is_here = parcel is not None and parcel.memory is None
-        if parcel is None or not is_here or gpus is None or way is None:
-            raise RemoteProtocolError("a Grant for what waits for none")
-        kind = strictest(gpus.digest, frame.digest)
-        self._by_gpu[transfer] = parcel
-
-        def sent(_: bytes, error: BaseException | None) -> None:
-            if error is None and self._by_gpu.get(transfer) is parcel:
-                self._start(parcel, partial(self._tell_sent, gpus, parcel, kind))
-
-        try:
-            way.transport.send(transfer, 0, parcel.place(), sent)
-        except LocalProtocolError as exc:
-            raise RemoteProtocolError("GPUs that are not connected") from exc
-
-    def forget(self, parcel: Parcel) -> None:
-        """The peer has verified it."""
-        self._waiting.pop(parcel.transfer, None)
-        self._by_gpu.pop(parcel.transfer, None)
-        self._reading.pop(parcel.transfer, None)
-        if self.mapping is not None:
-            self.mapping.unpin(parcel.transfer)
-        if (shown := self._shown.pop(parcel.transfer, None)) is not None:
-            sharing, number = shown
-            sharing.unpin(number)
-
-    def end(self) -> None:
-        """Nothing leaves any more. Never waits."""
-        self._waiting.clear()
-        self._shown.clear()  # the peer may still read it, until it says otherwise
-        for transfer in list(self._by_gpu):
-            self._stop(transfer)
-        self._tasks.cancel()
-
-    async def aclose(self) -> None:
-        """Wait until no thread and no GPU reads what was to leave."""
-        self.end()
-        await self._tasks.wait()
-        await self.quiesce()
-
-    async def quiesce(self) -> None:
-        """After the end: wait until nothing reads the caller's memory (at most 1 s)."""
-        while self._lent:
-            transfer = next(iter(self._lent))
-            await self._link.payload.quiesce(transfer)
-            self._lent.discard(transfer)
-
-    def block_until_quiet(self) -> None:
-        """As :meth:`quiesce`, but it blocks."""
-        while self._lent:
-            self._link.payload.block_until_quiet(self._lent.pop())
-
-    def _stop(self, transfer: int) -> Parcel | None:
-        """Stop what goes from GPU to GPU, if it does; return that."""
-        parcel = self._by_gpu.pop(transfer, None)
-        if parcel is not None and self.gpus is not None:
-            if (way := self.gpus.opening.agreed_way) is not None:
-                way.transport.stop(transfer)
-            if (task := self._reading.pop(transfer, None)) is not None:
-                task.cancel()
-        return parcel
-
-    def _start(self, parcel: Parcel, work: Callable[[], Awaitable[None]]) -> None:
-        name = f"asynckv: transfer {parcel.transfer} of a pipe"
-        self._reading[parcel.transfer] = self._tasks.start(work, name)
-
-    async def _tell_sent(self, gpus: GpuSide, parcel: Parcel, kind: DigestMode) -> None:
-        digest = await self._digest(gpus, parcel, kind)
-        if self._by_gpu.get(parcel.transfer) is parcel:
-            parcel.is_sent = True
-            sent = Sent(parcel.transfer, 0, digest, kind, "nccl")
-            self._send(sent, _NOTHING)
-
-    async def _digest(self, gpus: GpuSide, parcel: Parcel, kind: DigestMode) -> bytes:
-        if kind == "off":
-            return b""
-        read = gpus.pool.edges if kind == "edges" else gpus.pool.digest
-        (digest,) = await read([parcel.place()])
-        return digest
-
-    async def _copy_to_host(self, parcel: Parcel) -> None:
-        """Bring what is on the GPU to the host, and send it from there."""
-        if self.gpus is None or parcel.spec is None:
-            raise TypeError("a parcel that is nowhere")
-        await self._memory.reach(parcel.nbytes)
-        memory = self._memory.lending.spare(parcel.spec)
-        (parcel.digest,) = await self.gpus.pool.copy(
-            [parcel.place()], [memory], digest=self._link.digest != "off"
-        )
-        parcel.memory = memory
-        parcel.leave_gpu()
-        self._send_by_link(parcel)
-
-    def _send_by_link(self, parcel: Parcel) -> None:
-        if parcel.memory is None:
-            raise TypeError("a parcel that is nowhere")
-
-        if parcel.is_lent:
-            self._lent.add(parcel.transfer)
-
-        def done(digest: bytes, error: BaseException | None) -> None:
-            self._lent.discard(parcel.transfer)
-            if error is None:
-                parcel.memory, parcel.is_sent = None, True
-                self._send(Sent(parcel.transfer, 0, digest), _NOTHING)
-
-        view = bytes_of(parcel.memory)
-        digest = parcel.digest or None
-        self._link.payload.send(parcel.transfer, 0, view, done, digest=digest)
+__all__ = ("Outbound",)
 
 
 _MAX_OUTGOING_BYTES: Final = 2**20
 
 
 class Outbound:
-    """What one side sends through a pipe, in order.
+    """What one side sends through a pipe, in order, by ``stream``.
 
-    ``send`` queues a frame on the pipe's stream, ``send_small`` one with the spec, the
-    digest and the bytes of a small tensor; neither waits. ``failed`` is told what
-    breaks the pipe.
+    ``send_small`` queues a frame with the spec, the digest and the bytes of a small
+    tensor, and never waits. ``failed`` is told, on the loop, what breaks the pipe.
     """
 
     def __init__(
         self,
-        link: Link,
-        send: Callable[[Frame, Buffer], None],
+        stream: LinkStream,
         send_small: Callable[[TensorSpec | None, bytes, Buffer], None],
         max_bytes: int,
         failed: Callable[[Exception], None] = lambda error: None,
@@ -261,18 +58,25 @@ class Outbound:
         self.sent_bytes = 0
         self.sent_tensors = 0
         self.maybe_delivered = 0
-        self._link = link
-        self._send, self._send_small = send, send_small
+        self.gpus: GpuSide | None = None
+        self.mapping: MapSharing | None = None
+        self._stream = stream
+        self._link = stream.link
+        self._send_small = send_small
+        self._failed = failed
         self._queue: collections.deque[Parcel] = collections.deque()
         self._pushed: collections.deque[Parcel] = collections.deque()
+        self._offered: dict[int, Parcel] = {}
+        """Those of them that did not leave with their frame."""
         self._verified_count = 0
         self.room = SendRoom(max_bytes, self._queue.append)
         self._memory = Growth(max_bytes)
-        self.leaving = Leaving(link, send, self._memory, failed)
         self._credit = Credit()
         self._awaits_drain = False
         self._is_refusing = False
         self._lost: PeerLost | None = None
+        self._unquiet: list[tuple[Outgoing, bool]] = []
+        """What may be read still though nothing leaves any more, and is it lent?"""
 
     async def reserve(self, parcel: Parcel) -> None:
         """Wait for room, behind those who asked before, and take a place.
@@ -288,12 +92,12 @@ class Outbound:
 
     def share_memory(self, digest: Digest) -> MapSharing:
         """Let the peer read what is sent in memory of this side's, once it may."""
-        self.leaving.mapping = MapSharing(self._link, self._memory, digest)
-        return self.leaving.mapping
+        self.mapping = MapSharing(self._link, self._memory, digest)
+        return self.mapping
 
     def digests(self, nbytes: int) -> bool:
         """Is a tensor of so many bytes to be digested while it is copied?"""
-        mapping = self.leaving.mapping if nbytes > INLINE_NBYTES else None
+        mapping = self.mapping if nbytes > INLINE_NBYTES else None
         is_later = mapping is not None and mapping.compares_edges
         return self._link.digest != "off" and not is_later
 
@@ -329,16 +133,16 @@ class Outbound:
     def is_reading_lent(self) -> bool:
         """Is there memory of the caller's that has not left?"""
         parcels = itertools.chain(self._queue, self._pushed)
-        return any(one.is_lent and one.memory is not None for one in parcels)
+        return any(one.is_lent and one.source is not None for one in parcels)
 
-    def put(self, parcel: Parcel, memory: torch.Tensor | None, digest: bytes) -> None:
+    def put(self, parcel: Parcel, source: Source | None) -> None:
         """Let a parcel go that has its place, now that it is copied. Never waits.
 
         :raises PipeBroken: the peer is lost
         :raises EndOfStream: one of the sides has closed the pipe
         """
         self.check()
-        parcel.memory, parcel.digest, parcel.is_copied = memory, digest, True
+        parcel.source, parcel.is_copied = source, True
         self.sent_tensors += 1
         self.sent_bytes += parcel.nbytes
         self._advance()
@@ -393,6 +197,19 @@ class Outbound:
         self._credit.add(nbytes, tensors)
         self._advance()
 
+    def on_grant(self, frame: Grant) -> None:
+        """The peer's memory is ready for a tensor.
+
+        :raises RemoteProtocolError: it was never offered, or nothing leads there
+        """
+        parcel = self._offered.get(frame.transfer)
+        if parcel is None or parcel.outgoing is None:
+            ignore_grant(frame, self._link)
+            return
+        # Whatever else reads it keeps it, and may say for itself that it has it.
+        parcel.is_sent = parcel.source is None or frame.route != "link"
+        parcel.outgoing.on_grant(frame)
+
     def has_verified(self, tensors: int) -> None:
         """The peer's memory holds everything up to there.
 
@@ -406,8 +223,9 @@ class Outbound:
             if not parcel.is_sent:
                 raise RemoteProtocolError("a Flushed for what is still on its way")
             self._verified_count += 1
-            if parcel.nbytes > INLINE_NBYTES:
-                self.leaving.forget(parcel)
+            if parcel.outgoing is not None:
+                del self._offered[parcel.outgoing.transfer]
+                parcel.outgoing.release()
                 parcel.let_go()
             self.room.release(parcel)
             if parcel.watchers:
@@ -422,27 +240,38 @@ class Outbound:
         given_up = [*self._pushed, *(p for p in self._queue if p.is_copied)]
         self.maybe_delivered = len(given_up)
         self._pushed.clear()
-        self.leaving.end()
+        self._offered.clear()
         left = [parcel for parcel in self._queue if not parcel.is_copied]
         self._queue.clear()
         self._queue.extend(left)
         for parcel in given_up:
-            # The transport keeps the memory for as long as a thread reads it.
+            # What reads the memory keeps it, be that a thread or the peer.
             parcel.let_go()
+            if parcel.outgoing is not None and parcel.outgoing.is_busy:
+                self._unquiet.append((parcel.outgoing, parcel.is_lent))
             self.room.release(parcel)
             parcel.settle(is_verified=False)
         self.room.close()
 
     async def aclose(self) -> None:
         """Give idle memory back. Bounded; what leaves still keeps its own."""
-        await self.leaving.aclose()
+        await self.quiesce()
         await self._memory.aclose()
+
+    async def quiesce(self) -> None:
+        """After the end: wait until nothing reads what was to leave (at most 1 s)."""
+        while self._unquiet:
+            outgoing, _ = self._unquiet[-1]
+            await outgoing.quiesce()
+            self._unquiet.pop()
 
     def abort(self) -> None:
         """As :meth:`aclose`, after the link's end. Never waits, but as long as a thread
         takes to let go of what was lent.
         """
-        self.leaving.block_until_quiet()
+        for outgoing, is_lent in self._unquiet:
+            if is_lent:
+                self._link.payload.block_until_quiet(outgoing.transfer)
         self._memory.close()
 
     def _failure(self) -> PipeBroken | EndOfStream:
@@ -479,19 +308,51 @@ class Outbound:
         if parcel.nbytes <= INLINE_NBYTES:
             self._push_small(parcel)
             return
-        parcel.transfer = self._link.new_transfer()
-        self.leaving.add(parcel)
-        shown = self.leaving.show(parcel)
-        if shown is not None:
-            self._send(shown, b"")
-            return
-        on_gpu = parcel.memory is None and parcel.region is not None
-        self._send(Push(parcel.transfer, 0, False, parcel.spec, b"", on_gpu), b"")
+        self._offer(parcel)
 
     def _push_small(self, parcel: Parcel) -> None:
-        memory, parcel.memory, parcel.is_sent = parcel.memory, None, True
-        body = b"" if memory is None else bytes_of(memory)
-        self._send_small(parcel.spec, parcel.digest, body)
+        source, parcel.is_sent = parcel.source, True
+        if source is None:
+            self._send_small(None, b"", b"")
+        else:
+            self._send_small(parcel.spec, source.digest, joined(source.host()))
+        parcel.let_go()
+
+    def _offer(self, parcel: Parcel) -> None:
+        """Tell the peer of a large one: it reads that where it lies, or grants it."""
+        source, transfer = parcel.source, self._link.new_transfer()
+        if source is None:
+            raise TypeError("a parcel that is nowhere")
+        parcel.outgoing = outgoing = Outgoing(
+            *(self._stream, transfer, self.gpus),
+            failed=self._failed,
+            is_on_gpu=source.is_on_gpu,
+            sent=partial(self._sent, parcel),
+        )
+        outgoing.add(0, source)
+        self._offered[transfer] = parcel
+        shown = self._show(parcel, source, outgoing)
+        parcel.is_sent = shown is not None
+        place, digest = shown or (None, b"")
+        on_gpu = source.is_on_gpu and not shown
+        push = Push(transfer, 0, False, parcel.spec, digest, on_gpu, place)
+        self._stream.send(push)
+
+    def _show(
+        self, parcel: Parcel, source: Source, outgoing: Outgoing
+    ) -> tuple[Place, bytes] | None:
+        """Let the peer read it where it lies, if it can: return what it is told."""
+        if self.mapping is not None and parcel.shared is not None:
+            return self.mapping.show(parcel.shared, source, outgoing)
+        if self.gpus is not None and isinstance(source.region, DeviceRegion):
+            return self.gpus.sharing.show(source.region, source, outgoing)
+        return None
+
+    def _sent(self, parcel: Parcel, frame: Sent) -> None:
+        parcel.is_sent = True
+        self._stream.send(frame)
+        if frame.route == "link":  # which is never lost: it is not asked for again
+            parcel.let_go()
 
     def _last_copied(self) -> Parcel | None:
         for parcel in reversed(self._queue):

@@ -6,12 +6,10 @@ import asyncio
 from collections.abc import Callable
 from typing import Final
 
-import torch
-
 from asynckv.observability.waits import LoggedWait
-from asynckv.tensors.cuda import DeviceMemory
-from asynckv.tensors.device_regions import DeviceRegion
 from asynckv.tensors.slab_regions import SlabRegion
+from asynckv.transfers.outgoing import Outgoing
+from asynckv.transfers.source import Source, release_staged
 from asynckv.types import TensorSpec
 from asynckv.waits.line import FairLine
 
@@ -27,24 +25,21 @@ MAX_TENSORS: Final = 4096
 class Parcel:
     """One tensor, or None, on its way to the peer.
 
-    ``memory`` is the pipe's own copy, while it is still needed, or the caller's if it
-    ``is_lent``; it is ``shared`` where peers of this host could read it. One on a GPU
-    has a ``region`` there. With ``is_sent`` its last byte has
-    left.
+    ``source`` is the pipe's own copy, while it is still needed, or the caller's memory
+    if it ``is_lent``; ``shared`` is what of it peers of this host could read. With
+    ``is_sent`` its last byte has left, or can be read where it lies.
     """
 
     __slots__ = (
-        "digest",
         "has_room",
         "is_copied",
         "is_lent",
         "is_sent",
-        "memory",
         "nbytes",
-        "region",
+        "outgoing",
         "shared",
+        "source",
         "spec",
-        "transfer",
         "turn",
         "watchers",
     )
@@ -52,14 +47,10 @@ class Parcel:
     def __init__(self, spec: TensorSpec | None) -> None:
         self.spec = spec
         self.nbytes = 0 if spec is None else spec.nbytes
-        self.memory: torch.Tensor | None = None
-        self.region: DeviceRegion | None = None
+        self.source: Source | None = None
         self.shared: SlabRegion | None = None
-        self.is_sent = self.is_lent = False
-        self.digest = b""
-        self.has_room = False
-        self.is_copied = False
-        self.transfer = 0
+        self.outgoing: Outgoing | None = None
+        self.is_sent = self.is_lent = self.is_copied = self.has_room = False
         self.turn: asyncio.Future[None] | None = None
         self.watchers: list[asyncio.Future[bool]] = []
 
@@ -68,25 +59,14 @@ class Parcel:
         if self.turn is not None and not self.turn.done():
             self.turn.set_result(None)
 
-    def place(self) -> DeviceMemory:
-        """Return the bytes of the copy on the GPU; whoever has them keeps them."""
-        place = None
-        if self.region is not None and self.spec is not None:
-            place = self.region.place(self.spec)
-        if not isinstance(place, DeviceMemory):
-            raise RuntimeError("it is on no GPU")
-        return place
-
     def let_go(self) -> None:
-        """No copy is needed any more."""
-        self.memory = self.shared = None
-        self.leave_gpu()
-
-    def leave_gpu(self) -> None:
-        """The copy on the GPU is not needed any more."""
-        if self.region is not None:
-            self.region.release()
-            self.region = None
+        """It is sent no more, and no copy is needed."""
+        if self.outgoing is not None:
+            self.outgoing.stop()
+        if self.source is not None:
+            release_staged([self.source])
+            self.source = None
+        self.shared = None
 
     def settle(self, *, is_verified: bool) -> None:
         """Whoever waits for its arrival learns whether the peer has it."""

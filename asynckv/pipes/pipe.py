@@ -21,6 +21,7 @@ from asynckv.tensors.copying import CopyPool
 from asynckv.tensors.on_gpu import KVOnGpu
 from asynckv.tensors.open_device import OpenDevice
 from asynckv.tensors.views import bytes_of, check_into, packed, spec_of
+from asynckv.transfers.source import HostSource, StagedTensor
 
 __all__ = (
     "Pipe",
@@ -167,18 +168,18 @@ class Pipe(KVPipe, LoopBound):
                 await asyncio.sleep(0)
             await self._outbound.reserve(parcel)
             if source is None or parcel.spec is None:
-                self._outbound.put(parcel, None, b"")
-            elif await self._copied_on_gpu(source, parcel):
-                pass  # and sent
+                self._outbound.put(parcel, None)
+            elif staged := await self._staged(source, parcel):
+                self._outbound.put(parcel, staged)
             elif not copy and source is tensor and self._can_lend(tensor, parcel):
                 parcel.is_lent = True
-                self._outbound.put(parcel, tensor, b"")
+                self._outbound.put(parcel, HostSource(tensor))
             else:
                 memory = await self._outbound.memory_for(parcel, parcel.spec)
                 (digest,) = await self._pool.copy(
                     [source], [memory], digest=self._outbound.digests(parcel.nbytes)
                 )
-                self._outbound.put(parcel, memory, digest)
+                self._outbound.put(parcel, HostSource(memory, digest))
         except BaseException as exc:
             self._outbound.drop(parcel)
             self._told.note(exc)
@@ -193,12 +194,12 @@ class Pipe(KVPipe, LoopBound):
             await self._outbound.flush()
         except PipeBroken as exc:
             self._told.note(exc)
-            await self._outbound.leaving.quiesce()
+            await self._outbound.quiesce()
             raise
         except BaseException:
             if self._outbound.is_reading_lent:
                 self._sends.abort(PeerLost("a flush was cancelled: see send_tensor()"))
-                await self._outbound.leaving.quiesce()
+                await self._outbound.quiesce()
             raise
 
     async def recv_tensor(
@@ -310,18 +311,14 @@ class Pipe(KVPipe, LoopBound):
             return False
         return True
 
-    async def _copied_on_gpu(
+    async def _staged(
         self, source: torch.Tensor | KVOnGpu, parcel: Parcel
-    ) -> bool:
-        """Send a copy that never leaves the GPU, where that can be; else ``False``."""
+    ) -> StagedTensor | None:
+        """Return a copy that is on the GPU, where something leads on from there."""
         gpus = self._sends.gpus
         if gpus is None or parcel.nbytes <= INLINE_NBYTES:
-            return False
-        parcel.region = gpus.spare_for(source, parcel.nbytes)
-        if parcel.region is None:
-            return False
-        self._outbound.put(parcel, None, await gpus.copied(source, parcel.place()))
-        return True
+            return None
+        return await gpus.staged(source)
 
     async def _landed(
         self, arrival: Arrival | SmallArrival, into: torch.Tensor | None

@@ -8,21 +8,21 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import Final
-
-from asynckv.pipes.arrivals import Arrival
+from typing import Final, Generic, TypeVar
 
 __all__ = ("ReadAhead",)
+
+_T = TypeVar("_T")
 
 _WAIT_S: Final = 0.002
 
 
-class ReadAhead:
+class ReadAhead(Generic[_T]):
     """Calls ``begin`` for each that is added, soon or later, unless it is forgotten."""
 
-    def __init__(self, begin: Callable[[Arrival], None]) -> None:
+    def __init__(self, begin: Callable[[_T], None]) -> None:
         self._begin = begin
-        self._waiting: dict[Arrival, None] = {}
+        self._waiting: dict[_T, None] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._wants_into = True  # nobody knows yet
         self._was_asked = False
@@ -30,7 +30,7 @@ class ReadAhead:
         self.is_paused = False
         """Is one just being copied to where the application wants it?"""
 
-    def add(self, arrival: Arrival) -> None:
+    def add(self, arrival: _T) -> None:
         """It can be copied. Never waits."""
         if self._wants_into:
             self._waiting[arrival] = None
@@ -38,7 +38,7 @@ class ReadAhead:
         else:
             self._begin(arrival)
 
-    def forget(self, arrival: Arrival) -> None:
+    def forget(self, arrival: _T) -> None:
         """It is copied already, or nobody wants it any more."""
         self._waiting.pop(arrival, None)
         if not self._waiting:

@@ -21,8 +21,6 @@ from asynckv.protocol.transfer_frames import (
     OpenDevices,
     OpenMemory,
     Proved,
-    PushMapped,
-    PushShared,
     Sent,
 )
 from asynckv.protocol.values import (
@@ -35,6 +33,7 @@ from asynckv.protocol.values import (
     MappedOffer,
     Name,
     PeerIdentity,
+    Place,
     Port,
     Request,
     Text,
@@ -79,7 +78,6 @@ __all__ = (
     "Pong",
     "Proof",
     "Push",
-    "PushSmall",
     "Put",
     "Reached",
     "Read",
@@ -321,30 +319,25 @@ class Arrived(Base, frozen=True, tag="arrived"):
 
 
 class Push(Request, frozen=True, tag="push"):
-    """One tensor follows: of a streaming entry, or a large one of a pipe.
+    """One tensor: of a streaming entry, or of a pipe.
 
-    The body holds its bytes if ``inline``; otherwise it comes by payload, as
-    ``part`` of ``transfer``. On a pipe none is, ``spec`` says what comes and each
-    tensor is a transfer of its own. ``on_gpu``: it lies on the sender's GPU.
+    Either ``inline``: the body holds its bytes. Or it comes as ``transfer``, once that
+    is granted, or was read where it lies: ``on_gpu`` of the sender's, or at a ``place``
+    in memory that the sender has exported. There it stays until the receiver is through
+    with it, and its ``digest`` is of what both sides compare of what is read so.
+
+    On a pipe ``spec`` says what comes, or that it is the value None; each tensor that
+    is not inline is a transfer of its own. ``flushed_tensors`` says of the other
+    direction what a :class:`Flushed` would, if it is not 0.
     """
 
-    transfer: Count
-    part: Count
-    inline: bool
+    transfer: Count = 0
+    part: Count = 0
+    inline: bool = False
     spec: TensorSpec | None = None
     digest: Digest = b""
     on_gpu: bool = False
-
-
-class PushSmall(Request, frozen=True, tag="pushsmall"):
-    """Pipe: one tensor of at most 64 KiB, or the value None. The body holds its bytes.
-
-    ``flushed_tensors`` says of the other direction what a :class:`Flushed` would, if it
-    is not 0.
-    """
-
-    spec: TensorSpec | None = None
-    digest: Digest = b""
+    place: Place | None = None
     flushed_tensors: Count = 0
 
 
@@ -502,13 +495,10 @@ Frame: TypeAlias = (
     | DeviceFrame
     | Exposed
     | Proved
-    | PushMapped
-    | PushShared
     | Grant
     | Sent
     | Eager
     | Push
-    | PushSmall
     | Read
     | Flushed
     | Missing

@@ -8,8 +8,7 @@ an :class:`Exposed` from whoever exports it, a :class:`Proved` from whoever read
 then ``Accepted`` or a ``Failure`` from the side that was asked. Both sides of a pipe
 export theirs: who asks says :class:`Exposed` too, behind its :class:`Proved`, and hears
 a :class:`Proved` before the ``Accepted``. A peer that inserts from its own memory says
-:class:`Exposed` right behind the :class:`OpenMemory`. :class:`PushMapped` and
-:class:`PushShared` belong to the pipe's own stream.
+:class:`Exposed` right behind the :class:`OpenMemory`.
 
 Payload from GPU to GPU by NCCL has one stream a link, too: :class:`OpenDevices`,
 :class:`Devices`, and then for each of two *pipes*, one a direction, what makes both
@@ -22,8 +21,7 @@ from typing import Annotated, Final, Literal, TypeAlias
 
 import msgspec
 
-from asynckv.protocol.values import Base, Count, Digest, Id, Place, Request, Token
-from asynckv.types import TensorSpec
+from asynckv.protocol.values import Base, Count, Digest, Id, Request, Token
 
 __all__ = (
     "MAX_EAGER",
@@ -45,8 +43,6 @@ __all__ = (
     "OpenMemory",
     "PrepareDevice",
     "Proved",
-    "PushMapped",
-    "PushShared",
     "RouteName",
     "Sent",
 )
@@ -143,34 +139,6 @@ class Proved(Base, frozen=True, tag="proved"):
     """The nonce that was read in the peer's memory, at its end."""
 
     nonce: Annotated[bytes, msgspec.Meta(max_length=64)]
-
-
-class PushShared(Request, frozen=True, tag="pushshared"):
-    """Pipe: one tensor lies in the memory that this side has exported.
-
-    It begins at ``offset``, and stays there until it is flushed. ``digest`` is of what
-    both sides want to be compared: of all its bytes, of the first and last ones, or
-    there is none. Who cannot read it there grants it as any other one.
-    """
-
-    transfer: Count
-    spec: TensorSpec
-    offset: Count
-    digest: Digest = b""
-
-
-class PushMapped(Request, frozen=True, tag="pushmapped"):
-    """Pipe: one tensor lies in the memory file that this side shows, and stays there.
-
-    Until it is flushed, or the peer has closed the file. ``digest`` is of what both
-    sides want to be compared: of all its bytes, of the generation and the first and
-    last ones, or there is none. Who cannot read it there grants it as any other one.
-    """
-
-    transfer: Count
-    spec: TensorSpec
-    place: Place
-    digest: Digest = b""
 
 
 _Description = Annotated[bytes, msgspec.Meta(max_length=4096)]

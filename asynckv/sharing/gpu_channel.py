@@ -480,6 +480,7 @@ class NcclRoute:
     by that way.
     """
 
+    is_to_gpu: ClassVar[bool] = True
     reads_peer: ClassVar[bool] = False
 
     def __init__(

@@ -32,7 +32,7 @@ __all__ = ("DeviceRoute", "Incoming", "hear_incoming")
 
 
 class DeviceRoute(Protocol):
-    """How the parts of one transfer come to a GPU of this side, from another.
+    """How the parts of one transfer come, if not by the link.
 
     What it tells was compared. Its errors are :exc:`RouteLost` where the route itself
     was lost: then all that it was to bring is told so.
@@ -43,6 +43,10 @@ class DeviceRoute(Protocol):
         """Watches what is to come."""
 
     @property
+    def is_to_gpu(self) -> bool:
+        """Do they come to a GPU of this side, or to memory of its host?"""
+
+    @property
     def reads_peer(self) -> bool:
         """Does this side read in memory of the peer, which keeps it until told?"""
 
@@ -50,8 +54,8 @@ class DeviceRoute(Protocol):
     def is_given_up(self) -> bool:
         """May a GPU write for ever where something was to land?"""
 
-    def grant(self, transfer: int) -> Grant:
-        """Return what the peer is told once :meth:`receive` was called."""
+    def grant(self, transfer: int) -> Grant | None:
+        """Return what the peer is told once :meth:`receive` was called, if anything."""
 
     def receive(
         self,
@@ -85,8 +89,8 @@ class Incoming:
     digest; ``failed`` once, with why not all of them will be. Both are forgotten when
     there is nothing more to tell: whoever keeps this object keeps no memory by it.
 
-    ``route`` returns by what large parts can come from GPU to GPU, if by anything; it
-    is asked if all of them belong there. ``room`` waits for what memory of the host is
+    ``route`` returns by what large parts can come, if not by the link; it is taken if
+    all of them belong where it leads. ``room`` waits for what memory of the host is
     needed where that is lost. If the peer ``confirms`` what comes so, a part is told
     when the peer has said that it knows that it was verified. If not ``is_eager``, even
     small parts come by payload.
@@ -133,7 +137,7 @@ class Incoming:
         self._copying_since_s: float | None = None
         # What comes from another GPU.
         self._route: DeviceRoute | None = None
-        self._routed = set[int]()
+        self._routed: dict[int, Target] = {}
         self._unrouted = 0
         self._unconfirmed: dict[int, bytes] = {}
         self._is_route_expected = self._is_lost = self._was_quiet = False
@@ -170,11 +174,13 @@ class Incoming:
             elif route is None:
                 self._receive(part, target)
             else:
-                self._routed.add(part)
+                self._routed[part] = target
         if route is not None:
             self._receive_routed(route)
         transfer = self.transfer
-        self._stream.send(Grant(transfer) if route is None else route.grant(transfer))
+        frame = Grant(transfer) if route is None else route.grant(transfer)
+        if frame is not None:
+            self._stream.send(frame)
         if whole:
             self.expect()
 
@@ -290,6 +296,7 @@ class Incoming:
         self._targets = ()
         self._eager.clear()
         self._on_device.clear()
+        self._routed = {}
         self._to_copy.clear()
 
     def _fail(self, error: Exception) -> None:
@@ -310,6 +317,7 @@ class Incoming:
         if not self._untold:
             self._landed = self._failed = self._find_route = self._room = None
             self._on_device.clear()
+            self._routed = {}
         if landed is not None:
             landed(part, digest)
         if not self._untold and whole is not None and not whole.done():
@@ -430,15 +438,16 @@ class Incoming:
         large = [
             t for t in self._targets if not (self._is_eager and is_eager(t.nbytes))
         ]
-        if not large or not all(target.is_on_device for target in large):
+        route = self._find_route() if large else None
+        if route is None or any(t.is_on_device != route.is_to_gpu for t in large):
             return None
-        return self._find_route()
+        return route
 
     def _receive_routed(self, route: DeviceRoute) -> None:
         self._unrouted = len(self._routed)
-        for part in self._routed:
+        for part, target in self._routed.items():
             done = partial(self._on_routed, route, part)
-            place = self._on_device[part].device()
+            place = target.device() if target.is_on_device else target.host()
             route.receive(self.transfer, part, place, done)
             del place  # an error's traceback would keep the memory in use
 
@@ -481,7 +490,7 @@ class Incoming:
         Also what is here already, which the peer does not know; it is not told again.
         """
         await route.quiesce(self.transfer)
-        targets = {part: self._on_device[part] for part in self._routed}
+        targets = self._routed
         if route.is_given_up:
             for part in self._missing.intersection(targets):
                 targets[part].give_up(lost)

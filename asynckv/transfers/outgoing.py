@@ -39,6 +39,7 @@ from asynckv.tensors.device_copying import DeviceCopyPool
 from asynckv.tensors.device_regions import DeviceRegion
 from asynckv.tensors.feeds import Feed
 from asynckv.tensors.runs import Memory, joined
+from asynckv.tensors.slab_regions import SlabRegion
 from asynckv.transfers.host_copies import D2HCopier, HostCopy
 from asynckv.transfers.manifest import is_eager
 from asynckv.transfers.source import Source
@@ -283,6 +284,10 @@ class Outgoing:
             self._begin(self._gpu_route(frame))
             self._is_by_gpu = True
 
+    def pin(self, importer: Importer, regions: Sequence[SlabRegion]) -> None:
+        """Let the peer read there, until :meth:`release`. Never waits."""
+        self._pin = importer, importer.pin(regions).number
+
     def release(self) -> None:
         """The peer reads nothing of it any more: it has said so. Never waits."""
         pin, self._pin = self._pin, None
@@ -478,7 +483,7 @@ class Outgoing:
                 regions.append(region)
                 large.append((part, source, region.start))
         if importer is not None and large:
-            self._pin = importer.importer, importer.importer.pin(regions).number
+            self.pin(importer.importer, regions)
             self._start(partial(self._digest_exported, kind, importer.pool, large))
 
     async def _digest_exported(

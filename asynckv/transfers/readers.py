@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping
-from typing import ClassVar, Final, NamedTuple, TypeAlias
+from typing import ClassVar, Final, TypeAlias
 
 import numpy
 import numpy.typing
@@ -17,9 +17,7 @@ import torch
 
 from asynckv.errors import AsyncKVError, ChecksumError, RemoteProtocolError
 from asynckv.links.link import Link
-from asynckv.links.progress import Progress
-from asynckv.protocol.handshake import DigestMode, strictest
-from asynckv.protocol.transfer_frames import Grant, Sent
+from asynckv.protocol.transfer_frames import Sent
 from asynckv.protocol.values import MappedOffer, Place, TensorRecord
 from asynckv.protocol.wire import digest_of
 from asynckv.sharing.exporter import edges_in
@@ -39,8 +37,8 @@ from asynckv.tensors.shared_file import MappedFile, check_place, edges_of
 from asynckv.tensors.views import tensor_from, tensor_over
 from asynckv.transfers.delivery import Delivery, MappedParts, ReceiveBudget, on_host
 from asynckv.transfers.manifest import Manifest, is_eager, unpack_mapped, verify
+from asynckv.transfers.read_route import DoneCallback, ReadRoute
 from asynckv.types import TensorSpec
-from asynckv.waits.own_tasks import OwnTasks
 
 __all__ = (
     "IpcReader",
@@ -327,100 +325,52 @@ class ShownParts(MappedParts):
         return self.memory.imported.part(place, self.sizes[index], self.pin)
 
 
-class _Awaited(NamedTuple):
-    """Where a part is to land, and who is told."""
-
-    target: DeviceMemory
-    done: Callable[[bytes, BaseException | None], None]
-
-
-class IpcStreamRoute:
-    """One transfer; fits :class:`~asynckv.transfers.incoming.DeviceRoute`.
-
-    ``digest`` is what both sides want to be compared of what has landed.
-    """
-
-    reads_peer: ClassVar[bool] = True
-    is_given_up: ClassVar[bool] = False
+class IpcStreamRoute(ReadRoute):
+    """Parts of a stream, once they lie where the peer has offered them."""
 
     def __init__(self, link: Link, parts: ShownParts) -> None:
+        super().__init__(link.progress, parts.memory.digest)
         self.pool = parts.pool
-        self.digest: DigestMode = parts.memory.digest
-        self.progress: Progress = link.progress
         self._parts = parts
-        self._awaited: dict[int, _Awaited] = {}
-        self._reading = OwnTasks()
-        self._is_stopped = False
 
-    def grant(self, transfer: int) -> Grant:
-        """Return what the peer is told once :meth:`receive` was called."""
-        return Grant(transfer, "cuda_ipc", self.digest)
+    def stop(self, transfer: int) -> None:
+        super().stop(transfer)
+        self._parts.let_go()
 
-    def receive(
-        self,
-        transfer: int,
-        part: int,
-        target: Memory | DeviceMemory,
-        done: Callable[[bytes, BaseException | None], None],
+    def _is_there(self, frame: Sent, nbytes: int) -> bool:
+        if frame.offset is not None:
+            raise RemoteProtocolError("sent from elsewhere, granted otherwise")
+        return True
+
+    def _read(
+        self, frame: Sent, target: Memory | DeviceMemory, done: DoneCallback
     ) -> None:
         if not isinstance(target, DeviceMemory):
-            raise TypeError("memory of the host does not come this way")
-        self._awaited[part] = _Awaited(target, done)
-
-    def landed_bytes(self, transfer: int) -> int:
-        """Bytes of parts that are not whole yet: nobody knows."""
-        return 0
-
-    def sent(self, frame: Sent) -> None:
-        """A part lies where the peer has offered it: begin to copy it. Never waits.
-
-        :raises RemoteProtocolError: there is no such part, it was told of before, less
-            is to be compared than this side asks for, or it is said to lie elsewhere
-        """
-        if frame.route != "cuda_ipc" or frame.offset is not None:
-            raise RemoteProtocolError(f"sent by {frame.route}, granted otherwise")
-        if self._is_stopped:
-            return
-        if strictest(self.digest, frame.kind) != frame.kind:
-            raise RemoteProtocolError(f"digests of {frame.kind}, not of {self.digest}")
-        awaited = self._awaited.pop(frame.part, None)
-        if awaited is None:
-            raise RemoteProtocolError(
-                f"part {frame.part} is there, which makes no sense"
-            )
-        self.progress.note(awaited.target.nbytes)
-        reading = self._read(self._parts.source(frame.part), awaited, frame)
-        self._reading.own(reading, f"asynckv: read part {frame.part} of a stream")
+            raise TypeError("a part that belongs on no GPU")
+        copying = self._copy(self._parts.source(frame.part), target, done, frame)
+        self._reading.own(copying, f"asynckv: read part {frame.part} of a stream")
         if not self._awaited:
             self._parts.let_go()  # only what is copied just now keeps the memory
 
-    def stop(self, transfer: int) -> None:
-        self._is_stopped = True
-        self._awaited.clear()
-        self._parts.let_go()
-        self._reading.cancel()
-
-    async def quiesce(self, transfer: int) -> None:
-        self.stop(transfer)
-        # All of them, however often the wait is cancelled: the memory is lent.
-        await self._reading.quiesce()
-
-    async def _read(
-        self, source: DeviceMemory | None, awaited: _Awaited, frame: Sent
+    async def _copy(
+        self,
+        source: DeviceMemory | None,
+        target: DeviceMemory,
+        done: DoneCallback,
+        frame: Sent,
     ) -> None:
-        (target, done), kind = awaited, frame.kind
         try:
             # No variable of the source: an error's traceback would keep it in use.
             places, source = [source] if source is not None else [], None
-            copying = self.pool.copy(places, [target], digest=kind == "full")
+            copying = self.pool.copy(places, [target], digest=frame.kind == "full")
             del places
             with self.progress.working(frame.transfer):
                 (digest,) = await copying
-                if kind == "edges":
+                if frame.kind == "edges":
                     (digest,) = await self.pool.edges([target])
         except Exception as exc:  # noqa: BLE001 - whoever waits is told
             clear_all_frames(exc)
-            del awaited, target  # as there
+            del target  # as there
             done(b"", exc)
         else:
             error = None if digest == frame.digest else other_bytes(frame.part)

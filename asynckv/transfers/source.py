@@ -85,8 +85,8 @@ class HostSource:
     is_on_gpu: Final = False
     region: Final = None
 
-    def __init__(self, memory: KVMemory) -> None:
-        self.digest = b""
+    def __init__(self, memory: KVMemory, digest: bytes = b"") -> None:
+        self.digest = digest
         self.nbytes = memory.nbytes
         self._memory = memory
 
@@ -227,11 +227,14 @@ class GpuStaging:
         self._takes_host = takes_host
         self._is_awaited = is_awaited
 
-    async def staged(self, memory: KVMemory | KVOnGpu) -> StagedTensor | None:
+    async def staged(
+        self, memory: KVMemory | KVOnGpu, *, digest: bool = False
+    ) -> StagedTensor | None:
         """Return a copy of what is on this GPU, or may be; ``None`` of anything else,
         or for lack of room.
 
-        A cancelled call has made none, and ends when no GPU reads ``memory``.
+        With its digest, if that is wanted. A cancelled call has made none, and ends
+        when no GPU reads ``memory``.
 
         :raises GPUFailed: the GPU failed
         """
@@ -240,7 +243,9 @@ class GpuStaging:
         staged = StagedTensor(region, spec_in(memory))
         try:
             # No variable: an error's traceback would keep the memory in use.
-            await self._pool.copy([memory], [staged.place()], digest=False)
+            (staged.digest,) = await self._pool.copy(
+                [memory], [staged.place()], digest=digest
+            )
         except BaseException:
             staged.release()
             raise

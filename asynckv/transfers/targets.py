@@ -44,10 +44,12 @@ class Target(abc.ABC):
 
     __slots__ = ("nbytes",)
 
-    is_on_device: ClassVar[bool]
-    """Is it memory of a GPU?"""
-
     nbytes: int
+
+    @property
+    @abc.abstractmethod
+    def is_on_device(self) -> bool:
+        """Is it memory of a GPU?"""
 
     @abc.abstractmethod
     def host(self) -> Memory:

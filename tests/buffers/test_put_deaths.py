@@ -19,7 +19,7 @@ pytestmark = [
 ]
 
 SERVER = """
-from asynckv.transfers.ipc_route import IpcRoute
+from asynckv.transfers.read_route import IpcRoute
 
 def hold_reads():
     copy = IpcRoute._copy

@@ -19,7 +19,7 @@ from asynckv.shielding import wait_shielded
 from asynckv.testing.blocked import until, until_blocked
 from asynckv.testing.expectations import is_same, only
 from asynckv.testing.lookup_checks.values import MIB, noise
-from asynckv.transfers.ipc_route import IpcRoute
+from asynckv.transfers.read_route import IpcRoute
 from asynckv.transfers.source import release_staged
 from asynckv.types import TensorSpec
 from harness.fake_gpus import FakeGpus

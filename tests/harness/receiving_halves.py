@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from typing import Any, Final
 
@@ -9,7 +10,7 @@ import torch
 
 from asynckv.errors import ChecksumError
 from asynckv.pipes.inbound import Inbound
-from asynckv.protocol.frames import Frame, Push, PushSmall
+from asynckv.protocol.frames import Frame, Push
 from asynckv.protocol.transfer_frames import Sent
 from asynckv.protocol.wire import digest_of
 from asynckv.types import TensorSpec
@@ -21,19 +22,23 @@ HALF_BYTES: Final = 2**20
 
 
 class HalfLink:
-    """As much of a link as a receiver uses; it is its own payload transport.
+    """As much of a link as a receiver uses; it is its own stream and transport.
 
-    ``announced`` and ``stopped`` are transfers; what lands of one is told to whom
-    ``landing`` has.
+    ``frames`` were sent; ``announced`` and ``stopped`` are transfers; what lands of one
+    is told to whom ``landing`` has.
     """
 
     def __init__(self) -> None:
         self.digest = "full"
+        self.loop = asyncio.get_running_loop()
+        self.frames: list[Frame] = []
         self.announced: list[int] = []
         self.stopped: list[int] = []
         self.landing: dict[int, Callable[[bytes, BaseException | None], None]] = {}
-        self.payload = self
-        self.progress = self
+        self.link = self.payload = self.progress = self
+
+    def send(self, frame: Frame, body: bytes = b"") -> None:
+        self.frames.append(frame)
 
     def expect(self, transfer: int) -> None: ...
 
@@ -53,12 +58,11 @@ class ReceivingHalf:
     """An inbound half, open; ``frames`` are what it said, ``broken`` what broke it."""
 
     def __init__(self) -> None:
-        self.frames: list[Frame] = []
         self.broken: list[ChecksumError] = []
         self.link = HalfLink()
+        self.frames = self.link.frames
         self.half = Inbound(
             self.link,  # type: ignore[arg-type]
-            lambda frame, body: self.frames.append(frame),
             HALF_BYTES,
             self.broken.append,
         )
@@ -67,17 +71,18 @@ class ReceivingHalf:
         self.frames.clear()
 
     def push(self, nbytes: int, transfer: int = 1, dtype: str = "uint8") -> None:
-        """The peer sends a tensor of zeros; a small one rides along."""
+        """The peer sends a tensor of zeros; a small one comes along."""
         spec = TensorSpec((nbytes,), dtype)
         if nbytes > 2**16:
-            self.half.on_push(Push(transfer, 0, inline=False, spec=spec), b"")
+            self.half.on_push(Push(transfer, spec=spec), b"")
         else:
             self.send(bytes(nbytes), spec)
 
     def send(self, body: bytes, spec: TensorSpec | None = None) -> None:
         """The peer sends a small tensor of these bytes."""
         spec = spec or TensorSpec((len(body),), "uint8")
-        self.half.on_push_small(PushSmall(spec, digest_of(body)), body)
+        push = Push(inline=True, spec=spec, digest=digest_of(body))
+        self.half.on_push(push, body)
 
     def land(self, transfer: int = 1, *, sent: bytes = b"d") -> None:
         """All of a large one has landed; the peer says its digest is ``sent``."""

@@ -17,7 +17,6 @@ from asynckv.protocol.frames import (
     Frame,
     OpenPipe,
     Push,
-    PushSmall,
     Read,
 )
 from asynckv.testing import until
@@ -66,7 +65,7 @@ async def test_a_dialled_end_gives_the_peer_room_at_once() -> None:
 
 async def test_changed_bytes_break_the_pipe_on_both_sides() -> None:
     async with piped() as (pipe, peer):
-        peer.send(PushSmall(SPEC, b"wrong"), bytes(8))
+        peer.send(Push(0, 0, True, SPEC, b"wrong"), bytes(8))
         with pytest.raises(ChecksumError, match="pipe is broken"):
             await pipe.recv_tensor()
         await until(lambda: len(peer.hearer.frames) == 2)
@@ -79,7 +78,7 @@ async def test_changed_bytes_break_the_pipe_on_both_sides() -> None:
 
 async def test_without_digests_nothing_is_compared() -> None:
     async with piped(digest="off") as (pipe, peer):
-        peer.send(PushSmall(SPEC), bytes(8))
+        peer.send(Push(0, 0, True, SPEC), bytes(8))
         found = await pipe.recv_tensor()
         assert found is not None
         assert found.tolist() == [0] * 8
@@ -108,7 +107,7 @@ async def test_a_frame_that_makes_no_sense_breaks_the_link(frame: Frame) -> None
 async def test_what_was_verified_is_said_before_the_goodbye() -> None:
     async with piped() as (pipe, peer):
         await peer.hearer.next()
-        peer.send(PushSmall())
+        peer.send(Push(inline=True))
         assert await pipe.recv_tensor() is None
         await pipe.aclose()
         await until(lambda: bool(peer.hearer.losses))
@@ -118,7 +117,7 @@ async def test_what_was_verified_is_said_before_the_goodbye() -> None:
 
 async def test_an_aborted_end_gives_nothing_that_it_had_received() -> None:
     async with piped() as (pipe, peer):
-        peer.send(PushSmall())
+        peer.send(Push(inline=True))
         await until(lambda: pipe.statistics().held_tensors == 1)
         pipe.abort()
         with pytest.raises(PeerLost, match="aborted on this side"):
@@ -128,7 +127,7 @@ async def test_an_aborted_end_gives_nothing_that_it_had_received() -> None:
 async def test_a_peer_that_says_goodbye_in_the_middle_is_lost() -> None:
     async with piped() as (pipe, peer):
         large = TensorSpec((2**18,), "uint8")
-        peer.send(PushSmall())
+        peer.send(Push(inline=True))
         peer.send(Push(4, 0, False, large))
         await until(lambda: pipe.statistics().held_tensors == 2)
         await peer.stream.link.aclose()

@@ -26,6 +26,7 @@ from asynckv.protocol.transfer_frames import Exposed, OpenMemory
 from asynckv.sharing import exporter as sharing, imports as peer_memory
 from asynckv.sharing.exporter import LEAST_NBYTES, Importer
 from asynckv.sharing.handshake import Handshake
+from asynckv.sharing.imports import Read
 from asynckv.tensors.cuda import DeviceMemory
 from asynckv.testing.blocked import until
 from asynckv.testing.expectations import is_same, noise
@@ -34,11 +35,18 @@ from asynckv.testing.pipe_checks import (
     receive_many,
     send_many,
 )
+from asynckv.transfers.read_route import IpcRoute
+from asynckv.transfers.source import StagedTensor
 from asynckv.types import TensorSpec
 from harness.fake_gpus import FakeGpus
 from harness.fake_gpus.cuda import FakeCuda
 from harness.fake_gpus.gates import Gate
-from harness.gpu_pipe_pairs import arenas_of, expect_by_host, used_bytes_of
+from harness.gpu_pipe_pairs import (
+    arenas_of,
+    expect_by_host,
+    gpu_side_of,
+    used_bytes_of,
+)
 from harness.held_copies import held_copies, is_busy
 from harness.ipc_pipe_pairs import IpcPipes, open_ipc_pipes
 from harness.link_pairs import Hearer
@@ -56,7 +64,7 @@ async def pair(two_gpus: FakeGpus) -> AsyncIterator[IpcPipes]:
         yield pair
 
 
-def fail(*anything: object) -> Any:
+def fail(*anything: object, **options: object) -> Any:
     raise GPUFailed("it has fallen off the bus")
 
 
@@ -65,16 +73,21 @@ class Held:
 
     def __init__(self, pair: IpcPipes, monkeypatch: pytest.MonkeyPatch) -> None:
         self.has_begun, self._may_go_on = asyncio.Event(), asyncio.Event()
-        self._copy = pair.far_sharing.copy
-        monkeypatch.setattr(pair.far_sharing, "copy", self._hold)
+        self._read = pair.far_sharing.peer_memory.read
+        monkeypatch.setattr(pair.far_sharing.peer_memory, "read", self._hold)
 
     def let_go(self) -> None:
         self._may_go_on.set()
 
-    async def _hold(self, *places: Any) -> bytes:
-        self.has_begun.set()
-        await self._may_go_on.wait()
-        return await self._copy(*places)
+    def _hold(
+        self, offset: int, target: DeviceMemory, copy: Read, done: Any
+    ) -> asyncio.Task[None]:
+        async def held(*places: DeviceMemory) -> None:
+            self.has_begun.set()
+            await self._may_go_on.wait()
+            await copy(*places)
+
+        return self._read(offset, target, held, done)
 
 
 @contextlib.asynccontextmanager
@@ -243,7 +256,8 @@ async def test_other_bytes_than_were_sent_are_noticed(
         await pair.near.send_tensor(pair.ours.tensor(noise(LARGE, 1)))
         await held.has_begun.wait()
         (parcel,) = pair.near._outbound._pushed
-        pair.ours.process.cuda.view(parcel.place())[place] ^= 1
+        assert isinstance(parcel.source, StagedTensor)
+        pair.ours.process.cuda.view(parcel.source.place())[place] ^= 1
         held.let_go()
         with pytest.raises(ChecksumError):
             await pair.far.recv_tensor()
@@ -256,7 +270,7 @@ async def test_other_bytes_than_were_sent_are_noticed(
 async def test_what_cannot_be_read_comes_by_host(
     pair: IpcPipes, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(pair.far_sharing, "copy", fail)
+    monkeypatch.setattr(IpcRoute, "_copy", fail)
     await asyncio.gather(send_many(pair.near, 6), receive_many(pair.far, 6))
     await until(lambda: pair.near.transport == pair.far.transport == "inline")
     await expect_by_host(pair)
@@ -269,7 +283,7 @@ async def test_a_tensor_that_cannot_be_copied_is_not_sent(
     pair: IpcPipes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as broken:
-        broken.setattr(pair.near_sharing, "copy", fail)
+        broken.setattr(gpu_side_of(pair.near).pool, "copy", fail)
         with pytest.raises(GPUFailed, match="off the bus"):
             await pair.near.send_tensor(noise(LARGE, 0))
     assert not pair.used_bytes
@@ -406,7 +420,8 @@ async def test_memory_that_nobody_reads_is_not_pinned(pair: IpcPipes) -> None:
         *(pair.near._link, "0" * 32, pair.near_sharing._growth),
         *(pair.near_sharing._pool, "edges"),
     )
-    idle.unpin(1)
     assert not idle.is_open
-    with pytest.raises(RuntimeError, match="nobody reads"):
-        idle.pin(None)  # type: ignore[arg-type]
+    region = gpu_side_of(pair.near).spare(LARGE)
+    assert region is not None
+    assert idle.show(region, None, None) is None  # type: ignore[arg-type]
+    region.release()

@@ -11,9 +11,7 @@ from asynckv.pipes.inbound import Inbound
 from asynckv.pipes.parcels import MAX_TENSORS
 from asynckv.protocol.frames import (
     Flushed,
-    Frame,
     Push,
-    PushSmall,
     Read,
 )
 from asynckv.protocol.transfer_frames import Grant
@@ -26,25 +24,21 @@ LARGE = 2**18
 LOST = PeerLost("the cable was cut")
 BYE = PeerLost("goodbye")
 BYE.goodbye = True
+NOTHING = Push(inline=True)
 
 
 @pytest.fixture(autouse=True)
 def on_the_heap(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tensors land at once; what slabs change is in test_granting.py."""
+    """Tensors land at once; what slabs change is in test_arrivals.py."""
     monkeypatch.setattr(growth, "has_slabs", lambda: False)
 
 
 async def test_the_peer_is_told_how_much_there_is_room_for() -> None:
-    frames: list[Frame] = []
-    half = Inbound(
-        HalfLink(),  # type: ignore[arg-type]
-        lambda frame, body: frames.append(frame),
-        HALF_BYTES,
-        lambda error: None,
-    )
+    link = HalfLink()
+    half = Inbound(link, HALF_BYTES, lambda error: None)  # type: ignore[arg-type]
     half.open()
     half.reports.tell()
-    assert frames == [Read(HALF_BYTES, MAX_TENSORS)]
+    assert link.frames == [Read(HALF_BYTES, MAX_TENSORS)]
 
 
 async def test_what_was_verified_and_what_was_taken_is_told_once_a_tick() -> None:
@@ -80,7 +74,8 @@ async def test_a_changed_small_tensor_breaks_the_stream_behind_what_is_good() ->
     receiver = ReceivingHalf()
     receiver.push(8)
     spec = TensorSpec((8,), "uint8")
-    receiver.half.on_push_small(PushSmall(spec, b"not its digest"), bytes(8))
+    push = Push(inline=True, spec=spec, digest=b"not its digest")
+    receiver.half.on_push(push, bytes(8))
     assert len(receiver.broken) == 1
     receiver.half.end(LOST)
     assert await receiver.next() is not None
@@ -133,14 +128,9 @@ async def test_what_was_closed_here_gives_nothing_more() -> None:
 
 
 async def test_a_peer_that_was_given_no_room_may_send_nothing() -> None:
-    half = Inbound(
-        HalfLink(),  # type: ignore[arg-type]
-        lambda frame, body: None,
-        HALF_BYTES,
-        lambda error: None,
-    )
+    half = Inbound(HalfLink(), HALF_BYTES, lambda error: None)  # type: ignore[arg-type]
     with pytest.raises(RemoteProtocolError, match="no room"):
-        half.on_push_small(PushSmall(), b"")
+        half.on_push(NOTHING, b"")
 
 
 async def test_a_peer_may_not_send_more_than_there_is_room_for() -> None:
@@ -153,9 +143,9 @@ async def test_a_peer_may_not_send_more_than_there_is_room_for() -> None:
 async def test_a_peer_may_not_send_more_tensors_than_there_is_room_for() -> None:
     receiver = ReceivingHalf()
     for _ in range(MAX_TENSORS):
-        receiver.half.on_push_small(PushSmall(), b"")
+        receiver.half.on_push(NOTHING, b"")
     with pytest.raises(RemoteProtocolError, match="no room"):
-        receiver.half.on_push_small(PushSmall(), b"")
+        receiver.half.on_push(NOTHING, b"")
 
 
 @pytest.mark.parametrize(
@@ -165,29 +155,17 @@ async def test_a_peer_may_not_send_more_tensors_than_there_is_room_for() -> None
         (Push(1, 0, False, TensorSpec((8,), "uint8")), b""),
         (Push(1, 0, False, TensorSpec((LARGE,), "uint8")), b"too early"),
         (Push(1, 0, True, TensorSpec((LARGE,), "uint8")), b""),
+        (Push(0, 0, True, TensorSpec((8,), "uint8")), b"seven b"),
+        (Push(0, 0, True, TensorSpec((8,), "uint8")), b"nine byte"),
+        (Push(0, 0, True), b"None has no bytes"),
+        (Push(0, 0, True, TensorSpec((2**16 + 1,), "uint8")), bytes(2**16 + 1)),
     ],
 )
 async def test_a_push_that_is_not_what_it_says_is_a_lie(
     push: Push, body: bytes
 ) -> None:
-    with pytest.raises(RemoteProtocolError):
+    with pytest.raises(RemoteProtocolError, match="declared size|came along"):
         ReceivingHalf().half.on_push(push, body)
-
-
-@pytest.mark.parametrize(
-    ("push", "body"),
-    [
-        (PushSmall(TensorSpec((8,), "uint8")), b"seven b"),
-        (PushSmall(TensorSpec((8,), "uint8")), b"nine byte"),
-        (PushSmall(), b"None has no bytes"),
-        (PushSmall(TensorSpec((2**16 + 1,), "uint8")), bytes(2**16 + 1)),
-    ],
-)
-async def test_a_small_push_that_is_not_what_it_says_is_a_lie(
-    push: PushSmall, body: bytes
-) -> None:
-    with pytest.raises(RemoteProtocolError, match="declared size"):
-        ReceivingHalf().half.on_push_small(push, body)
 
 
 async def test_tensors_of_one_shape_in_a_row_are_each_their_own() -> None:

@@ -20,12 +20,11 @@ pytestmark = [
 
 COMMON = """
 def hold_reads(pipe):
-    sharing = pipe._sends.gpus.sharing
-    copy = sharing.copy
-    async def hold(source, target):
+    from asynckv.transfers.read_route import IpcRoute
+    async def hold(*_):
         tell("reads")
         await asyncio.Event().wait()
-    sharing.copy = hold
+    IpcRoute._copy = hold
 
 async def settle(pipe):
     await pipe.gpus_settled()

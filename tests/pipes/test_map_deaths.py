@@ -28,7 +28,7 @@ async def order():
     return (await loop.run_in_executor(None, sys.stdin.readline)).strip()
 
 def hold_reads(pipe):
-    async def hold(shown, target):
+    async def hold(place, digest, target):
         tell("reads")
         await asyncio.Event().wait()
     pipe._receives._mapping.read = hold

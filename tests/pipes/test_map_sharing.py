@@ -18,9 +18,10 @@ from asynckv.pipes import map_sharing
 from asynckv.pipes.map_sharing import MapSharing
 from asynckv.pipes.opening import listen_pipe, open_pipe
 from asynckv.pipes.pipe import Pipe
-from asynckv.protocol.transfer_frames import PushMapped
+from asynckv.protocol.frames import Push
 from asynckv.protocol.values import Place
 from asynckv.sharing.exporter import place_of
+from asynckv.tensors.views import tensor_over
 from asynckv.testing.blocked import until, until_blocked
 from asynckv.testing.expectations import is_same, noise
 from asynckv.testing.pairs import open_pipe_pair
@@ -32,6 +33,7 @@ from asynckv.testing.pipe_checks import (
     receive_many,
     send_many,
 )
+from asynckv.transfers.source import HostSource
 from asynckv.types import TensorSpec
 
 pytestmark = pytest.mark.skipif(not has_fd_sockets(), reason="nothing to map here")
@@ -93,12 +95,12 @@ class Held:
         self.error = error
         self._may_go.set()
 
-    async def _hold(self, shown: PushMapped, target: torch.Tensor) -> None:
+    async def _hold(self, place: Place, digest: bytes, target: memoryview) -> None:
         self.has_begun.set()
         await self._may_go.wait()
         if self.error is not None:
             raise self.error
-        await self._read(shown, target)
+        await self._read(place, digest, target)
 
 
 @pytest.mark.both_loops
@@ -133,20 +135,21 @@ async def test_what_is_wanted_into_memory_is_copied_once(
     pair: tuple[Pipe, Pipe], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     near, far = pair
-    targets: list[torch.Tensor] = []
+    targets: list[memoryview] = []
     sharing = sharing_of(far)
     read = sharing.read
 
-    async def noted(shown: PushMapped, target: torch.Tensor) -> None:
+    async def noted(place: Place, digest: bytes, target: memoryview) -> None:
         targets.append(target)
-        await read(shown, target)
+        await read(place, digest, target)
 
     monkeypatch.setattr(sharing, "read", noted)
     into = torch.empty(LARGE, dtype=torch.uint8)
     receiving = asyncio.create_task(far.recv_tensor(into))
     await until_blocked(receiving)
     await near.send_tensor(noise(LARGE, 1))
-    assert await receiving is into and len(targets) == 1 and targets[0] is into
+    assert await receiving is into and len(targets) == 1
+    assert tensor_over(targets[0], SPEC).data_ptr() == into.data_ptr()
 
 
 async def test_a_flush_returns_though_nobody_receives(pair: tuple[Pipe, Pipe]) -> None:
@@ -224,8 +227,10 @@ async def test_other_bytes_than_were_sent_are_noticed(
         receiving = asyncio.create_task(far.recv_tensor(into))
         await held.has_begun.wait()
         (parcel,) = near._outbound._pushed
-        assert parcel.memory is not None
-        parcel.memory[place] ^= 1
+        assert isinstance(parcel.source, HostSource)
+        memory = parcel.source.host()
+        assert isinstance(memory, memoryview)
+        memory[place] ^= 1
         held.let_go()
         with pytest.raises(ChecksumError):
             await receiving
@@ -356,10 +361,9 @@ async def test_a_place_that_makes_no_sense_ends_the_link(
         sharing = sharing_of(near)
         show = sharing.show
 
-        def lie(parcel: Any) -> PushMapped | None:
-            shown = show(parcel)
-            assert shown is not None
-            return PushMapped(shown.transfer, shown.spec, changed(first))
+        def lie(*what: Any) -> tuple[Place, bytes]:
+            assert show(*what) is not None
+            return changed(first), b""
 
         (parcel,) = near._outbound._pushed
         assert parcel.shared is not None
@@ -377,13 +381,13 @@ async def test_a_place_is_not_shown_twice_even_when_it_was_flushed(
 ) -> None:
     async with open_pipe_pair("map") as (near, far):
         sharing = sharing_of(near)
-        show, shown = sharing.show, list[PushMapped]()
+        show, places = sharing.show, list[Place]()
 
-        def noted(parcel: Any) -> PushMapped | None:
-            found = show(parcel)
-            assert found is not None
-            shown.append(found)
-            return PushMapped(found.transfer, found.spec, shown[0].place)
+        def noted(*what: Any) -> tuple[Place, bytes]:
+            shown = show(*what)
+            assert shown is not None
+            places.append(shown[0])
+            return places[0], b""
 
         monkeypatch.setattr(sharing, "show", noted)
         monkeypatch.setattr(sharing_of(far), "digest", "off")
@@ -397,7 +401,7 @@ async def test_a_place_is_not_shown_twice_even_when_it_was_flushed(
 
 async def test_what_is_mapped_of_nobody_ends_the_link() -> None:
     async with open_pipe_pair("tcp") as (near, far):
-        near._sends._send(PushMapped(1, SPEC, PLACE), b"")
+        near._sends._stream.send(Push(1, spec=SPEC, place=PLACE))
         with pytest.raises(PeerLost):
             await far.recv_tensor()
         near.abort()

@@ -11,9 +11,10 @@ from asynckv.errors import EndOfStream, PeerLost, PipeBroken, RemoteProtocolErro
 from asynckv.pipes.outbound import Outbound
 from asynckv.pipes.parcels import MAX_TENSORS, Parcel
 from asynckv.protocol.codec import Buffer
-from asynckv.protocol.frames import Frame, Push, PushSmall
+from asynckv.protocol.frames import Frame, Push
 from asynckv.protocol.transfer_frames import Grant, Sent
 from asynckv.testing import until_blocked
+from asynckv.transfers.source import HostSource
 from asynckv.types import TensorSpec
 
 BOUND = 2**20
@@ -24,14 +25,19 @@ BYE.goodbye = True
 
 
 class FakeLink:
-    """As much of a link as a sender uses; it is its own payload transport."""
+    """As much of a link as a sender uses; it is its own stream and transport."""
 
     def __init__(self) -> None:
+        self.digest = "full"
+        self.frames: list[Frame] = []
         self.outgoing_bytes = 0
         self.transfers = 0
         self.sent: list[tuple[int, Callable[[bytes, BaseException | None], None]]] = []
         self.when_drained: list[Callable[[], None]] = []
-        self.payload = self
+        self.link = self.payload = self
+
+    def has_numbered(self, transfer: int) -> bool:
+        return transfer <= self.transfers
 
     def new_transfer(self) -> int:
         self.transfers += 1
@@ -40,37 +46,37 @@ class FakeLink:
     def call_when_drained(self, fn: Callable[[], None]) -> None:
         self.when_drained.append(fn)
 
-    def send(
-        self, transfer: int, part: int, source: memoryview, done: Any, *, digest: Any
-    ) -> None:
-        self.sent.append((transfer, done))
+    def send(self, *what: Any, digest: bytes | None = None) -> None:
+        """A frame and its body; or a transfer, a part, its memory and who is told."""
+        if isinstance(what[0], int):
+            self.sent.append((what[0], what[-1]))
+        else:
+            self.frames.append(what[0])
 
 
 class Sender:
     """An outbound half and what it sent."""
 
     def __init__(self, *, window: int | None = BOUND) -> None:
-        self.frames: list[Frame] = []
         self.link = FakeLink()
+        self.frames = self.link.frames
         link: Any = self.link
-        self.half = Outbound(link, self._note, self._note_small, BOUND)
+        self.half = Outbound(link, self._note_small, BOUND)
         if window is not None:
             self.half.has_room(window, MAX_TENSORS)
 
-    def _note(self, frame: Frame, body: Buffer) -> None:
-        self.frames.append(frame)
-
     def _note_small(self, spec: TensorSpec | None, digest: bytes, body: Buffer) -> None:
-        self.frames.append(PushSmall(spec, digest))
+        self.frames.append(Push(0, 0, True, spec, digest))
 
     async def put(self, nbytes: int) -> None:
         parcel = Parcel(TensorSpec((nbytes,), "uint8"))
         await self.half.reserve(parcel)
-        self.half.put(parcel, torch.zeros(nbytes, dtype=torch.uint8), b"d")
+        zeros = torch.zeros(nbytes, dtype=torch.uint8)
+        self.half.put(parcel, HostSource(zeros, b"d"))
 
     def deliver(self, transfer: int) -> None:
         """Let the peer grant the transfer, and the bytes leave."""
-        self.half.leaving.on_grant(Grant(transfer))
+        self.half.on_grant(Grant(transfer))
         self.link.sent[-1][1](b"d", None)
 
 
@@ -78,7 +84,7 @@ async def test_a_small_tensor_rides_with_its_frame() -> None:
     sender = Sender()
     await sender.put(64)
     spec = TensorSpec((64,), "uint8")
-    assert sender.frames == [PushSmall(spec, b"d")]
+    assert sender.frames == [Push(0, 0, True, spec, b"d")]
 
 
 async def test_what_is_small_goes_at_once_if_nothing_is_before_it() -> None:
@@ -86,7 +92,7 @@ async def test_what_is_small_goes_at_once_if_nothing_is_before_it() -> None:
     spec = TensorSpec((64,), "uint8")
     assert sender.half.send_small(spec, bytes(64), b"d")
     assert not sender.half.send_small(spec, bytes(64), b"d")
-    assert sender.frames == [PushSmall(spec, b"d")]
+    assert sender.frames == [Push(0, 0, True, spec, b"d")]
     assert (sender.half.sent_tensors, sender.half.sent_bytes) == (1, 64)
     assert sender.half.room.used_bytes == 64
     sender.half.has_verified(1)
@@ -301,11 +307,22 @@ async def test_a_peer_cannot_have_what_is_still_on_its_way() -> None:
         sender.half.has_verified(1)
 
 
-@pytest.mark.parametrize("nbytes", [64, LARGE])
-async def test_a_peer_grants_only_what_waits_for_it_and_once(nbytes: int) -> None:
+async def test_a_peer_grants_only_what_it_was_offered() -> None:
     sender = Sender()
-    await sender.put(nbytes)
-    if nbytes == LARGE:
-        sender.deliver(1)
-    with pytest.raises(RemoteProtocolError, match="Grant"):
-        sender.half.leaving.on_grant(Grant(1))
+    await sender.put(64)
+    with pytest.raises(RemoteProtocolError, match="never offered"):
+        sender.half.on_grant(Grant(1))
+    await sender.put(LARGE)
+    with pytest.raises(RemoteProtocolError, match="nothing leads to"):
+        sender.half.on_grant(Grant(1, "nccl", "off"))
+    sender.half.on_grant(Grant(1))
+
+
+async def test_what_has_left_is_not_sent_again_whatever_the_peer_grants() -> None:
+    sender = Sender()
+    await sender.put(LARGE)
+    sender.deliver(1)
+    sender.half.on_grant(Grant(1))
+    assert len(sender.link.sent) == 1
+    sender.half.has_verified(1)
+    sender.half.on_grant(Grant(1))

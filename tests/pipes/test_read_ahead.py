@@ -10,7 +10,9 @@ from asynckv.pipes.read_ahead import ReadAhead
 from asynckv.testing.blocked import until
 
 
-def made(monkeypatch: pytest.MonkeyPatch, wait_s: float = 0) -> tuple[ReadAhead, Any]:
+def made(
+    monkeypatch: pytest.MonkeyPatch, wait_s: float = 0
+) -> tuple[ReadAhead[str], Any]:
     monkeypatch.setattr(read_ahead, "_WAIT_S", wait_s)
     begun: list[Any] = []
     return ReadAhead(begun.append), begun
@@ -21,7 +23,7 @@ async def test_what_nobody_asks_for_is_begun_later(
 ) -> None:
     ahead, begun = made(monkeypatch)
     for name in "abcdef":
-        ahead.add(name)  # type: ignore[arg-type]
+        ahead.add(name)
     assert not begun
     await until(lambda: len(begun) == 1)
     await until(lambda: len(begun) == 3)
@@ -33,15 +35,15 @@ async def test_who_takes_what_it_gets_gets_it_at_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     ahead, begun = made(monkeypatch, 3600)
-    ahead.add("a")  # type: ignore[arg-type]
+    ahead.add("a")
     ahead.asked(into=False)
     assert begun == ["a"] and ahead._timer is None
-    ahead.add("b")  # type: ignore[arg-type]
+    ahead.add("b")
     assert begun == ["a", "b"]
     ahead.asked(into=True)
-    ahead.add("c")  # type: ignore[arg-type]
+    ahead.add("c")
     assert begun == ["a", "b"]
-    ahead.forget("c")  # type: ignore[arg-type]
+    ahead.forget("c")
     assert ahead._timer is None
 
 
@@ -50,7 +52,7 @@ async def test_nothing_is_begun_while_the_application_is_served(
 ) -> None:
     ahead, begun = made(monkeypatch)
     ahead.is_paused = True
-    ahead.add("a")  # type: ignore[arg-type]
+    ahead.add("a")
     for _ in range(10):
         await asyncio.sleep(0)
         assert not begun
@@ -63,7 +65,7 @@ async def test_who_has_just_asked_is_waited_for(
 ) -> None:
     ahead, begun = made(monkeypatch, 3600)
     ahead.asked(into=True)
-    ahead.add("a")  # type: ignore[arg-type]
+    ahead.add("a")
     ahead._look()
     assert not begun
     ahead._look()

@@ -124,9 +124,6 @@ def test_an_unknown_tag_is_refused() -> None:
     [
         *get_args(OpeningFrame),
         frames.Push,
-        frames.PushSmall,
-        map_frames.PushMapped,
-        ipc_frames.PushShared,
     ],
 )
 def test_a_request_may_say_what_it_is_traced_by(frame: type[msgspec.Struct]) -> None:

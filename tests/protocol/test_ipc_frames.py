@@ -10,16 +10,13 @@ from asynckv.protocol.transfer_frames import (
     Exposed,
     OpenMemory,
     Proved,
-    PushShared,
 )
-from asynckv.types import TensorSpec
 
 DECODER = msgspec.msgpack.Decoder[Frame](Frame)
 FRAMES: Final[tuple[msgspec.Struct, ...]] = (
     OpenMemory("pipe", "0" * 32),
     Exposed("asynckv-0", b"t" * 16, 2**30, b"h" * 64),
     Proved(b"n" * 16),
-    PushShared(1, TensorSpec((8,), "uint8"), 0),
 )
 BOUNDS: dict[str, tuple[tuple[Any, Any], ...]] = {
     "of": (("inserts", "anything"), ("lookup", "")),
@@ -30,24 +27,15 @@ BOUNDS: dict[str, tuple[tuple[Any, Any], ...]] = {
     "nbytes": ((0, -1), (2**62, 2**62 + 1)),
     "digest": (("off", "none"),),
     "nonce": ((b"n" * 64, b"n" * 65),),
-    "transfer": ((0, -1), (2**62, 2**62 + 1)),
     "trace": ((b"t" * 64, b"t" * 65),),
-    "offset": ((0, -1), (2**62, 2**62 + 1)),
 }
-
-
-def _bounds(frame: msgspec.Struct, field: str) -> tuple[tuple[Any, Any], ...]:
-    if isinstance(frame, PushShared) and field == "digest":
-        return ((b"d" * 16, b"d" * 17),)
-    return BOUNDS[field]
 
 
 CASES = [
     pytest.param(frame, field, *bound, id=f"{type(frame).__name__}.{field}-{number}")
     for frame in FRAMES
     for field in frame.__struct_fields__
-    if field != "spec"  # has bounds of its own
-    for number, bound in enumerate(_bounds(frame, field))
+    for number, bound in enumerate(BOUNDS[field])
 ]
 
 

@@ -12,7 +12,8 @@ import pytest
 
 from asynckv.errors import GPUFailed, PeerLost, RemoteProtocolError
 from asynckv.links.fd_socket import has_fd_sockets
-from asynckv.protocol.transfer_frames import PushShared
+from asynckv.protocol.frames import Push
+from asynckv.protocol.values import Place
 from asynckv.sharing.imports import PeerMemory
 from asynckv.tensors.cuda import DeviceMemory
 from asynckv.testing.blocked import until, until_blocked
@@ -136,8 +137,9 @@ async def test_what_could_not_be_read_keeps_no_memory() -> None:
 async def test_a_tensor_beyond_the_memory_breaks_the_link(
     pair: IpcPipes, offset: int, what: str
 ) -> None:
+    place = Place(((offset, LARGE),), 0, 1)
     with pytest.raises(RemoteProtocolError, match=what):
-        pair.far._inbound.on_push_shared(PushShared(99, SPEC, offset), b"")
+        pair.far._inbound.on_push(Push(99, spec=SPEC, place=place), b"")
 
 
 @pytest.mark.parametrize(
@@ -146,5 +148,6 @@ async def test_a_tensor_beyond_the_memory_breaks_the_link(
 async def test_what_is_shared_is_large_and_does_not_ride(
     pair: IpcPipes, spec: TensorSpec, body: bytes
 ) -> None:
-    with pytest.raises(RemoteProtocolError, match="did not ride"):
-        pair.far._inbound.on_push_shared(PushShared(99, spec, 0), body)
+    push = Push(99, spec=spec, place=Place(((0, spec.nbytes),), 0, 1))
+    with pytest.raises(RemoteProtocolError, match="came along|declared size"):
+        pair.far._inbound.on_push(push, body)

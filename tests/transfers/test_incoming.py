@@ -40,7 +40,9 @@ class Moving:
 
     reads_peer = False
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_to_gpu: bool = True, is_granted: bool = True) -> None:
+        self.is_to_gpu = is_to_gpu
+        self.is_granted = is_granted
         self.done: dict[int, Done_] = {}
         self.stopped = 0
         self.quiesced = 0
@@ -59,8 +61,8 @@ class Moving:
     def sent(self, frame: Frame) -> None:
         self.sent_frames.append(frame)
 
-    def grant(self, transfer: int) -> Grant:
-        return Grant(transfer, "nccl", "full")
+    def grant(self, transfer: int) -> Grant | None:
+        return Grant(transfer, "nccl", "full") if self.is_granted else None
 
     def landed_bytes(self, transfer: int) -> int:
         return 5
@@ -566,7 +568,7 @@ async def test_what_comes_by_a_route_is_told_at_once_and_small_parts_beside_it()
 
 
 @pytest.mark.parametrize("sizes", [(8,), (8, LARGE)])
-async def test_a_route_is_asked_for_only_where_all_large_parts_are_on_a_gpu(
+async def test_a_route_is_taken_only_where_all_large_parts_are_on_a_gpu(
     sizes: tuple[int, ...],
 ) -> None:
     targets: list[Target] = [HostTarget(memoryview(bytearray(n))) for n in sizes]
@@ -574,6 +576,19 @@ async def test_a_route_is_asked_for_only_where_all_large_parts_are_on_a_gpu(
     transfer = Transfer(targets=targets, route=Moving())
     transfer.incoming.grant()
     assert transfer.frames == [Grant(7)]
+
+
+async def test_what_the_peer_has_shown_before_need_not_be_granted() -> None:
+    route = Moving(is_to_gpu=False, is_granted=False)
+    targets = [HostTarget(memoryview(bytearray(LARGE)))]
+    transfer = Transfer(targets=targets, route=route)
+    transfer.incoming.grant()
+    assert not transfer.frames and not transfer.payload.done
+    route.done[0](b"", RouteLost(OSError("gone")))
+    await until(lambda: transfer.frames == [Grant(7)])
+    transfer.payload.done[0](b"digest", None)
+    transfer.say(Sent(7, 0, b"digest"))
+    assert transfer.told == [(0, b"digest")]
 
 
 async def test_where_there_is_no_route_all_comes_by_the_link() -> None:

@@ -30,7 +30,7 @@ from asynckv.tensors.device_copying import DeviceCopyPool
 from asynckv.tensors.devices import Device
 from asynckv.transfers.host_copies import HostCopies
 from asynckv.transfers.incoming import DeviceRoute
-from asynckv.transfers.ipc_route import IpcRoute
+from asynckv.transfers.read_route import IpcRoute
 
 __all__ = (
     "BufferExport",

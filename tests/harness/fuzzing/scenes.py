@@ -21,15 +21,21 @@ from asynckv.pipes.group import join_group
 from asynckv.pipes.opening import listen_pipe, open_pipe
 from asynckv.pipes.pipe import Pipe
 from asynckv.protocol.codec import encode_frame
-from asynckv.protocol.frames import Attach, Commit, Insert, Retract, Select, Settle
+from asynckv.protocol.frames import (
+    Attach,
+    Commit,
+    Insert,
+    Push,
+    Retract,
+    Select,
+    Settle,
+)
 from asynckv.protocol.session import Session
 from asynckv.protocol.transfer_frames import (
     Exposed,
     Grant,
     OpenMemory,
     Proved,
-    PushMapped,
-    PushShared,
     Sent,
 )
 from asynckv.protocol.values import Limits, Place
@@ -281,9 +287,8 @@ async def _record_made_up() -> Recording:
     near.send(mapping, Proved(b"n" * 16))
     near.send(sharing, Proved(b"n" * 16))
     near.send(select, Grant(2, "nccl", "edges"))
-    near.send(select, PushShared(3, TensorSpec((4,), "uint8"), 4096, b"d" * 16))
-    place = Place(((4096, 8192),), 64, 1)
-    near.send(select, PushMapped(4, TensorSpec((4,), "uint8"), place, b"d" * 16))
+    spec, place = TensorSpec((4,), "uint8"), Place(((4096, 8192),), 64, 1)
+    near.send(select, Push(3, spec=spec, digest=b"d" * 16, place=place))
     pass_on(near, far)
     far.send(select, Sent(2, 0, b"d" * 16, "edges", "nccl"))
     far.send(insert, Grant(1, "cuda_ipc", "edges"))

@@ -17,7 +17,6 @@ from asynckv.buffers.entries.table import EntryTable
 from asynckv.tensors.arena import Arena
 from asynckv.transfers.delivery import ReceiveBudget
 from asynckv.transfers.incoming import Incoming
-from asynckv.transfers.reception import Reception
 from asynckv.transports.inline import InlineTransport
 from asynckv.waits.line import FairLine
 from harness.simulation.verdict import simulate
@@ -104,16 +103,10 @@ def a_receive_bound_is_given_back_twice(patch: pytest.MonkeyPatch) -> None:
 
 
 def payload_is_not_verified(patch: pytest.MonkeyPatch) -> None:
-    def believe(self: Reception) -> None:
-        if self._landed is not None and self._sent is not None:
-            self._is_whole()
-
-    patch.setattr(Reception, "_compare", believe)
-
-    def believe_too(self: Incoming, part: int, here: bytes, said: bytes) -> None:
+    def believe(self: Incoming, part: int, here: bytes, said: bytes) -> None:
         self._verified(part, said)
 
-    patch.setattr(Incoming, "_judge", believe_too)
+    patch.setattr(Incoming, "_judge", believe)
 
 
 def memory_is_not_quiet_after_a_cancel(patch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ from asynckv.sharing.gpu_channel import RouteLost
 from asynckv.shielding import wait_shielded
 from asynckv.tensors.cuda import DeviceMemory
 from asynckv.testing.blocked import cancel_before_each, until
-from asynckv.transfers.ipc_route import IpcRoute
+from asynckv.transfers.read_route import IpcRoute
 
 TARGET = DeviceMemory(4096, 100, 0)
 WHOLE, EDGES = b"of all bytes", b"of the edges"
@@ -87,7 +87,13 @@ def refuse(error: Exception) -> None:
 class Transfer:
     """One transfer of one part, and what was told of it."""
 
-    def __init__(self, digest: DigestMode = "edges", *, is_kept: bool = True) -> None:
+    def __init__(
+        self,
+        digest: DigestMode = "edges",
+        *,
+        is_kept: bool = True,
+        before: Sent | None = None,
+    ) -> None:
         self.memory, self.pool = Memory(), Pool()
         self.progress = Progress(Payload(), refuse)  # type: ignore[arg-type]
         self.arrivals = IpcRoute(
@@ -96,6 +102,7 @@ class Transfer:
             self.progress,
             digest,
             is_kept=is_kept,
+            told=before,
         )
         self.told = asyncio.get_running_loop().create_future()
         self.arrivals.receive(1, 0, TARGET, self._done)
@@ -130,6 +137,15 @@ async def test_what_is_kept_has_the_digest_of_all_bytes_whatever_is_compared(
     assert transfer.pool.digested == [is_kept or kind == "full"]
     assert transfer.progress._noted_bytes == TARGET.nbytes
     assert not transfer.arrivals.landed_bytes(1)
+
+
+async def test_what_the_peer_has_told_before_is_read_at_once_and_not_granted() -> None:
+    told = Sent(0, 0, EDGES, "edges", offset=64)
+    transfer = Transfer(is_kept=False, before=told)
+    assert transfer.arrivals.grant(1) is None
+    assert await transfer.told == (b"", None)
+    with pytest.raises(RemoteProtocolError, match="part 0"):
+        transfer.arrivals.sent(Sent(1, 0, EDGES, "edges", "cuda_ipc", 64))
 
 
 @pytest.mark.parametrize("kind", ["edges", "full"])
