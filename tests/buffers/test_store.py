@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import AsyncIterator
 
@@ -151,6 +152,22 @@ async def test_a_cancelled_wait_lets_the_next_in_line_go_on(store: StoreBuffer) 
     large.cancel()
     await small
     store.values.discard(pending)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+async def test_what_is_pinned_is_not_dropped_for_room_until_it_is_left(
+    store: StoreBuffer, fails: bool
+) -> None:
+    await store.put("a", value_of(1, 3 * _MIB))
+    with contextlib.suppress(KeyError):
+        async with store.pin(["a", "b"]) as found:
+            putting = asyncio.create_task(store.put("c", value_of(2, 2 * _MIB)))
+            await until_waiting(store)
+            if fails:
+                raise KeyError
+    assert found == (True, False)
+    await putting
+    assert await store.contains(["a", "c"]) == (False, True)
 
 
 async def test_where_both_do_not_fit_a_cancelled_put_leaves_nothing_or_all(

@@ -158,6 +158,18 @@ async def test_closing_ends_a_stream_that_an_application_reads() -> None:
     assert bench.arena.used_bytes == 0
 
 
+async def test_closing_leaves_an_entry_to_who_has_it_and_takes_it_from_others() -> None:
+    bench = SteppedLedger()
+    bench.insert("a", deliveries=2)
+    has, _ = bench.select(consumer="has it")
+    awaits, _ = bench.select(consumer="awaits it")
+    bench.leases.reach(has.held())
+    bench.ledger.close()
+    assert awaits.heard == ["leased a", "retracted", "closed"]
+    bench.leases.acknowledge(has.held())
+    assert bench.arena.used_bytes == 0
+
+
 async def test_what_somebody_holds_cannot_be_withdrawn() -> None:
     bench = SteppedLedger()
     bench.insert("a")
