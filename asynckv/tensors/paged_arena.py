@@ -272,10 +272,11 @@ class PagedArena(Arena):
         total, charged = sum(sizes), sum(charges)
         if total + charged > self.free_bytes:
             return None
-        taken = None if self._is_for_heap(total) else self._take(sizes)
+        is_for_heap = self._is_for_heap(total)
+        taken = None if is_for_heap else self._take(sizes)
         if taken is not None:
             regions: list[Region] = [*taken]
-        elif self._is_for_heap(total) or self._may_spill:
+        elif is_for_heap or self._may_spill:
             regions = [self._on_heap(nbytes) for nbytes in sizes]
             self._heap_bytes += total
         else:

@@ -198,8 +198,11 @@ def landed(pieces: Iterable[memoryview], target: Memory) -> Iterator[memoryview]
 
 def fill(target: Memory, source: memoryview) -> None:
     """Copy a few bytes at once; the GIL is kept."""
+    if isinstance(target, memoryview):
+        target[:] = source
+        return
     done = 0
-    for place in pieces_of(target, 0, target.nbytes):
+    for place in target.pieces(0, target.nbytes):
         place[:] = source[done : done + len(place)]
         done += len(place)
 

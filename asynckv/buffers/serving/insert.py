@@ -106,7 +106,7 @@ class ServedInsert:
             self._inline, nbytes = None, nbytes - manifest.nbytes
         service.link.payload.announce(frame.transfer)
         self._task = service.run_insert(self._run, frame.entry_id, nbytes)
-        self._task.add_done_callback(lambda task: answer(stream, task))
+        self._task.add_done_callback(partial(answer, stream))
 
     async def fill(self, entry: StoredEntry, landed: Landed) -> None:
         pool, devices = self._service.buffer.pool, self._service.devices
@@ -185,7 +185,7 @@ class ServedWriter:
         self._task = service.run_insert(
             self._run, frame.entry_id, kept_nbytes(manifest, body)
         )
-        self._task.add_done_callback(lambda task: answer(stream, task))
+        self._task.add_done_callback(partial(answer, stream))
 
     def on_frame(self, frame: Frame, body: bytes) -> None:
         pushes = self._pushes

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine, Sequence
+from functools import partial
 from typing import Any
 
 from asynckv.buffers.serving.insert import answer
@@ -182,7 +183,7 @@ class ServedPut:
         self._incoming: Incoming | None = None
         self._digest = b""
         self._task = service.run_put(self._run, frame.key, nbytes)
-        self._task.add_done_callback(lambda task: answer(stream, task))
+        self._task.add_done_callback(partial(answer, stream))
 
     def on_frame(self, frame: Frame, body: bytes) -> None:
         if isinstance(frame, Cancel):
