@@ -10,14 +10,16 @@ import torch
 
 from asynckv.errors import GPUFailed
 from asynckv.tensors.arena import HeapArena
-from asynckv.tensors.blocks import KVBlocks, spec_in
+from asynckv.tensors.blocks import KVBlocks, KVMemory, spec_in
 from asynckv.tensors.copying import CopyPool
 from asynckv.tensors.on_gpu import KVOnGpu
+from asynckv.tensors.runs import joined
 from asynckv.testing.blocked import until, until_blocked
 from asynckv.testing.lookup_checks.values import MIB, noise
 from asynckv.transfers.source import (
     GpuSource,
     HostSource,
+    copied_sources,
     dense,
     lendable,
     source_of,
@@ -126,3 +128,28 @@ def test_what_is_in_no_region_of_a_gpu_cannot_leave_from_there() -> None:
     for one in (None, region):
         with pytest.raises(TypeError, match="elsewhere"):
             device_memory(one, TensorSpec((8,), "uint8"))
+
+
+def test_few_plain_bytes_are_copied_where_they_are_looked_at() -> None:
+    tensor = torch.arange(4)
+    sources = copied_sources({"key": tensor}, 32)
+    assert sources is not None
+    tensor.fill_(9)
+    (source,) = sources.values()
+    assert torch.equal(source.place(), torch.arange(4))  # type: ignore[arg-type]
+    assert bytes(joined(source.host())) == torch.arange(4).numpy().tobytes()
+    assert source.spec == spec_in(tensor)
+
+
+@pytest.mark.parametrize(
+    "others",
+    [
+        {"value": torch.zeros(2, dtype=torch.uint8)},
+        {"value": torch.zeros(1, dtype=torch.bfloat16)},
+        {"value": KVBlocks(torch.zeros(2, 1), [0])},
+    ],
+)
+def test_what_is_more_or_not_plain_is_not_copied(others: dict[str, KVMemory]) -> None:
+    assert (
+        copied_sources({"key": torch.zeros(3, dtype=torch.uint8), **others}, 4) is None
+    )

@@ -8,8 +8,8 @@ import pytest
 from asynckv.buffers.entries.admission import Admission, Landed
 from asynckv.buffers.entries.entries import EntryState, StoredEntry
 from asynckv.buffers.entries.ledger import Ledger
-from asynckv.errors import BufferClosed, EntryAborted, EntryTooLarge
-from asynckv.tensors.arena import HeapArena
+from asynckv.errors import BufferClosed, EntryAborted, EntryConflict, EntryTooLarge
+from asynckv.tensors.arena import HeapArena, Region
 from asynckv.testing.blocked import until_blocked
 from asynckv.transfers.queries import make_query
 from harness.holders import RecordingHolder, draft_of
@@ -270,3 +270,68 @@ async def test_an_insert_that_finds_no_memory_leaves_no_trace() -> None:
     with pytest.raises(EntryTooLarge, match="no memory for 8"):
         await bench.insert("a")
     assert bench.arena.used_bytes == 0 and not bench.ledger.table.entries
+
+
+def insert_nowait(
+    bench: Bench, name: str, digest: bytes | None = None, nbytes: int = 80
+) -> bool:
+    pieces = [memoryview(bytes(nbytes))]
+    drawn = draft_of(name, nbytes=nbytes)
+    return bench.admission.insert_nowait(drawn, pieces, [b"d"], digest)
+
+
+async def test_what_is_here_is_in_at_once_and_goes_to_who_waits() -> None:
+    bench = Bench()
+    holder = bench.select()
+    assert insert_nowait(bench, "it")
+    assert holder.entry_id == "it"
+    assert holder.held().entry.state is EntryState.READY
+
+
+async def test_what_is_here_but_has_no_room_leaves_no_trace() -> None:
+    bench = await full_bench()
+    assert not insert_nowait(bench, "it")
+    assert [*bench.ledger.table.entries] == ["full"]
+    assert not len(bench.room)
+
+
+async def test_what_is_here_does_not_pass_who_waits_for_room() -> None:
+    bench = await full_bench()
+    waiting = await bench.started("first")
+    assert not insert_nowait(bench, "second", nbytes=1)
+    waiting.cancel()
+
+
+async def test_what_is_here_again_is_in_once_and_of_other_contents_refused() -> None:
+    bench = Bench()
+    assert insert_nowait(bench, "it")
+    digest = bench.ledger.table.entries["it"].digest()
+    assert insert_nowait(bench, "it", digest)
+    assert len(bench.ledger.table.entries) == 1
+    with pytest.raises(EntryConflict):
+        insert_nowait(bench, "it", b"other")
+
+
+@pytest.mark.parametrize("error", [MemoryError(), ValueError("of another length")])
+async def test_what_is_here_and_cannot_be_copied_leaves_no_trace(
+    error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = Bench()
+
+    def fails(nbytes: int) -> memoryview:
+        raise error
+
+    monkeypatch.setattr("asynckv.tensors.arena.heap_memory", fails)
+    with pytest.raises((EntryTooLarge, ValueError)):
+        insert_nowait(bench, "it")
+    assert not bench.ledger.table.entries
+    assert not bench.arena.used_bytes
+
+
+async def test_what_is_here_waits_if_it_is_for_a_gpu(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    bench = Bench()
+    monkeypatch.setattr(Region, "is_on_device", True)
+    assert not insert_nowait(bench, "it")
+    assert not bench.arena.used_bytes
