@@ -20,7 +20,14 @@ from asynckv.errors import AuthError, PeerLost, RemoteProtocolError
 from asynckv.links.sockets import check_peer, wait_readable
 from asynckv.processes import ProcessBound
 
-__all__ = ("FdConnection", "FdDoor", "FdOwner", "fetch_file", "has_fd_sockets")
+__all__ = (
+    "FdConnection",
+    "FdDoor",
+    "FdOwner",
+    "fetch_file",
+    "hang_up",
+    "has_fd_sockets",
+)
 
 _BACKLOG: Final = 64
 _MAX_HALF_OPEN: Final = 64
@@ -180,6 +187,13 @@ class FdDoor(ProcessBound):
         if len(self._half_open) >= _MAX_HALF_OPEN:
             next(iter(self._half_open)).close()
         self._half_open[FdConnection(self, sock)] = None
+
+
+def hang_up(sock: socket.socket) -> None:
+    """Tell the peer: a forked child has the socket too, so closing it says nothing."""
+    with contextlib.suppress(OSError):  # the peer has hung up
+        sock.shutdown(socket.SHUT_RDWR)
+    sock.close()
 
 
 async def fetch_file(address: str, ticket: bytes) -> tuple[socket.socket, int]:

@@ -25,6 +25,7 @@ from asynckv.protocol.handshake import DigestMode
 from asynckv.protocol.transfer_frames import Exposed
 from asynckv.protocol.values import Place
 from asynckv.protocol.wire import Digester
+from asynckv.sharing.mappings import PIN_NUMBER
 from asynckv.tensors.arena import Hold, Region
 from asynckv.tensors.device_arena import DeviceArena
 from asynckv.tensors.device_pages import DeviceAllocation
@@ -136,8 +137,6 @@ MAX_PINS: Final = 1024
 """A peer that keeps so many deliveries gets the next ones by its lanes."""
 
 _LEAVE_S: Final = 2.0
-
-_NUMBER: Final = struct.Struct("!Q")
 
 
 class Pin:
@@ -285,11 +284,11 @@ class Importer:
         self._connection = connection
 
     def on_message(self, data: bytes) -> None:
-        if len(data) % _NUMBER.size:
+        if len(data) % PIN_NUMBER.size:
             logger.warning("%s releases no pin we know of", self.peer_id)
             self.close()
             return
-        for (number,) in _NUMBER.iter_unpack(data):
+        for (number,) in PIN_NUMBER.iter_unpack(data):
             if number > self._last_number:
                 logger.warning("%s releases what it was never shown", self.peer_id)
                 self.close()

@@ -17,7 +17,7 @@ from collections.abc import Awaitable, Callable
 from typing import Final, TypeAlias
 
 from asynckv.errors import ChecksumError, GPUFailed, PeerLost, RemoteProtocolError
-from asynckv.links.fd_socket import fetch_file
+from asynckv.links.fd_socket import fetch_file, hang_up
 from asynckv.processes import ProcessBound
 from asynckv.protocol.handshake import DigestMode, strictest
 from asynckv.protocol.transfer_frames import Exposed
@@ -28,7 +28,12 @@ from asynckv.tensors.arena import ALIGNMENT_NBYTES
 from asynckv.tensors.cuda import IPC_HANDLE_NBYTES, DeviceMemory, Event
 from asynckv.tensors.device_pages import MARK_NBYTES, DeviceAllocation
 from asynckv.tensors.device_tensors import Gpus
-from asynckv.tensors.imports import ImportedAllocation, in_thread, open_allocation
+from asynckv.tensors.imports import (
+    ImportedAllocation,
+    in_thread,
+    open_allocation,
+    set_done,
+)
 from asynckv.tensors.private_pages import Claim
 from asynckv.tensors.slabs import PAGE_NBYTES
 from asynckv.waits.own_tasks import OwnTasks
@@ -78,21 +83,19 @@ class GpuImport(ProcessBound):
         """
         if not self._is_copy:
             self.allocation.release()
-            _hang_up(self.sock)
+            hang_up(self.sock)
 
     def close_soon(self, closed: asyncio.Future[None]) -> None:
         """As :meth:`close`, in a thread, unless the loop is closed; tell ``closed``.
 
         Called in any thread.
         """
-        loop = closed.get_loop()
 
         def close() -> None:
             self.close()
-            with contextlib.suppress(RuntimeError):  # the loop is closed
-                loop.call_soon_threadsafe(_set_done, closed)
+            set_done(closed)
 
-        if loop.is_closed():
+        if closed.get_loop().is_closed():
             close()
         else:
             in_thread(close)
@@ -119,7 +122,7 @@ async def import_gpu(
 
     def ended() -> None:
         if os.getpid() == owner:
-            _hang_up(sock)
+            hang_up(sock)
 
     cuda, device = own.gpus.cuda, own.memory.device
     allocation, nonce = await open_allocation(
@@ -142,13 +145,6 @@ def _check(exposed: Exposed) -> None:
     nbytes = exposed.nbytes - MARK_NBYTES
     if nbytes < PAGE_NBYTES or nbytes % PAGE_NBYTES or nbytes > _MAX_NBYTES:
         raise RemoteProtocolError(f"nobody exports {exposed.nbytes} bytes of a GPU")
-
-
-def _hang_up(sock: socket.socket) -> None:
-    """Tell the peer: a forked child has the socket too, so closing it says nothing."""
-    with contextlib.suppress(OSError):  # the peer has hung up
-        sock.shutdown(socket.SHUT_RDWR)
-    sock.close()
 
 
 class ImportedMemory(MappedMemory):
@@ -230,11 +226,6 @@ class ImportedMemory(MappedMemory):
             self._is_hung_up = True
             self._ours = None  # whoever keeps this object keeps no memory
             self.imported.close_soon(self.closed)
-
-
-def _set_done(future: asyncio.Future[None]) -> None:
-    if not future.done():
-        future.set_result(None)
 
 
 Read: TypeAlias = Callable[[DeviceMemory, DeviceMemory], Awaitable[None]]

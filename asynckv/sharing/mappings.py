@@ -23,12 +23,13 @@ from asynckv.tensors.forking import watch_forks
 from asynckv.tensors.private_pages import Claim
 from asynckv.tensors.shared_file import MappedFile
 
-__all__ = ("MappedMemory", "MappedPin")
+__all__ = ("PIN_NUMBER", "MappedMemory", "MappedPin")
 
 _LOOKED_AT_ONCE_NBYTES: Final = 4 * 2**20
 """What takes a tenth of a millisecond to look through; a thread does with more."""
 
-_NUMBER: Final = struct.Struct("!Q")
+PIN_NUMBER: Final = struct.Struct("!Q")
+"""What a released pin is told by, one after another."""
 
 
 class MappedPin:
@@ -145,7 +146,7 @@ class MappedMemory(ProcessBound):
 
     def _tell(self, number: int) -> None:
         try:
-            self._sock.send(_NUMBER.pack(number))
+            self._sock.send(PIN_NUMBER.pack(number))
         except BlockingIOError:
             self._unsent.append(number)
             with contextlib.suppress(RuntimeError):  # the loop is closed

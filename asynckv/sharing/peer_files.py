@@ -18,11 +18,11 @@ import numpy
 import numpy.typing
 
 from asynckv.errors import PeerLost, RemoteProtocolError
-from asynckv.links.fd_socket import fetch_file
+from asynckv.links.fd_socket import fetch_file, hang_up
 from asynckv.processes import ProcessBound
 from asynckv.protocol.transfer_frames import Exposed
 from asynckv.protocol.values import Place
-from asynckv.tensors.imports import in_thread
+from asynckv.tensors.imports import in_thread, set_done
 from asynckv.tensors.shared_file import (
     NONCE_NBYTES,
     check_file,
@@ -82,8 +82,7 @@ class PeerFile(ProcessBound):
         self._generations: dict[int, int] = {}
         self._reads = 0
         self._is_over = False
-        self._loop = asyncio.get_running_loop()
-        self._closed: asyncio.Future[None] = self._loop.create_future()
+        self._closed = asyncio.get_running_loop().create_future()
 
     @property
     def is_open(self) -> bool:
@@ -172,17 +171,8 @@ class PeerFile(ProcessBound):
 
         def close() -> None:
             memories.clear()  # the kernel takes its time
-            with contextlib.suppress(OSError):  # the peer has hung up
-                # A forked child has the socket too, so closing it says nothing.
-                self._sock.shutdown(socket.SHUT_RDWR)
-            self._sock.close()
+            hang_up(self._sock)
             os.close(self._fd)
-            with contextlib.suppress(RuntimeError):  # the loop is closed
-                self._loop.call_soon_threadsafe(_set_done, self._closed)
+            set_done(self._closed)
 
         in_thread(close)
-
-
-def _set_done(future: asyncio.Future[None]) -> None:
-    if not future.done():
-        future.set_result(None)

@@ -26,6 +26,7 @@ __all__ = (
     "import_allocation",
     "in_thread",
     "open_allocation",
+    "set_done",
 )
 
 logger = logging.getLogger(__name__)
@@ -183,6 +184,17 @@ def in_thread(work: Callable[[], None]) -> None:
     except RuntimeError:
         logger.exception("no thread to close a peer's memory: others wait for it")
         work()
+
+
+def set_done(future: asyncio.Future[None]) -> None:
+    """Tell who waits for it on its loop, in any thread. Once, or again."""
+
+    def tell() -> None:
+        if not future.done():
+            future.set_result(None)
+
+    with contextlib.suppress(RuntimeError):  # the loop is closed
+        future.get_loop().call_soon_threadsafe(tell)
 
 
 def _open(cuda: CudaApi, device: int, handle: bytes, nbytes: int) -> _Found | Exception:
