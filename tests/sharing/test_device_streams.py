@@ -13,6 +13,7 @@ from asynckv.protocol.frames import Frame, OpeningFrame, Ping
 from asynckv.protocol.transfer_frames import (
     DeviceMet,
     DeviceReady,
+    Devices,
     OpenDevices,
 )
 from asynckv.sharing.gpu_channel import MAX_UNHEARD, DeviceStream
@@ -123,7 +124,20 @@ async def test_too_much_that_nobody_hears_is_refused() -> None:
         channel.on_frame(DeviceReady(), b"")
 
 
-@pytest.mark.parametrize(("frame", "body"), [(Ping(1), b""), (DeviceReady(), b"x")])
+async def test_what_comes_after_a_refusal_is_heard_by_nobody() -> None:
+    heard: list[Frame] = []
+    channel = DeviceStream(answers=False)
+    channel.attach(heard.append, lambda error: None)
+    channel.on_frame(to_failure(ConfigError("no")), b"")
+    channel.on_frame(DeviceReady(), b"")
+    await asyncio.sleep(0)
+    assert not heard
+
+
+@pytest.mark.parametrize(
+    ("frame", "body"),
+    [(Ping(1), b""), (DeviceReady(), b"x"), (Devices(b""), b"")],
+)
 async def test_what_makes_no_sense_is_refused(frame: Frame, body: bytes) -> None:
     with pytest.raises(RemoteProtocolError):
         DeviceStream(answers=True).on_frame(frame, body)

@@ -147,6 +147,8 @@ async def test_what_makes_no_sense_is_refused(two_gpus: FakeGpus) -> None:
         arrivals.receive(1, 0, place, lambda digest, error: None)
         with pytest.raises(RemoteProtocolError, match="digests of edges"):
             arrivals.sent(Sent(1, 0, b"", "edges", "nccl"))
+        with pytest.raises(RemoteProtocolError, match="granted otherwise"):
+            arrivals.sent(Sent(1, 0, b"", "full", "cuda_ipc", 0))
         await arrivals.quiesce(1)
         arrivals.sent(Sent(1, 0, b"", "full", "nccl"))  # late, and of no interest
 

@@ -11,8 +11,10 @@ import numpy
 import pytest
 
 from asynckv.errors import PeerLost, RemoteProtocolError
+from asynckv.protocol.transfer_frames import Exposed
 from asynckv.protocol.values import Place
-from asynckv.sharing.peer_files import PeerFile, edges_at
+from asynckv.sharing import peer_files
+from asynckv.sharing.peer_files import PeerFile, edges_at, import_file
 from asynckv.tensors.shared_file import SharedFile
 from asynckv.tensors.slabs import PAGE_NBYTES, Slabs, has_slabs
 
@@ -45,6 +47,34 @@ async def closed(file: PeerFile, peer: socket.socket) -> None:
     peer.setblocking(False)
     assert peer.recv(1) == b""
     peer.close()
+
+
+async def test_a_file_that_is_not_as_large_as_was_said_is_not_mapped(
+    shown: SharedFile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours, theirs = socket.socketpair()
+
+    async def fetch(*_: object) -> tuple[socket.socket, int]:
+        return ours, os.dup(shown.fileno())
+
+    monkeypatch.setattr(peer_files, "fetch_file", fetch)
+    with pytest.raises(ValueError):
+        await import_file(Exposed("", b"", shown.nbytes + PAGE_NBYTES))
+    assert theirs.recv(1) == b""  # it hears that nobody has it
+    theirs.close()
+
+
+async def test_a_place_is_forgotten_among_too_many(
+    shown: SharedFile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(peer_files, "_MAX_REMEMBERED", 1)
+    file, peer = opened(shown)
+    for first in (8, 16):
+        place = Place(((first * PAGE_NBYTES, NBYTES),), 0, 5)
+        file.claim(place, NBYTES)
+        file.release(place)
+    file.claim(PLACE, NBYTES)
+    await closed(file, peer)
 
 
 async def test_it_shows_what_the_peer_has(shown: SharedFile) -> None:
