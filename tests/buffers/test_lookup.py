@@ -301,11 +301,23 @@ async def test_it_may_be_entered_in_one_task_and_left_in_another() -> None:
     await use_across_tasks(buffer, use)
 
 
-def test_it_belongs_to_the_loop_that_used_it_first() -> None:
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda buffer: insert(buffer, 1),
+        lambda buffer: buffer.peek([1]),
+        lambda buffer: buffer.taken("mine"),
+        lambda buffer: buffer.withdraw("mine"),
+    ],
+    ids=["insert", "peek", "taken", "withdraw"],
+)
+def test_it_belongs_to_the_loop_that_used_it_first(
+    use: Callable[[LookupBuffer], Coroutine[Any, Any, Any]],
+) -> None:
     buffer = LookupBuffer(1000)
-    asyncio.run(insert(buffer, 1, ttl_s=None))
+    asyncio.run(insert(buffer, 1, ttl_s=None, entry_id="mine"))
     with pytest.raises(WrongLoop):
-        asyncio.run(insert(buffer, 1))
+        asyncio.run(use(buffer))
     buffer.pool.close()
 
 
