@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import importlib.util
 
@@ -19,6 +20,7 @@ from asynckv.testing.lookup_checks.values import (
     noise,
 )
 from asynckv.testing.lookup_conformance import LOOKUP_CHECKS
+from asynckv.types import TensorSpec
 from harness.fake_devices import FakeDevice
 from harness.fake_gpus.streams import Delay
 
@@ -69,6 +71,16 @@ async def test_without_cupy_a_gpu_is_unavailable_and_the_hint_says_what_to_do() 
         async with LookupBuffer("1MiB", device="cuda:0"):
             pass
     assert ".[cuda12]" in caught.value.hint
+
+
+async def test_a_stream_is_told_of_a_gpu_that_is_not_there(gpu: FakeDevice) -> None:
+    buffer = LookupBuffer("1MiB", device=dataclasses.replace(gpu.device, index=7))
+    specs = {"key": TensorSpec((MIB // 2,), "uint8")}
+    async with asyncio.timeout(5):
+        with pytest.raises(GPUUnavailable):
+            async with buffer.open_insert([1], None, specs):
+                pass
+    await buffer.aclose()
 
 
 async def test_a_gpu_that_is_not_there_is_unavailable(gpu: FakeDevice) -> None:
