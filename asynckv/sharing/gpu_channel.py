@@ -16,7 +16,7 @@ import logging
 import weakref
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from types import TracebackType
-from typing import Any, ClassVar, Final, Protocol, Self
+from typing import Any, ClassVar, Final, Protocol, Self, TypeAlias
 
 from asynckv.errors import (
     ChecksumError,
@@ -209,11 +209,8 @@ logger = logging.getLogger(__name__)
 _OPEN_S: Final = 10.0
 _CLOSE_S: Final = 1.0
 _LOOK_AGAIN_S: Final = 0.5
+_Prepare: TypeAlias = Callable[[], Awaitable[None]]
 _SETTINGS: Final = NcclSettings(open_s=_OPEN_S)
-
-
-async def _nothing() -> None:
-    pass
 
 
 class RouteLost(GPUFailed):
@@ -265,7 +262,7 @@ class GpuLink:
 
     async def ask(
         self,
-        prepare: Callable[[], Awaitable[None]] = _nothing,
+        prepare: _Prepare | None = None,
         *,
         is_patient: bool = False,
     ) -> None:
@@ -290,7 +287,7 @@ class GpuLink:
         self,
         channel: DeviceStream,
         description: bytes,
-        prepare: Callable[[], Awaitable[None]] = _nothing,
+        prepare: _Prepare | None = None,
     ) -> None:
         """Open it with the peer's, which has asked and described its own; as above."""
         with self._ended_by_errors(channel):
@@ -310,7 +307,7 @@ class GpuLink:
         self,
         description: bytes,
         channel: DeviceStream,
-        prepare: Callable[[], Awaitable[None]],
+        prepare: _Prepare | None,
     ) -> None:
         own = self.transport.describe()
         peer = DeviceDescription.decode(description)
@@ -319,7 +316,8 @@ class GpuLink:
         except IncompatiblePeer:
             channel.describe(own)  # so that the peer finds its own words for it
             raise
-        await prepare()
+        if prepare is not None:
+            await prepare()
         channel.describe(own)
         await self.open(self.transport.open(description, channel))
 
