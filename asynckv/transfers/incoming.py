@@ -12,23 +12,27 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from functools import partial
-from typing import Any, Protocol
+from operator import attrgetter
+from typing import Any, Final, Protocol
 
 from asynckv.errors import RemoteProtocolError
 from asynckv.links.link import LinkStream
 from asynckv.links.progress import OWN_WORK_S, Progress
 from asynckv.protocol.frames import Frame
+from asynckv.protocol.transfer import ReceiveState, Verdict
 from asynckv.protocol.transfer_frames import Eager, Grant, Sent
 from asynckv.protocol.wire import digest_of
 from asynckv.sharing.gpu_channel import RouteLost, other_bytes
 from asynckv.shielding import wait_shielded
 from asynckv.tensors.cuda import DeviceMemory
 from asynckv.tensors.runs import Memory, fill
-from asynckv.transfers.manifest import is_eager
+from asynckv.transfers.manifest import EAGER_NBYTES
 from asynckv.transfers.targets import DeviceTarget, Target, copy_to_device
 from asynckv.waits.own_tasks import OwnTasks
 
 __all__ = ("DeviceRoute", "Incoming", "hear_incoming")
+
+_nbytes_of: Final[Callable[[Target], int]] = attrgetter("nbytes")
 
 
 class DeviceRoute(Protocol):
@@ -67,9 +71,9 @@ class DeviceRoute(Protocol):
         """Let the bytes of one part land in ``target``. Never waits."""
 
     def sent(self, frame: Sent) -> None:
-        """The peer has sent a part, or says where it lies.
+        """The peer has sent a part by it, or says where it lies.
 
-        :raises RemoteProtocolError: it makes no sense, or was granted otherwise
+        :raises RemoteProtocolError: it makes no sense
         """
 
     def landed_bytes(self, transfer: int) -> int:
@@ -116,31 +120,26 @@ class Incoming:
         self._landed: Callable[[int, bytes], None] | None = landed
         self._failed = failed
         self._find_route = route
-        self._confirms = confirms
-        self._is_eager = is_eager
         self._room = room
+        self._state = ReceiveState(
+            transfer,
+            [*map(_nbytes_of, targets)],
+            max_eager_nbytes=EAGER_NBYTES if is_eager else -1,
+            confirms=confirms,
+        )
         self._untold = len(targets)
-        self._missing = set(range(len(targets)))
         self._whole: asyncio.Future[None] | None = None
-        self._is_due = self._is_stopped = False
-        # What comes by the link.
         self._eager: dict[int, Memory] = {}
-        self._unsent = set[int]()
-        self._receiving = 0
-        self._here: dict[int, bytes] = {}
-        self._said: dict[int, bytes] = {}
-        self._is_expected = False
+        self._is_due = self._is_expected = False
         # What belongs on a GPU.
         self._on_device: dict[int, DeviceTarget] = {}
         self._tasks: OwnTasks | None = None
-        self._to_copy: dict[int, bytes] = {}
+        self._to_copy = list[int]()
         self._copying_since_s: float | None = None
         # What comes from another GPU.
         self._route: DeviceRoute | None = None
         self._routed: dict[int, Target] = {}
-        self._unrouted = 0
-        self._unconfirmed: dict[int, bytes] = {}
-        self._is_route_expected = self._is_lost = self._was_quiet = False
+        self._is_route_expected = self._was_quiet = False
 
     async def receive(self) -> None:
         """Grant it, and wait until all parts are where they belong.
@@ -163,22 +162,24 @@ class Incoming:
 
         If ``whole``, all of them are there to be sent: see :meth:`expect`.
         """
+        state = self._state
         self._route = route = self._choose_route()
         # From here on they are the transport's alone: it may be wanted back.
         targets, self._targets = self._targets, ()
         for part, target in enumerate(targets):
             if isinstance(target, DeviceTarget):
                 self._on_device[part] = target
-            if self._is_eager and is_eager(target.nbytes):
-                self._eager[part] = target.host()
-            elif route is None:
-                self._receive(part, target)
-            else:
-                self._routed[part] = target
-        if route is not None:
+        for part in state.eager:
+            self._eager[part] = targets[part].host()
+        if route is None:
+            frame: Grant | None = state.grant()
+            for part in state.large:
+                self._receive(part, targets[part])
+        else:
+            frame = route.grant(self.transfer)
+            state.grant("cuda_ipc" if frame is None else frame.route)
+            self._routed = {part: targets[part] for part in state.large}
             self._receive_routed(route)
-        transfer = self.transfer
-        frame = Grant(transfer) if route is None else route.grant(transfer)
         if frame is not None:
             self._stream.send(frame)
         if whole:
@@ -191,18 +192,19 @@ class Incoming:
         if isinstance(target, DeviceTarget):
             self._on_device[part] = target
         fill(target.host(), piece)
-        self._verified(part, digest)
+        self._act(part, self._state.compare(part, digest, digest))
 
     def expect(self) -> None:
         """From here on bytes that do not come end the link, or lose their route."""
         self._is_due = True
-        if self._is_stopped:
+        state = self._state
+        if state.is_stopped:
             return
-        if not self._is_expected and (self._receiving or self._eager):
+        if not self._is_expected and (state.landing or state.eager):
             self._is_expected = True
             self._link.progress.expect(self.transfer)
         route, was_expected = self._route, self._is_route_expected
-        if self._unrouted and route is not None and not was_expected:
+        if state.routed and route is not None and not was_expected:
             self._is_route_expected = True
             route.progress.expect(self.transfer)
 
@@ -211,22 +213,21 @@ class Incoming:
 
         :raises RemoteProtocolError: it makes no sense
         """
-        match frame:
-            case Sent() | Eager() if self._is_stopped:
-                pass
-            case Sent(route="link"):
-                self._on_sent(frame)
-            case Sent():
-                self._on_routed_sent(frame)
-            case Eager():
-                self._on_eager(frame, body)
-            case _:
-                raise RemoteProtocolError(f"no {type(frame).__name__} belongs here")
+        if isinstance(frame, Sent):
+            verdict = self._state.on_sent(frame)
+            if verdict == "read" and self._route is not None:
+                self._route.sent(frame)
+            elif verdict != "waits":
+                self._act(frame.part, verdict)
+        elif isinstance(frame, Eager):
+            self._on_eager(frame, body)
+        else:
+            raise RemoteProtocolError(f"no {type(frame).__name__} belongs here")
 
     @property
     def has_come(self) -> bool:
         """Has the peer no more to do for it?"""
-        return not self._missing
+        return self._state.has_come
 
     @property
     def landed_bytes(self) -> int:
@@ -258,7 +259,7 @@ class Incoming:
     def stop(self) -> None:
         """Let nothing more land. The memory is quiet after :meth:`quiesce`."""
         self._end()
-        if self._receiving:
+        if self._state.landing:
             self._link.payload.stop(self.transfer)
         if self._route is not None:
             self._route.stop(self.transfer)
@@ -272,7 +273,7 @@ class Incoming:
         """
         self._end()
         waits = list[Coroutine[Any, Any, None]]()
-        if self._receiving:
+        if self._state.landing:
             waits.append(self._link.payload.quiesce(self.transfer))
         if self._route is not None:
             waits.append(self._route.quiesce(self.transfer))
@@ -283,14 +284,14 @@ class Incoming:
         try:
             await wait_shielded(asyncio.gather(*waits, return_exceptions=True))
         finally:
-            self._receiving = 0
             # If it is given up later, that is no matter.
             self._was_quiet = self._route is not None and not self._route.is_given_up
 
     def _end(self) -> None:
         """Tell nothing more, and keep nothing."""
-        self._is_stopped = True
-        self._forget_link()
+        self._state.stop()
+        if self._is_expected:
+            self._forget_link()
         self._forget_route()
         self._landed = self._failed = self._find_route = self._room = None
         self._targets = ()
@@ -300,7 +301,7 @@ class Incoming:
         self._to_copy.clear()
 
     def _fail(self, error: Exception) -> None:
-        failed, whole, is_over = self._failed, self._whole, self._is_stopped
+        failed, whole, is_over = self._failed, self._whole, self._state.is_stopped
         self.stop()
         if is_over:
             return
@@ -310,7 +311,21 @@ class Incoming:
             whole.set_exception(error)
             whole.exception()  # who waits for it may be cancelled before it is told
 
-    def _tell(self, part: int, digest: bytes) -> None:
+    def _act(self, part: int, verdict: Verdict) -> None:
+        if verdict == "differs":
+            self._fail(other_bytes(part))
+            return
+        target = self._on_device.get(part)
+        if verdict == "verified" and target is not None and target.is_in_host:
+            self._copy_soon(part)
+        elif verdict == "verified":
+            self._tell(part)
+        elif verdict == "confirm":
+            self._stream.send(Sent(self.transfer, part, route=self._state.route))
+        elif target is not None:  # it came once more behind a lost route
+            target.take_bounce()
+
+    def _tell(self, part: int) -> None:
         """One part is where it belongs."""
         landed, whole = self._landed, self._whole
         self._untold -= 1
@@ -319,111 +334,65 @@ class Incoming:
             self._on_device.clear()
             self._routed = {}
         if landed is not None:
-            landed(part, digest)
+            landed(part, self._state.verified[part])
         if not self._untold and whole is not None and not whole.done():
             whole.set_result(None)
-
-    def _verified(self, part: int, digest: bytes) -> None:
-        """The bytes of one part are those that were sent."""
-        target = self._on_device.get(part)
-        if part not in self._missing:  # it came once more behind a lost route
-            if target is not None:
-                target.take_bounce()
-            return
-        self._missing.remove(part)
-        if target is not None and target.is_in_host:
-            self._copy_soon(part, digest)
-        else:
-            self._tell(part, digest)
 
     # by the link
 
     def _receive(self, part: int, target: Target) -> None:
-        self._receiving += 1
-        self._unsent.add(part)
         done = partial(self._on_landed, part)
         self._link.payload.receive(self.transfer, part, target.host(), done)
 
     def _on_landed(self, part: int, digest: bytes, error: BaseException | None) -> None:
-        if self._is_stopped or error is not None:
+        if error is not None:
             return  # an error of the link's own ends it too, and is told by on_lost
-        self._receiving -= 1
-        said = self._said.pop(part, None)
-        if not self._receiving and not self._eager:
+        state = self._state
+        verdict = state.landed(part, digest)
+        if self._is_expected and not state.landing and not state.eager:
             self._forget_link()
-        if said is None:
-            self._here[part] = digest
-        else:
-            self._judge(part, digest, said)
-
-    def _on_sent(self, frame: Sent) -> None:
-        part, digest = frame.part, frame.digest
-        if part in self._unconfirmed:
-            self._missing.remove(part)
-            self._tell(part, self._unconfirmed.pop(part))
-            return
-        if part not in self._unsent:
-            raise RemoteProtocolError(f"a Sent for part {part} makes no sense")
-        self._unsent.remove(part)
-        here = self._here.pop(part, None)
-        if here is None:
-            self._said[part] = digest
-        else:
-            self._judge(part, here, digest)
+        if verdict != "waits":
+            self._act(part, verdict)
 
     def _on_eager(self, frame: Eager, body: bytes) -> None:
-        digests = frame.digests or (b"",) * len(frame.parts)
-        targets = [self._take_eager(part) for part in frame.parts]
-        if len(digests) != len(targets) or sum(t.nbytes for t in targets) != len(body):
-            raise RemoteProtocolError("Eager parts that are not what their parts are")
+        state = self._state
+        if not (parts := state.on_eager(frame, len(body))):
+            return
         self._link.progress.note(len(body))
-        if not self._receiving and not self._eager:
+        if self._is_expected and not state.landing and not state.eager:
             self._forget_link()
         view, start = memoryview(body), 0
         is_digested = self._link.digest != "off"
-        for part, digest, target in zip(frame.parts, digests, targets, strict=True):
-            piece = view[start : start + target.nbytes]
-            start += target.nbytes
-            fill(target, piece)
-            self._judge(part, digest_of(piece) if is_digested else b"", digest)
-            if self._is_stopped:
+        for part, nbytes, sent in parts:
+            if state.is_stopped:
                 return
-
-    def _take_eager(self, part: int) -> Memory:
-        target = self._eager.pop(part, None)
-        if target is None:
-            raise RemoteProtocolError(f"part {part} came eagerly, which makes no sense")
-        return target
-
-    def _judge(self, part: int, here: bytes, said: bytes) -> None:
-        """Both sides have digested it."""
-        if here == said:
-            self._verified(part, here)
-        else:
-            self._fail(other_bytes(part))
+            piece = view[start : start + nbytes]
+            start += nbytes
+            fill(self._eager.pop(part), piece)
+            landed = digest_of(piece) if is_digested else b""
+            self._act(part, state.compare(part, landed, sent))
 
     def _forget_link(self) -> None:
-        if self._is_expected:
-            self._is_expected = False
-            self._link.progress.forget(self.transfer)
+        self._is_expected = False
+        self._link.progress.forget(self.transfer)
 
     # to a GPU, through memory of the host
 
-    def _copy_soon(self, part: int, digest: bytes) -> None:
+    def _copy_soon(self, part: int) -> None:
         """Copy what has landed to the GPU, while the rest is on the wire."""
-        self._to_copy[part] = digest
+        self._to_copy.append(part)
         if self._copying_since_s is None:
             self._copying_since_s = self._link.loop.time()
             self._start(self._copy, "copy to a GPU")
 
     async def _copy(self) -> None:
-        while digests := self._to_copy:
-            self._to_copy = {}
-            targets = [self._on_device[part] for part in digests]
-            await copy_to_device(targets, [*digests.values()])
+        while parts := self._to_copy:
+            self._to_copy = []
+            digests = [self._state.verified[part] for part in parts]
+            await copy_to_device([self._on_device[part] for part in parts], digests)
             self._copying_since_s = self._link.loop.time()
-            for part, digest in digests.items():
-                self._tell(part, digest)
+            for part in parts:
+                self._tell(part)
         self._copying_since_s = None
 
     def _start(self, work: Callable[[], Coroutine[Any, Any, None]], name: str) -> None:
@@ -435,28 +404,18 @@ class Incoming:
     def _choose_route(self) -> DeviceRoute | None:
         if self._find_route is None:
             return None
-        large = [
-            t for t in self._targets if not (self._is_eager and is_eager(t.nbytes))
-        ]
+        large = [self._targets[part] for part in self._state.large]
         route = self._find_route() if large else None
         if route is None or any(t.is_on_device != route.is_to_gpu for t in large):
             return None
         return route
 
     def _receive_routed(self, route: DeviceRoute) -> None:
-        self._unrouted = len(self._routed)
         for part, target in self._routed.items():
             done = partial(self._on_routed, route, part)
             place = target.device() if target.is_on_device else target.host()
             route.receive(self.transfer, part, place, done)
             del place  # an error's traceback would keep the memory in use
-
-    def _on_routed_sent(self, frame: Sent) -> None:
-        if self._is_lost:
-            return  # it was said before the route was lost
-        if self._route is None:
-            raise RemoteProtocolError("a part of a GPU that was not asked for")
-        self._route.sent(frame)
 
     def _on_routed(
         self,
@@ -465,24 +424,22 @@ class Incoming:
         digest: bytes,
         error: BaseException | None,
     ) -> None:
-        if self._is_stopped or self._is_lost:
+        state = self._state
+        if state.is_stopped or state.is_lost:
             return
         if isinstance(error, RouteLost):
-            self._is_lost = True
+            state.lose()
             self._forget_route()
             self._start(partial(self._fall_back, route, error), "fall back to the link")
             return
         if isinstance(error, Exception):
             self._fail(error)
             return
-        self._unrouted -= 1
-        if not self._unrouted:
+        verdict = state.came(part, digest)
+        if not state.routed:
             self._forget_route()
-        if self._confirms:
-            self._unconfirmed[part] = digest
-            self._stream.send(Sent(self.transfer, part))
-        else:
-            self._verified(part, digest)
+        if verdict != "waits":
+            self._act(part, verdict)
 
     async def _fall_back(self, route: DeviceRoute, lost: RouteLost) -> None:
         """Let all come by the link that the route was to bring.
@@ -490,16 +447,18 @@ class Incoming:
         Also what is here already, which the peer does not know; it is not told again.
         """
         await route.quiesce(self.transfer)
-        targets = self._routed
+        state, targets = self._state, self._routed
         if route.is_given_up:
-            for part in self._missing.intersection(targets):
-                targets[part].give_up(lost)
+            for part, target in targets.items():
+                if part not in state.verified:
+                    target.give_up(lost)
         self._route = None
         if self._room is not None:
             await self._room()
+        frame = state.grant()
         for part, target in targets.items():
             self._receive(part, target)
-        self._stream.send(Grant(self.transfer))
+        self._stream.send(frame)
         if self._is_due:
             self.expect()
 

@@ -6,10 +6,7 @@ with a frame. What a GPU has to give to the link's payload is copied to the host
 by piece while the last one is on the wire. The peer may grant what it has not verified
 once more, by the link's payload; the sources are kept until then.
 
-Which grant counts is the same for every request. One of another transfer than this has
-crossed that one's end, and so has one that comes after the stop: they are ignored. One
-of what was never offered breaks the link. A later grant sends everything anew, but for
-small parts of what was granted memory of a GPU: no route has lost those.
+Which grant counts, and what leaves by it, :class:`SendState` knows.
 """
 
 from __future__ import annotations
@@ -25,6 +22,7 @@ from asynckv.errors import GPUFailed, RemoteProtocolError
 from asynckv.links.link import Link, LinkStream
 from asynckv.protocol.codec import BODY_PART_BYTES
 from asynckv.protocol.handshake import DigestMode, strictest
+from asynckv.protocol.transfer import NEVER_OFFERED, SendState
 from asynckv.protocol.transfer_frames import (
     MAX_EAGER,
     Eager,
@@ -167,16 +165,13 @@ class EagerParts:
         return total + 1
 
 
-_NEVER_OFFERED: Final = "a grant of what was never offered"
-
-
 def ignore_grant(frame: Grant, link: Link) -> None:
     """Nothing stands that this could grant: it has crossed the end of what did.
 
     :raises RemoteProtocolError: it was never offered
     """
     if not link.has_numbered(frame.transfer):
-        raise RemoteProtocolError(_NEVER_OFFERED)
+        raise RemoteProtocolError(NEVER_OFFERED)
 
 
 class Outgoing:
@@ -191,15 +186,11 @@ class Outgoing:
 
     __slots__ = (
         "_copier",
-        "_copying",
         "_eager",
         "_exported",
         "_failed",
         "_importer",
         "_in_lanes",
-        "_is_by_gpu",
-        "_is_on_gpu",
-        "_is_stopped",
         "_link",
         "_nccl",
         "_pin",
@@ -207,6 +198,7 @@ class Outgoing:
         "_send",
         "_sent",
         "_sources",
+        "_state",
         "_stream",
         "_tasks",
         "_within",
@@ -231,22 +223,24 @@ class Outgoing:
         self._link = stream.link
         self._routes = routes
         self._failed = failed
-        self._is_on_gpu = is_on_gpu
         self._exported = exported
         self._importer = importer
         self._sent: Callable[[Sent], None] = sent or stream.send
         self._within = within
         self._tasks: OwnTasks | None = None
         self._sources = dict[int, Source]()
-        self._send: Callable[[_Parts], None] | None = None
+        self._send: Callable[[_Parts], None] = self._send_by_link
         self._eager: EagerParts | None = None
         self._copier: D2HCopier | None = None
-        self._copying = set[int]()
         self._in_lanes = 0
         self._nccl: GpuLink | None = None
         self._pin: tuple[Importer, int] | None = None
-        self._is_by_gpu = False
-        self._is_stopped = False
+        offered: list[RouteName] = ["link"]
+        if is_on_gpu and routes is not None:
+            offered.append("nccl")
+        if exported is not None or importer is not None:
+            offered.append("cuda_ipc")
+        self._state = SendState(transfer, offered)
 
     @property
     def is_busy(self) -> bool:
@@ -261,7 +255,7 @@ class Outgoing:
     def add(self, part: int, source: Source) -> None:
         """One more part is there: it leaves now, or when it is granted. Never waits."""
         self._sources[part] = source
-        if self._send is not None:
+        if self._state.add(part):
             self._send([(part, source)])
 
     def on_grant(self, frame: Grant) -> None:
@@ -269,20 +263,22 @@ class Outgoing:
 
         If this side's route is over, the peer will hear of that, and grant it again.
 
-        :raises RemoteProtocolError: it was never offered, nothing ever led there, or a
-            GPU's memory was granted before
+        :raises RemoteProtocolError: as :meth:`SendState.on_grant`, or nothing ever led
+            there
         """
-        if frame.transfer > self.transfer:
-            raise RemoteProtocolError(_NEVER_OFFERED)
-        if self._is_stopped or frame.transfer < self.transfer:
+        state = self._state
+        is_anew, is_by_link = state.is_granted, state.route == "link"
+        if (parts := state.on_grant(frame)) is None:
             return
-        if frame.route == "link":
-            self._begin(self._send_by_link)
-        elif self._is_by_gpu:
-            raise RemoteProtocolError("a second grant of a GPU's memory")
-        else:
-            self._begin(self._gpu_route(frame))
-            self._is_by_gpu = True
+        if is_anew:  # what is queued for the lanes would mix with what leaves now
+            if is_by_link and self._eager is not None:
+                self._eager.stop()
+            self._halt()
+            self.release()
+        by_link = frame.route == "link"
+        self._send = self._send_by_link if by_link else self._route(frame)
+        sources = map(self._sources.__getitem__, parts)
+        self._send([*zip(parts, sources, strict=True)])
 
     def pin(self, importer: Importer, regions: Sequence[SlabRegion]) -> None:
         """Let the peer read there, until :meth:`release`. Never waits."""
@@ -297,8 +293,7 @@ class Outgoing:
 
     def stop(self) -> None:
         """Send no more: the peer has all, or needs no more. Never waits."""
-        self._is_stopped = True
-        self._send = None
+        self._state.stop()
         self._halt()
         if self._eager is not None:
             self._eager.stop()
@@ -317,32 +312,6 @@ class Outgoing:
             if self._in_lanes:
                 await self._link.payload.quiesce(self.transfer)
 
-    def _begin(self, send: Callable[[_Parts], None]) -> None:
-        """Send all that is there by a route."""
-        parts = list(self._sources.items())
-        if self._send is not None:
-            parts = self._restart(parts)
-        self._send = send
-        send(parts)
-
-    def _restart(self, parts: _Parts) -> list[tuple[int, Source]]:
-        """Stop what still leaves; return what is to leave anew.
-
-        What was queued would mix with that.
-        """
-        if self._is_by_gpu:
-            parts = [
-                (part, source)
-                for part, source in parts
-                if not is_eager(source.nbytes) or part in self._copying
-            ]
-        elif self._eager is not None:
-            self._eager.stop()
-        self._halt()
-        self.release()
-        self._is_by_gpu = False
-        return list(parts)
-
     def _halt(self) -> None:
         nccl, self._nccl = self._nccl, None
         if nccl is not None:
@@ -351,20 +320,17 @@ class Outgoing:
             self._link.payload.stop(self.transfer)
         if self._tasks is not None:
             self._tasks.cancel()
-        self._copying.clear()
 
-    def _gpu_route(self, frame: Grant) -> Callable[[_Parts], None]:
+    def _route(self, frame: Grant) -> Callable[[_Parts], None]:
         digest = frame.digest
-        if frame.route == "nccl":
-            if self._routes is None or not self._is_on_gpu:
-                raise RemoteProtocolError("a grant of memory that nothing leads to")
+        if frame.route == "nccl" and self._routes is not None:
             return partial(self._send_by_nccl, digest, self._routes.nccl(self._link))
-        if (exported := self._exported) is not None:
+        if frame.route == "cuda_ipc" and (exported := self._exported) is not None:
             kind = strictest(exported.digest, digest)
             return partial(self._notify, kind, exported.importer)
-        if self._importer is None:
-            raise RemoteProtocolError("a grant of what was never shown")
-        return partial(self._export, digest, self._importer(self._link))
+        if frame.route == "cuda_ipc" and self._importer is not None:
+            return partial(self._export, digest, self._importer(self._link))
+        return self._send_by_link
 
     def _send_by_link(self, parts: _Parts) -> None:
         for part, source in parts:
@@ -381,13 +347,11 @@ class Outgoing:
         copier = self._d2h()
 
         def copied(copy: HostCopy) -> None:
-            self._copying.discard(part)
             if isinstance(copy, memoryview) and is_eager(copy.nbytes):
                 self._send_eagerly(part, source, lambda: copy)
             else:
                 self._send_in_lanes(part, copy, source.digest)
 
-        self._copying.add(part)
         self._start(partial(copier.copy, source, copied))
 
     def _send_eagerly(
@@ -395,6 +359,7 @@ class Outgoing:
     ) -> None:
         if self._eager is None:
             self._eager = EagerParts(self._link, self._stream, self.transfer)
+        self._state.left(part)
         self._eager.add(part, source.nbytes, read, source.digest or None)
 
     def _send_in_lanes(self, part: int, memory: Memory | Feed, digest: bytes) -> None:
@@ -402,8 +367,9 @@ class Outgoing:
 
         def done(digest: bytes, error: BaseException | None) -> None:
             self._in_lanes -= 1
-            if error is None:  # else the link ends
-                self._sent(Sent(self.transfer, part, digest))
+            sent = self._state.sent(part, digest)
+            if sent is not None and error is None:  # else the link ends
+                self._sent(sent)
 
         self._in_lanes += 1
         if isinstance(memory, Feed):
@@ -433,7 +399,7 @@ class Outgoing:
         error: BaseException | None,
     ) -> None:
         if error is None:  # else the peer hears that the route is lost
-            self._say_sent(kind, "nccl", part, source)
+            self._say_sent(kind, part, source)
 
     def _notify(self, kind: DigestMode, importer: Importer, parts: _Parts) -> None:
         """Say of each part that it lies where the peer was told that it would."""
@@ -441,7 +407,7 @@ class Outgoing:
             if is_eager(source.nbytes):
                 self._send_by_link([(part, source)])
             elif importer.is_connected:
-                self._say_sent(kind, "cuda_ipc", part, source)
+                self._say_sent(kind, part, source)
             else:  # what it would read there may be another's by now
                 self._failed(
                     GPUFailed(
@@ -451,17 +417,19 @@ class Outgoing:
                 )
                 return
 
-    def _say_sent(
-        self, kind: DigestMode, route: RouteName, part: int, source: Source
-    ) -> None:
+    def _say_sent(self, kind: DigestMode, part: int, source: Source) -> None:
         if (known := _known(kind, source)) is not None:
-            self._stream.send(Sent(self.transfer, part, *known, route))
+            self._say(self._state.sent(part, *known))
         else:
-            self._start(partial(self._digest_sent, route, part, source))
+            self._start(partial(self._digest_sent, part, source))
 
-    async def _digest_sent(self, route: RouteName, part: int, source: Source) -> None:
+    async def _digest_sent(self, part: int, source: Source) -> None:
         digest = await self._d2h().digest(source)
-        self._stream.send(Sent(self.transfer, part, digest, route=route))
+        self._say(self._state.sent(part, digest))
+
+    def _say(self, sent: Sent | None) -> None:
+        if sent is not None:
+            self._stream.send(sent)
 
     def _export(
         self, kind: DigestMode, importer: GpuImporter | None, parts: _Parts
@@ -477,7 +445,7 @@ class Outgoing:
             if is_eager(source.nbytes):
                 self._send_by_link([(part, source)])
             elif importer is None or not isinstance(region, DeviceRegion):
-                self._stream.send(Sent(self.transfer, part, b"", "off", "cuda_ipc"))
+                self._say(self._state.sent(part, b"", "off"))
                 return
             else:
                 regions.append(region)
@@ -504,9 +472,7 @@ class Outgoing:
                 digest, said = next(edges), kind
             else:
                 (digest,), said = await pool.digest([source.place()]), "full"
-            self._stream.send(
-                Sent(self.transfer, part, digest, said, "cuda_ipc", offset)
-            )
+            self._say(self._state.sent(part, digest, said, offset))
 
     def _d2h(self) -> D2HCopier:
         if self._routes is None:

@@ -275,10 +275,10 @@ async def test_an_entry_that_leaves_while_a_layer_is_lifted_needs_it_no_more(
 ) -> None:
     copy, leases = Incoming._copy_soon, pair.buffer.ledger.leases
 
-    def copy_too_late(incoming: Incoming, part: int, digest: bytes) -> None:
+    def copy_too_late(incoming: Incoming, part: int) -> None:
         (entry,) = pair.buffer.ledger.table.entries.values()
         leases.acknowledge(next(iter(entry.leases.values())))
-        copy(incoming, part, digest)
+        copy(incoming, part)
 
     monkeypatch.setattr(Incoming, "_copy_soon", copy_too_late)
     async with pair.peer.lookup.open_insert([1], None, LAYERS) as writer:

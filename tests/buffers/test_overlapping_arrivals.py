@@ -21,6 +21,7 @@ from asynckv.errors import GPUFailed
 from asynckv.links.dial import dial
 from asynckv.links.link import Link
 from asynckv.protocol.frames import Accepted, Failure
+from asynckv.protocol.transfer import ReceiveState, Verdict
 from asynckv.protocol.transfer_frames import Sent
 from asynckv.protocol.wire import digest_of
 from asynckv.tensors.views import bytes_of
@@ -28,7 +29,6 @@ from asynckv.testing.blocked import until
 from asynckv.testing.cancellation import CancelMode, Outcome, sweep_cancellation
 from asynckv.testing.expectations import is_same, only
 from asynckv.testing.lookup_checks.values import MIB, noise
-from asynckv.transfers.incoming import Incoming
 from asynckv.types import TensorSpec
 from harness.fake_devices import FakeDevice, fake_device
 from harness.held_copies import held_copies
@@ -199,13 +199,13 @@ async def test_what_was_put_is_on_the_gpu_while_others_are_on_the_wire(
 async def test_what_was_put_is_copied_while_more_of_it_lands(
     gpu: FakeDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    come, verified = list[int](), Incoming._verified
+    come, compare = list[int](), ReceiveState.compare
 
-    def note(incoming: Incoming, part: int, digest: bytes) -> None:
+    def note(state: ReceiveState, part: int, landed: bytes, sent: bytes) -> Verdict:
         come.append(part)
-        verified(incoming, part, digest)
+        return compare(state, part, landed, sent)
 
-    monkeypatch.setattr(Incoming, "_verified", note)
+    monkeypatch.setattr(ReceiveState, "compare", note)
     async with putting(gpu) as (lookup, link):
         raw = RawInsert(link, MIB, MIB)
         await raw.granted()

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -27,7 +29,7 @@ from asynckv.tensors.device_regions import DeviceRegion
 from asynckv.testing.blocked import until
 from asynckv.testing.lookup_checks.values import MIB, noise
 from asynckv.transfers.host_copies import D2HCopier
-from asynckv.transfers.outgoing import Outgoing, Routes
+from asynckv.transfers.outgoing import Exported, Outgoing, Routes
 from asynckv.transfers.source import GpuSource, HostSource, RegionSource, Source
 from asynckv.types import TensorSpec
 from harness.device_memory import filled_region, open_device_arena
@@ -52,10 +54,10 @@ class Ends:
         self.transfer = links.near.new_transfer()
 
     def outgoing(
-        self, *sources: Source, routes: Routes | None = None, is_on_gpu: bool = False
+        self, *sources: Source, routes: Routes | None = None, **options: Any
     ) -> Outgoing:
         outgoing = Outgoing(
-            *(self.stream, self.transfer, routes), failed=refuse, is_on_gpu=is_on_gpu
+            *(self.stream, self.transfer, routes), failed=refuse, **options
         )
         for part, source in enumerate(sources):
             outgoing.add(part, source)
@@ -212,7 +214,9 @@ async def test_of_what_was_not_sent_the_peer_hears_nothing(
     outgoing.stop()
 
 
-Say = Callable[[Outgoing, DigestMode, int, Source], None]
+def shown(digest: DigestMode) -> Exported:
+    """Somebody reads where this side said that all lies."""
+    return Exported(SimpleNamespace(is_connected=True), digest)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -238,9 +242,9 @@ async def test_a_part_is_said_to_be_sent_with_what_both_want(
         assert isinstance(region, DeviceRegion)
         region.edges = edges
         source = RegionSource(region, TensorSpec((MIB,), "uint8"), digest)
-        outgoing = ends.outgoing(routes=ByNccl(pool, None))
-        outgoing._say_sent(kind, "nccl", 1, source)
-        assert await ends.said(outgoing) == [Sent(ends.transfer, 1, *said, "nccl")]
+        outgoing = ends.outgoing(source, exported=shown(kind))
+        outgoing.on_grant(Grant(ends.transfer, "cuda_ipc", "off"))
+        assert await ends.said(outgoing) == [Sent(ends.transfer, 0, *said, "cuda_ipc")]
         arena.free([region])
 
 
@@ -253,12 +257,12 @@ async def test_what_has_no_digest_is_said_when_it_has_one(
             await asyncio.sleep(0)
             return [b"made"]
 
-    (region,) = HeapArena(8).allocate([8]) or []
-    outgoing = ends.outgoing(routes=NoRoutes(Digesting()))
-    outgoing._say_sent(
-        "full", "nccl", 0, RegionSource(region, TensorSpec((8,), "uint8"))
-    )
+    (region,) = HeapArena(MIB).allocate([MIB]) or []
+    source = RegionSource(region, TensorSpec((MIB,), "uint8"))
+    routes = NoRoutes(Digesting())
+    outgoing = ends.outgoing(source, routes=routes, exported=shown("full"))
+    outgoing.on_grant(Grant(ends.transfer, "cuda_ipc"))
     if is_stopped:
         outgoing.stop()
-    said = [] if is_stopped else [Sent(ends.transfer, 0, b"made", "full", "nccl")]
+    said = [] if is_stopped else [Sent(ends.transfer, 0, b"made", route="cuda_ipc")]
     assert await ends.said(outgoing) == said

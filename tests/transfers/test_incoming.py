@@ -703,12 +703,11 @@ async def test_what_the_peer_confirms_is_told_when_it_has() -> None:
     route = Moving()
     transfer = Transfer(LARGE, targets=OnGpu(LARGE).targets, route=route, confirms=True)
     transfer.incoming.grant()
-    with pytest.raises(RemoteProtocolError, match="makes no sense"):
-        transfer.say(Sent(7, 0))
     route.done[0](b"digest", None)
-    assert transfer.frames[1:] == [Sent(7, 0)] and not transfer.told
-    assert not transfer.incoming.has_come
-    transfer.say(Sent(7, 0))
-    assert transfer.told == [(0, b"digest")] and transfer.incoming.has_come
+    confirmed = Sent(7, 0, route="nccl")
+    assert transfer.frames[1:] == [confirmed] and not transfer.told
     with pytest.raises(RemoteProtocolError, match="makes no sense"):
         transfer.say(Sent(7, 0))
+    assert not transfer.incoming.has_come
+    transfer.say(confirmed)
+    assert transfer.told == [(0, b"digest")] and transfer.incoming.has_come

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from harness.simulation.command import Totals
+from harness.simulation.transfers import tell_transfer
 
 pytestmark = [
     pytest.mark.trust,
@@ -20,6 +21,7 @@ pytestmark = [
 ]
 
 MIN_EVENTS = 2000
+TRANSFERS_A_SEED = 100
 
 
 def test_every_seed_keeps_the_promises(
@@ -38,3 +40,12 @@ def test_every_seed_keeps_the_promises(
     figures(str(totals))
     assert totals.seeds == scale.simulation_seeds
     assert totals.fewest >= MIN_EVENTS
+
+
+def test_every_seed_keeps_the_promises_of_a_transfer(
+    scale: Any, figures: Callable[[str], None]
+) -> None:
+    seeds = TRANSFERS_A_SEED * scale.simulation_seeds
+    whole = sum(tell_transfer(seed).is_whole for seed in range(seeds))
+    figures(f"{seeds} transfers without sockets, {whole} of them whole")
+    assert whole > seeds // 2

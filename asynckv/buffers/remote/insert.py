@@ -264,8 +264,7 @@ class _Push:
         self.granted.give(None)
         if isinstance(frame, Retract | Sent):
             self.outgoing.release()
-            has_it = isinstance(frame, Sent)
-            self.end(Sent(frame.transfer, 0) if has_it else None)
+            self.end(frame if isinstance(frame, Sent) else None)
         else:
             self.outgoing.on_grant(frame)
 

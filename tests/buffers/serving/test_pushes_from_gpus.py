@@ -63,7 +63,7 @@ class RawWriter:
         way, place = self.pair.near_way, await ready_memory(self.place)
         way.transport.send(transfer, 0, place, lambda *_: None)
         self.say(Sent(transfer, 0, DIGEST, "full", "nccl"))
-        while await self.raw.hearer.next() != (Sent(transfer, 0), b""):
+        while await self.raw.hearer.next() != (Sent(transfer, 0, route="nccl"), b""):
             pass
 
     async def is_refused(self) -> str:
@@ -88,7 +88,7 @@ async def test_a_layer_is_shown_when_its_writer_knows_that_it_came(
     await writer.send(transfer)
     (entry,) = writer.pair.buffer.ledger.table.entries.values()
     assert not entry.landed
-    writer.say(Sent(transfer, 0))
+    writer.say(Sent(transfer, 0, route="nccl"))
     writer.raw.push_inline(bytes(8), 1)
     writer.say(Commit())
     assert await writer.raw.last() == Accepted()
@@ -103,7 +103,7 @@ async def test_a_layer_that_came_may_be_taken_back(writer: RawWriter) -> None:
     writer.say(Sent(first, 0, b"", "full", "nccl"))  # late, and of no interest
     second = await writer.push()
     await writer.send(second)
-    writer.say(Sent(second, 0))
+    writer.say(Sent(second, 0, route="nccl"))
     (entry,) = writer.pair.buffer.ledger.table.entries.values()
     await until(lambda: entry.landed == [0])
 
@@ -116,8 +116,8 @@ async def test_what_is_not_here_is_not_done(writer: RawWriter) -> None:
 async def test_what_is_done_again_does_not_matter(writer: RawWriter) -> None:
     transfer = await writer.push()
     await writer.send(transfer)
-    writer.say(Sent(transfer, 0))
-    writer.say(Sent(transfer, 0))
+    writer.say(Sent(transfer, 0, route="nccl"))
+    writer.say(Sent(transfer, 0, route="nccl"))
     assert await writer.pair.peer.lookup.peek([1]) == 0  # it was heard
     assert writer.link.is_open
 
