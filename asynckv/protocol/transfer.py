@@ -265,7 +265,6 @@ class ReceiveState:
         """
         self.is_lost = True
         self.routed.clear()
-        self._unconfirmed.clear()
 
     def stop(self) -> None:
         """Nothing more is told."""

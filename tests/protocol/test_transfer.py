@@ -84,11 +84,21 @@ def test_what_a_route_has_lost_leaves_anew_but_for_what_left_beside_it(
     state = holding(3)
     assert state.on_grant(Grant(4, route)) == [0, 1, 2]
     state.left(1)
+    assert state.sent(1, b"") is None
     assert state.sent(0, b"digest") is not None
     assert state.on_grant(Grant(4)) == [0, 2]
     assert state.route == "link"
     assert state.sent(1, b"") is None
     assert state.sent(2, b"") is not None and state.sent(0, b"") is not None
+
+
+def test_what_left_beside_a_route_has_not_left_beside_the_next() -> None:
+    state = holding(2)
+    assert state.on_grant(Grant(4, "nccl")) == [0, 1]
+    state.left(1)
+    assert state.on_grant(Grant(4)) == [0]
+    assert state.on_grant(Grant(4, "nccl")) == [0, 1]
+    assert state.on_grant(Grant(4)) == [0, 1]
 
 
 def test_what_was_granted_by_the_link_leaves_anew_whole() -> None:
