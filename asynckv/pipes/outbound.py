@@ -28,6 +28,7 @@ from asynckv.protocol.codec import Buffer
 from asynckv.protocol.frames import Push
 from asynckv.protocol.transfer_frames import Grant, Sent
 from asynckv.protocol.values import Place
+from asynckv.shielding import wait_shielded
 from asynckv.tensors.device_regions import DeviceRegion
 from asynckv.tensors.growth import Growth
 from asynckv.tensors.runs import joined
@@ -259,11 +260,14 @@ class Outbound:
         await self._memory.aclose()
 
     async def quiesce(self) -> None:
-        """After the end: wait until nothing reads what was to leave (at most 1 s)."""
-        while self._unquiet:
-            outgoing, _ = self._unquiet[-1]
-            await outgoing.quiesce()
-            self._unquiet.pop()
+        """After the end: wait until nothing reads what was to leave.
+
+        At most 1 s, for all of that together.
+        """
+        if self._unquiet:
+            waits = [outgoing.quiesce() for outgoing, _ in self._unquiet]
+            await wait_shielded(asyncio.gather(*waits, return_exceptions=True))
+            self._unquiet.clear()
 
     def abort(self) -> None:
         """As :meth:`aclose`, after the link's end. Never waits, but as long as a thread

@@ -34,7 +34,16 @@ class FakeLink:
         self.transfers = 0
         self.sent: list[tuple[int, Callable[[bytes, BaseException | None], None]]] = []
         self.when_drained: list[Callable[[], None]] = []
+        self.quiescing: list[int] = []
+        self.is_quiet = asyncio.Event()
         self.link = self.payload = self
+
+    def stop(self, transfer: int) -> None:
+        """Its threads take their time."""
+
+    async def quiesce(self, transfer: int) -> None:
+        self.quiescing.append(transfer)
+        await self.is_quiet.wait()
 
     def has_numbered(self, transfer: int) -> bool:
         return transfer <= self.transfers
@@ -260,6 +269,21 @@ async def test_a_lost_peer_is_told_with_what_may_have_arrived() -> None:
             await task
         assert caught.value.maybe_delivered == 2
     assert sender.half.room.used_bytes == 0
+
+
+async def test_after_a_loss_all_that_is_still_read_has_one_second_together() -> None:
+    sender = Sender()
+    for transfer in (1, 2, 3):
+        await sender.put(LARGE)
+        sender.half.on_grant(Grant(transfer))
+    sender.half.end(LOST)
+    ends = [asyncio.create_task(sender.half.quiesce()) for _ in range(2)]
+    await until_blocked(*ends)
+    assert sender.link.quiescing == [1, 2, 3, 1, 2, 3]
+    sender.link.is_quiet.set()
+    await asyncio.gather(*ends)
+    await sender.half.quiesce()
+    assert len(sender.link.quiescing) == 6
 
 
 async def test_a_goodbye_is_an_end_if_everything_had_arrived() -> None:
