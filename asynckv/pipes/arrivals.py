@@ -28,7 +28,7 @@ from asynckv.tensors.device_regions import DeviceRegion
 from asynckv.tensors.growth import Growth
 from asynckv.tensors.runs import Memory
 from asynckv.tensors.views import bytes_of
-from asynckv.transfers.incoming import DeviceRoute, Incoming, hear_incoming
+from asynckv.transfers.incoming import Incoming, Route, hear_incoming
 from asynckv.transfers.targets import Target, device_memory
 from asynckv.types import TensorSpec
 
@@ -235,7 +235,7 @@ class Granting:
         else:
             raise RemoteProtocolError("a tensor in memory that is not mapped")
 
-    def _route_to_gpu(self, arrival: Arrival) -> DeviceRoute | None:
+    def _route_to_gpu(self, arrival: Arrival) -> Route | None:
         """Take memory of the GPU, if it can come there by a route; only once."""
         gpus = self.gpus
         if gpus is None or not arrival.may_be_routed:
@@ -248,7 +248,7 @@ class Granting:
         arrival.may_be_routed = False
         return route
 
-    def _route_to_host(self, arrival: Arrival) -> DeviceRoute | None:
+    def _route_to_host(self, arrival: Arrival) -> Route | None:
         """Return by what it comes that the peer shows in memory of its host's."""
         mapping = self.mapping
         if arrival.place is None or mapping is None or not mapping.can_read:
@@ -267,7 +267,7 @@ class Granting:
             raise MemoryError(f"none for a tensor of {nbytes} bytes") from exc
         return True
 
-    def _receive(self, arrival: Arrival, route: DeviceRoute | None) -> None:
+    def _receive(self, arrival: Arrival, route: Route | None) -> None:
         arrival.incoming = Incoming(
             *(self._stream, arrival.transfer, [arrival]),
             lambda part, digest: self._landed(arrival),

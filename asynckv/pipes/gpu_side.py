@@ -28,7 +28,7 @@ from asynckv.tensors.on_gpu import KVOnGpu, caught
 from asynckv.tensors.open_device import OpenDevice
 from asynckv.tensors.views import spec_of
 from asynckv.transfers.host_copies import D2HCopier, HostCopies
-from asynckv.transfers.incoming import DeviceRoute
+from asynckv.transfers.incoming import Route
 from asynckv.transfers.source import GpuStaging, StagedTensor
 from asynckv.types import TensorSpec
 
@@ -104,7 +104,7 @@ class GpuSide:
 
     def route(
         self, place: Place | None, digest: bytes, *, is_on_gpu: bool
-    ) -> DeviceRoute | None:
+    ) -> Route | None:
         """Return by what one tensor may come from the peer's GPU, or from its memory.
 
         ``place`` is where the peer shows it there, with the ``digest`` of that.

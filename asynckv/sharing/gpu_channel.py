@@ -472,7 +472,7 @@ class _Part:
 
 
 class NcclRoute:
-    """One transfer; fits :class:`~asynckv.transfers.incoming.DeviceRoute`.
+    """One transfer; fits :class:`~asynckv.transfers.incoming.Route`.
 
     ``digest`` is what this side wants to be compared, by default as of all that comes
     by that way.

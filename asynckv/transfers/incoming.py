@@ -30,12 +30,12 @@ from asynckv.transfers.manifest import EAGER_NBYTES
 from asynckv.transfers.targets import DeviceTarget, Target, copy_to_device
 from asynckv.waits.own_tasks import OwnTasks
 
-__all__ = ("DeviceRoute", "Incoming", "hear_incoming")
+__all__ = ("Incoming", "Route", "hear_incoming")
 
 _nbytes_of: Final[Callable[[Target], int]] = attrgetter("nbytes")
 
 
-class DeviceRoute(Protocol):
+class Route(Protocol):
     """How the parts of one transfer come, if not by the link.
 
     What it tells was compared. Its errors are :exc:`RouteLost` where the route itself
@@ -108,7 +108,7 @@ class Incoming:
         landed: Callable[[int, bytes], None],
         failed: Callable[[Exception], None] | None = None,
         *,
-        route: Callable[[], DeviceRoute | None] | None = None,
+        route: Callable[[], Route | None] | None = None,
         confirms: bool = False,
         is_eager: bool = True,
         room: Callable[[], Awaitable[None]] | None = None,
@@ -137,7 +137,7 @@ class Incoming:
         self._to_copy = list[int]()
         self._copying_since_s: float | None = None
         # What comes from another GPU.
-        self._route: DeviceRoute | None = None
+        self._route: Route | None = None
         self._routed: dict[int, Target] = {}
         self._is_route_expected = self._was_quiet = False
 
@@ -401,7 +401,7 @@ class Incoming:
 
     # from another GPU
 
-    def _choose_route(self) -> DeviceRoute | None:
+    def _choose_route(self) -> Route | None:
         if self._find_route is None:
             return None
         large = [self._targets[part] for part in self._state.large]
@@ -410,7 +410,7 @@ class Incoming:
             return None
         return route
 
-    def _receive_routed(self, route: DeviceRoute) -> None:
+    def _receive_routed(self, route: Route) -> None:
         for part, target in self._routed.items():
             done = partial(self._on_routed, route, part)
             place = target.device() if target.is_on_device else target.host()
@@ -419,7 +419,7 @@ class Incoming:
 
     def _on_routed(
         self,
-        route: DeviceRoute,
+        route: Route,
         part: int,
         digest: bytes,
         error: BaseException | None,
@@ -441,7 +441,7 @@ class Incoming:
         if verdict != "waits":
             self._act(part, verdict)
 
-    async def _fall_back(self, route: DeviceRoute, lost: RouteLost) -> None:
+    async def _fall_back(self, route: Route, lost: RouteLost) -> None:
         """Let all come by the link that the route was to bring.
 
         Also what is here already, which the peer does not know; it is not told again.

@@ -21,7 +21,7 @@ from asynckv.tensors.cuda import DeviceMemory
 from asynckv.tensors.device_copying import DeviceCopyPool
 from asynckv.tensors.device_tensors import gpu_of
 from asynckv.transfers.delivery import Delivery, ReceiveBudget, goes_to_gpu, is_on_gpu
-from asynckv.transfers.incoming import DeviceRoute, Incoming
+from asynckv.transfers.incoming import Incoming, Route
 from asynckv.transfers.manifest import is_eager, unpack
 from asynckv.transfers.readers import IpcReader, IpcStreamRoute, MapReader, ShownParts
 from asynckv.transfers.targets import (
@@ -169,7 +169,7 @@ class OfferReceiver:
             await self._lent[-1].quiesce()
             self._lent = self._lent[:-1]
 
-    def _route(self, delivery: Delivery) -> DeviceRoute | None:
+    def _route(self, delivery: Delivery) -> Route | None:
         """Return by what it can come to the GPU from another, if by anything."""
         if not all(map(_is_plain_on_gpu, self._into.values())):
             delivery.let_go()
@@ -204,7 +204,7 @@ class OfferReceiver:
         self,
         delivery: Delivery,
         specs: Mapping[str, TensorSpec],
-        route: DeviceRoute | None,
+        route: Route | None,
     ) -> dict[str, Target]:
         """Return where each tensor is to land. A cancelled call leaves nothing."""
         targets, empty, pool = dict[str, Target](), self._budget.empty, self._pool

@@ -29,7 +29,7 @@ DoneCallback: TypeAlias = Callable[[bytes, BaseException | None], None]
 
 
 class ReadRoute(abc.ABC):
-    """One transfer; fits :class:`~asynckv.transfers.incoming.DeviceRoute`.
+    """One transfer; fits :class:`~asynckv.transfers.incoming.Route`.
 
     ``digest`` is what this side wants to be compared. ``told`` is what the peer has
     said of the one part before it was granted.

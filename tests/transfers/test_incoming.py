@@ -26,7 +26,7 @@ from asynckv.tensors.cuda import DeviceMemory
 from asynckv.tensors.views import empty_tensor
 from asynckv.testing.blocked import until, until_blocked
 from asynckv.transfers import incoming as incoming_module
-from asynckv.transfers.incoming import DeviceRoute, Incoming, hear_incoming
+from asynckv.transfers.incoming import Incoming, Route, hear_incoming
 from asynckv.transfers.manifest import EAGER_NBYTES
 from asynckv.transfers.targets import DeviceTarget, HostTarget, Target
 from asynckv.types import TensorSpec
@@ -119,7 +119,7 @@ class Transfer:
             **{"failed": self.errors.append} | options,
         )
 
-    def _find(self) -> DeviceRoute | None:
+    def _find(self) -> Route | None:
         return self.route
 
     def say(self, frame: Frame, body: bytes = b"") -> None:

@@ -29,7 +29,7 @@ from asynckv.sharing.imports import PeerMemory
 from asynckv.tensors.device_copying import DeviceCopyPool
 from asynckv.tensors.devices import Device
 from asynckv.transfers.host_copies import HostCopies
-from asynckv.transfers.incoming import DeviceRoute
+from asynckv.transfers.incoming import Route
 from asynckv.transfers.read_route import IpcRoute
 
 __all__ = (
@@ -188,7 +188,7 @@ class DeviceService(Service):
         self.run(self._open(channel, frame, device), "connect GPUs")
         return channel
 
-    def device_route(self, *, on_gpu: bool) -> DeviceRoute | None:
+    def device_route(self, *, on_gpu: bool) -> Route | None:
         """Return by what one transfer may come into memory of the buffer's GPU.
 
         By NCCL, if it lies ``on_gpu`` there.
