@@ -61,6 +61,7 @@ class ExportedMemory:
     """
 
     must_be_closed_there: ClassVar[bool] = True
+    shows_parts: ClassVar[bool] = True
 
     def __init__(self, allocation: DeviceAllocation) -> None:
         self.handle = allocation.handle
@@ -144,7 +145,7 @@ class Pin:
 
     __slots__ = ("_holds", "number", "regions")
 
-    def __init__(self, number: int, regions: Sequence[SlabRegion]) -> None:
+    def __init__(self, number: int, regions: Sequence[Region]) -> None:
         self.number = number
         self.regions = len(regions)
         self._holds: list[Hold] = [region.hold() for region in regions]
@@ -171,6 +172,9 @@ class SharedMemory(Protocol):
 
     must_be_closed_there: ClassVar[bool]
     """Must the memory outlive what a peer has open of it?"""
+
+    shows_parts: ClassVar[bool]
+    """Can a part of a stream be read there before all of it has come?"""
 
     def fileno(self) -> int:
         """Return the descriptor that is sent for a ticket."""
@@ -232,7 +236,7 @@ class Importer:
         self.is_verified = is_there and secrets.compare_digest(nonce, self._file.nonce)
         return self.is_verified
 
-    def pin(self, regions: Sequence[SlabRegion]) -> Pin:
+    def pin(self, regions: Sequence[Region]) -> Pin:
         """Let the peer have these, until it says otherwise."""
         self._last_number += 1
         pin = self._pins[self._last_number] = Pin(self._last_number, regions)

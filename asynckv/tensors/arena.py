@@ -19,7 +19,7 @@ import torch
 
 from asynckv.tensors.allocator import Run
 from asynckv.tensors.cuda import DeviceMemory
-from asynckv.tensors.runs import Memory, Runs
+from asynckv.tensors.runs import Memory, Runs, fill, joined
 from asynckv.tensors.slabs import PAGE_NBYTES
 from asynckv.tensors.views import no_memory, tensor_over
 from asynckv.types import TensorSpec
@@ -133,6 +133,15 @@ class Region:
         for whoever only moves bytes.
         """
         return self.view()
+
+    def read(self) -> memoryview | None:
+        """Return the bytes in one piece; ``None`` of a GPU's, which has none here."""
+        return joined(self.memory())
+
+    def write(self, piece: memoryview) -> bool:
+        """Put so few bytes there now; ``False`` if it is a GPU's."""
+        fill(self.memory(), piece)
+        return True
 
     def place(self, spec: TensorSpec) -> torch.Tensor | Runs | DeviceMemory:
         """Return what a tensor is copied to or from: one, or the places of its bytes.

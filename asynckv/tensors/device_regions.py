@@ -119,6 +119,12 @@ class DeviceRegion(SlabRegion):
     def memory(self) -> Memory:
         raise TypeError("the memory of a GPU has no view for this process")
 
+    def read(self) -> memoryview | None:
+        return None
+
+    def write(self, piece: memoryview) -> bool:
+        return False
+
     def tensor(self, spec: TensorSpec) -> torch.Tensor:
         """Return a tensor over these bytes, without a copy.
 

@@ -46,7 +46,6 @@ from asynckv.waits.own_tasks import OwnTasks
 
 __all__ = (
     "EagerParts",
-    "Exported",
     "GpuImporter",
     "Outgoing",
     "Routes",
@@ -62,17 +61,6 @@ class GpuImporter:
 
     importer: Importer
     pool: DeviceCopyPool
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Exported:
-    """Who was told where all that is not eager will lie, before it is granted.
-
-    ``digest`` is what this side wants to be compared of it.
-    """
-
-    importer: Importer
-    digest: DigestMode
 
 
 class Routes(Protocol):
@@ -213,7 +201,7 @@ class Outgoing:
         *,
         failed: Callable[[Exception], None],
         is_on_gpu: bool = False,
-        exported: Exported | None = None,
+        exported: Importer | None = None,
         importer: Callable[[Link], GpuImporter | None] | None = None,
         sent: Callable[[Sent], None] | None = None,
         within: OwnTasks | None = None,
@@ -326,8 +314,8 @@ class Outgoing:
         if frame.route == "nccl" and self._routes is not None:
             return partial(self._send_by_nccl, digest, self._routes.nccl(self._link))
         if frame.route == "cuda_ipc" and (exported := self._exported) is not None:
-            kind = strictest(exported.digest, digest)
-            return partial(self._notify, kind, exported.importer)
+            kind = strictest(exported.exposed.digest, digest)
+            return partial(self._notify, kind, exported)
         if frame.route == "cuda_ipc" and self._importer is not None:
             return partial(self._export, digest, self._importer(self._link))
         return self._send_by_link

@@ -14,7 +14,6 @@ from asynckv.buffers.entries.entries import Draft, EntryState, StoredEntry
 from asynckv.buffers.entries.ledger import Ledger
 from asynckv.errors import BufferClosed, EntryAborted, EntryConflict
 from asynckv.observability.waits import LoggedWait
-from asynckv.tensors.runs import fill
 from asynckv.tensors.views import no_memory
 
 __all__ = (
@@ -259,7 +258,6 @@ class Admission:
 def _fill(entry: StoredEntry, pieces: Sequence[memoryview]) -> bool:
     """Put bytes in the regions, if these are in memory of the host."""
     for part, piece in zip(entry.parts, pieces, strict=True):
-        if part.region is None or part.region.is_on_device:
+        if part.region is None or not part.region.write(piece):
             return False
-        fill(part.region.memory(), piece)
     return True

@@ -155,14 +155,16 @@ class EntryState(enum.Enum):
 
 
 class Shown(NamedTuple):
-    """A whole entry as every peer is told of it who maps the arena.
+    """An entry as a peer is told of it who has the arena open; a whole one as all are.
 
-    ``edges`` stay those of the first time: memory that changes later is noticed.
+    ``edges`` stay those of the first time: memory that changes later is noticed. What
+    is ``beside`` lies where no peer can read it.
     """
 
-    regions: Sequence[SlabRegion]
+    regions: Sequence[Region]
     places: bytes
-    edges: bytes
+    edges: bytes = b""
+    beside: Sequence[Region] = ()
 
 
 class StoredEntry:

@@ -42,7 +42,7 @@ from asynckv.protocol.frames import (
     Took,
 )
 from asynckv.protocol.transfer_frames import Grant
-from asynckv.transfers.outgoing import Exported, ignore_grant
+from asynckv.transfers.outgoing import ignore_grant
 from asynckv.transfers.queries import TOKEN_NBYTES, Query
 
 __all__ = ("ServedSelect", "query_of")
@@ -189,18 +189,15 @@ class ServedSelect(msgspec.Struct, eq=False):
         if lease is None or self._offering is not None:
             return  # what was to be offered has ended, or was offered meanwhile
         entry = lease.entry
-        importer = None if self.streams else self.payer.export.importer
-        if not entry.complete and not may_begin(entry, importer, streams=self.streams):
+        importer, streams = self.payer.export.importer, self.streams
+        if not entry.complete and not may_begin(entry, importer, streams=streams):
             return
         if link.outgoing_bytes > _BUSY_BYTES:
             link.call_when_drained(self._offer_if_due)
             return
-        export, reader = self.payer.export, None
-        if self.streams and export.importer is not None:
-            reader = Exported(export.importer, export.digest)
         try:
             self._offering = make_offer(
-                *(link, self._stream, lease, importer), reader=reader
+                *(link, self._stream, lease, importer), streams=streams
             )
         except EntryTooLarge as exc:
             # The lease is being made just now: told on the next tick.

@@ -7,14 +7,14 @@ import pytest
 import torch
 
 from asynckv.buffers.entries.entries import StoredEntry
-from asynckv.buffers.serving.offer import reads_gpu, show_parts
+from asynckv.buffers.serving.offer import show
 from asynckv.errors import PeerLost
 from asynckv.links.fd_socket import has_fd_sockets
 from asynckv.links.link import LinkStream
 from asynckv.protocol.frames import Ack, Cancel, Offer, Select
 from asynckv.protocol.transfer_frames import Eager, Grant, Sent
-from asynckv.protocol.values import Place
-from asynckv.sharing.exporter import Importer
+from asynckv.protocol.values import MappedOffer, Place
+from asynckv.sharing.exporter import Importer, Pin
 from asynckv.tensors.views import bytes_of
 from asynckv.testing.blocked import until
 from asynckv.testing.lookup_checks.values import MIB, noise
@@ -31,6 +31,12 @@ pytestmark = pytest.mark.skipif(not has_fd_sockets(), reason="no sockets for han
 def importer_of(pair: GpuPair) -> Importer:
     (importer,) = pair.buffer.exporter._importers
     return importer
+
+
+def show_parts(
+    entry: StoredEntry, importer: Importer | None, max_nbytes: int = MIB
+) -> tuple[Pin, MappedOffer, bytes] | None:
+    return show(entry, importer, max_nbytes, streams=True)
 
 
 async def inserted(pair: GpuPair, key: torch.Tensor, hidden: int = 8) -> StoredEntry:
@@ -51,7 +57,7 @@ async def offered(pair: GpuPair) -> tuple[Hearer, LinkStream, Offer, bytes]:
 
 async def test_an_offer_says_where_what_does_not_ride_will_lie(pair: GpuPair) -> None:
     entry = await inserted(pair, pair.ours.tensor(noise(MIB)))
-    found = show_parts(entry, importer_of(pair), MIB)
+    found = show_parts(entry, importer_of(pair))
     assert found is not None
     pin, mapped, encoded = found
     places = msgspec.msgpack.decode(encoded, type=tuple[Place | None, ...])
@@ -63,14 +69,14 @@ async def test_an_offer_says_where_what_does_not_ride_will_lie(pair: GpuPair) ->
 
 async def test_who_has_nothing_open_is_shown_nothing(pair: GpuPair) -> None:
     entry = await inserted(pair, noise(MIB))
-    assert show_parts(entry, None, MIB) is None and not reads_gpu(None)
+    assert show_parts(entry, None) is None
     entry.in_arena = False
-    assert show_parts(entry, importer_of(pair), MIB) is None
+    assert show_parts(entry, importer_of(pair)) is None
     entry.in_arena = True
 
 
 async def test_what_only_rides_is_not_shown(pair: GpuPair) -> None:
-    assert show_parts(await inserted(pair, noise(8)), importer_of(pair), MIB) is None
+    assert show_parts(await inserted(pair, noise(8)), importer_of(pair)) is None
 
 
 async def test_beside_what_is_long_and_in_host_memory_nothing_is_shown(
@@ -79,7 +85,7 @@ async def test_beside_what_is_long_and_in_host_memory_nothing_is_shown(
     key = pair.buffer.empty((MIB,), torch.uint8)
     entry = await inserted(pair, key, 32 * 1024)
     assert [r.is_on_device for r in entry.regions[:2]] == [True, False]
-    assert show_parts(entry, importer_of(pair), MIB) is None
+    assert show_parts(entry, importer_of(pair)) is None
     del key
 
 
@@ -88,7 +94,7 @@ async def test_what_fits_in_no_frame_with_its_places_goes_by_lanes(
 ) -> None:
     entry = await inserted(pair, noise(MIB))
     preamble = len(entry.preamble())
-    shown = show_parts(entry, importer_of(pair), MIB)
+    shown = show_parts(entry, importer_of(pair))
     assert shown is not None
     importer_of(pair).unpin(shown[0].number)
     too_few = len(shown[2]) - 1
