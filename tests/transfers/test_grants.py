@@ -15,11 +15,8 @@ from asynckv.errors import RemoteProtocolError
 from asynckv.links.link import Link
 from asynckv.protocol.frames import Cancel, Frame, Get
 from asynckv.protocol.handshake import DigestMode
-from asynckv.protocol.transfer_frames import (
-    Eager,
-    Grant,
-    Sent,
-)
+from asynckv.protocol.transfer_frames import Eager, Exposed, Grant, Sent
+from asynckv.sharing.exporter import Importer
 from asynckv.sharing.gpu_channel import GpuLink
 from asynckv.tensors.arena import HeapArena, Region
 from asynckv.tensors.copying import CopyPool
@@ -29,7 +26,7 @@ from asynckv.tensors.device_regions import DeviceRegion
 from asynckv.testing.blocked import until
 from asynckv.testing.lookup_checks.values import MIB, noise
 from asynckv.transfers.host_copies import D2HCopier
-from asynckv.transfers.outgoing import Exported, Outgoing, Routes
+from asynckv.transfers.outgoing import Outgoing, Routes
 from asynckv.transfers.source import GpuSource, HostSource, RegionSource, Source
 from asynckv.types import TensorSpec
 from harness.device_memory import filled_region, open_device_arena
@@ -214,9 +211,12 @@ async def test_of_what_was_not_sent_the_peer_hears_nothing(
     outgoing.stop()
 
 
-def shown(digest: DigestMode) -> Exported:
+def shown(digest: DigestMode) -> Importer:
     """Somebody reads where this side said that all lies."""
-    return Exported(SimpleNamespace(is_connected=True), digest)  # type: ignore[arg-type]
+    exposed = Exposed("", b"", 0, digest=digest)
+    fake: Any = SimpleNamespace(is_connected=True, exposed=exposed)
+    importer: Importer = fake
+    return importer
 
 
 @pytest.mark.parametrize(

@@ -138,9 +138,9 @@ def make_offer(
     pieces = _pieces(entry) if entry.complete and entry.is_small else None
     if pieces is not None:
         body = b"".join((body, *pieces))
-    elif entry.complete or streams:
-        shown = show(entry, importer, max_nbytes - len(body), streams=streams)
     check_body(max_nbytes, body)
+    if pieces is None and (entry.complete or streams):
+        shown = show(entry, importer, max_nbytes - len(body), streams=streams)
     pin, mapped, end = shown or (None, None, b"")
     on_gpu = pieces is None and are_on_gpu(
         [(part.spec.nbytes, part.region) for part in entry.parts]

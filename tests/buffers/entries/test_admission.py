@@ -10,6 +10,7 @@ from asynckv.buffers.entries.entries import EntryState, StoredEntry
 from asynckv.buffers.entries.ledger import Ledger
 from asynckv.errors import BufferClosed, EntryAborted, EntryConflict, EntryTooLarge
 from asynckv.tensors.arena import HeapArena, Region
+from asynckv.tensors.device_regions import DeviceRegion
 from asynckv.testing.blocked import until_blocked
 from asynckv.transfers.queries import make_query
 from harness.holders import RecordingHolder, draft_of
@@ -332,6 +333,6 @@ async def test_what_is_here_waits_if_it_is_for_a_gpu(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     bench = Bench()
-    monkeypatch.setattr(Region, "is_on_device", True)
+    monkeypatch.setattr(Region, "write", DeviceRegion.write)
     assert not insert_nowait(bench, "it")
     assert not bench.arena.used_bytes
