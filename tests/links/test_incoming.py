@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 
 from asynckv.errors import (
@@ -167,6 +169,22 @@ async def test_taking_back_all_that_is_open_is_no_flood() -> None:
     async with linked(far={"limits": limits}, service=_Cancelling()) as pair:
         await flood(pair.near, 1500, cancel=True)
         assert pair.far.is_open
+
+
+async def test_asking_less_than_one_may_is_no_flood_in_the_long_run() -> None:
+    limits = Limits(max_streams=20, max_requests_per_s=1000, max_cancels_per_s=1000)
+    async with linked(far={"limits": limits}, service=_Cancelling()) as pair:
+        await flood(pair.near, 500, cancel=True)
+        assert pair.far.is_open
+
+
+async def test_what_comes_behind_the_goodbye_is_not_asked() -> None:
+    async with linked() as pair:
+        closing = asyncio.create_task(pair.far.aclose())
+        await asyncio.sleep(0)  # the goodbye has left, and nobody has heard it
+        pair.near.open_stream(Hearer(), ASK)
+        await closing
+        assert not pair.service.asked
 
 
 async def test_the_defaults_are_beyond_what_one_side_can_ask() -> None:

@@ -139,6 +139,16 @@ async def test_finishing_waits_for_what_was_written(make: Callable[[], Pair]) ->
     assert len(owner.data) == 4 * 2**20
 
 
+async def test_the_end_is_told_once(make: Callable[[], Pair]) -> None:
+    near, far = make()
+    owner = Owner(near)
+    far.abort()
+    await until(lambda: bool(owner.ends))
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert owner.ends == [None]
+
+
 async def test_an_aborted_stream_calls_nobody_and_ends_the_other(
     make: Callable[[], Pair],
 ) -> None:
