@@ -55,9 +55,13 @@ _NUMPY_DTYPES: Final = {
 """What numpy knows too: the short way to the bytes."""
 
 
-_NUMPY_NAMES: Final = {
-    dtype: name for dtype, name in _NAMES.items() if dtype in _NUMPY_DTYPES
+_INTEGERS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+_PACKED: Final = {
+    dtype: (name, None if dtype in _NUMPY_DTYPES else _INTEGERS[DTYPE_NBYTES[name]])
+    for dtype, name in _NAMES.items()
 }
+"""The name of each dtype, and as what numpy sees its elements if not as they are."""
+
 _spec_of_shape: Final = functools.lru_cache(maxsize=1024)(TensorSpec)
 
 
@@ -154,13 +158,13 @@ def packed(tensor: torch.Tensor, max_nbytes: int) -> tuple[TensorSpec, bytes] | 
     ``None`` for any other one, and for one that cannot be sent: :func:`spec_of` and
     :func:`bytes_of` say of these what there is to say. In as few calls as can be.
     """
-    name = _NUMPY_NAMES.get(tensor.dtype)
-    if name is None or type(tensor) is not torch.Tensor:
+    name, seen_as = _PACKED.get(tensor.dtype, ("", None))
+    if not name or type(tensor) is not torch.Tensor:
         return None
     if torch._is_functional_tensor(tensor):  # numpy would show what is not there
         return None
     try:
-        array = tensor.numpy()
+        array = (tensor if seen_as is None else tensor.view(seen_as)).numpy()
     except (RuntimeError, TypeError):
         return None
     if array.nbytes > max_nbytes or array.ndim > MAX_TENSOR_DIMENSIONS:

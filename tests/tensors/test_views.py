@@ -45,15 +45,23 @@ def test_what_is_packed_is_what_the_long_way_says(
     tensor = empty_tensor(TensorSpec(shape, dtype))
     bytes_of(tensor)[:] = bytes(index % 2 for index in range(tensor.nbytes))
     small = packed(tensor, tensor.nbytes)
-    assert small in ((spec_of(tensor), bytes(bytes_of(tensor))), None)
-    assert (small is None) == (dtype in ("bfloat16", "complex32") or "8_" in dtype)
+    assert small == (spec_of(tensor), bytes(bytes_of(tensor)))
     assert tensor.nbytes == 0 or packed(tensor, tensor.nbytes - 1) is None
 
 
-def test_what_is_packed_is_the_elements_in_order_whatever_the_strides() -> None:
-    tensor = torch.arange(12).view(3, 4)
+@pytest.mark.parametrize("dtype", [torch.int64, torch.bfloat16, torch.float8_e4m3fn])
+def test_what_is_packed_is_the_elements_in_order_whatever_the_strides(
+    dtype: torch.dtype,
+) -> None:
+    tensor = torch.arange(12).view(3, 4).to(dtype)
     for one in (tensor.t(), tensor[:, 1], tensor[0, 0].expand(3), tensor[::2, ::3]):
         assert packed(one, 1000) == (spec_of(one), bytes(bytes_of(one.contiguous())))
+
+
+def test_what_wants_gradients_is_packed_as_it_is_or_not_at_all() -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        tensor = torch.ones(2, dtype=dtype, requires_grad=True)
+        assert packed(tensor, 8) in (None, (spec_of(tensor), bytes(bytes_of(tensor))))
 
 
 @pytest.mark.parametrize(
@@ -63,9 +71,13 @@ def test_what_is_packed_is_the_elements_in_order_whatever_the_strides() -> None:
         torch.nn.Parameter(torch.ones(2), requires_grad=False),
         torch.ones(2, dtype=torch.complex64).conj(),
         torch.ones(2, dtype=torch.complex64).conj().imag,
+        torch._neg_view(torch.ones(2, dtype=torch.bfloat16)),
         torch.eye(2).to_sparse(),
+        torch.eye(2, dtype=torch.bfloat16).to_sparse(),
         torch.ones(2, device="meta"),
+        torch.ones(2, dtype=torch.bfloat16, device="meta"),
         torch._to_functional_tensor(torch.ones(2)),
+        torch._to_functional_tensor(torch.ones(2, dtype=torch.bfloat16)),
         torch.ones((1,) * 15),
     ],
 )

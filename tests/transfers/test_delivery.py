@@ -115,6 +115,18 @@ def test_each_small_tensor_has_memory_of_its_own() -> None:
     assert len({tensor.data_ptr() for tensor in found}) == len(found)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e5m2])
+def test_small_tensors_of_the_dtypes_of_kv_caches_are_what_came(
+    dtype: torch.dtype,
+) -> None:
+    tensor = torch.tensor([[1.5, -0.25], [0.0, 3.0]]).to(dtype)
+    small, piece = SmallTensors(), bytes(bytes_of(tensor))
+    for _ in range(3):
+        found = small.tensor(piece, spec_of(tensor))
+        assert found.dtype == dtype and bytes(bytes_of(found)) == piece
+        small.prepare()
+
+
 def test_small_tensors_of_every_shape_are_what_came() -> None:
     small = SmallTensors()
     shapes = [(), (0,), (3,), (1, 2), *((n,) for n in range(4, 20))]

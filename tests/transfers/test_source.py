@@ -14,6 +14,7 @@ from asynckv.tensors.blocks import KVBlocks, KVMemory, spec_in
 from asynckv.tensors.copying import CopyPool
 from asynckv.tensors.on_gpu import KVOnGpu
 from asynckv.tensors.runs import joined
+from asynckv.tensors.views import bytes_of
 from asynckv.testing.blocked import until, until_blocked
 from asynckv.testing.lookup_checks.values import MIB, noise
 from asynckv.transfers.source import (
@@ -130,14 +131,18 @@ def test_what_is_in_no_region_of_a_gpu_cannot_leave_from_there() -> None:
             device_memory(one, TensorSpec((8,), "uint8"))
 
 
-def test_few_plain_bytes_are_copied_where_they_are_looked_at() -> None:
-    tensor = torch.arange(4)
+@pytest.mark.parametrize("dtype", [torch.int64, torch.bfloat16, torch.float8_e4m3fn])
+def test_few_plain_bytes_are_copied_where_they_are_looked_at(
+    dtype: torch.dtype,
+) -> None:
+    tensor = torch.arange(8).to(dtype)[::2]
+    is_now = bytes(bytes_of(tensor.contiguous()))
     sources = copied_sources({"key": tensor}, 32)
     assert sources is not None
-    tensor.fill_(9)
+    tensor.zero_()
     (source,) = sources.values()
-    assert torch.equal(source.place(), torch.arange(4))  # type: ignore[arg-type]
-    assert bytes(joined(source.host())) == torch.arange(4).numpy().tobytes()
+    assert bytes(joined(source.host())) == is_now
+    assert bytes(bytes_of(source.place())) == is_now  # type: ignore[arg-type]
     assert source.spec == spec_in(tensor)
 
 
@@ -145,7 +150,7 @@ def test_few_plain_bytes_are_copied_where_they_are_looked_at() -> None:
     "others",
     [
         {"value": torch.zeros(2, dtype=torch.uint8)},
-        {"value": torch.zeros(1, dtype=torch.bfloat16)},
+        {"value": torch.nn.Parameter(torch.zeros(0))},
         {"value": KVBlocks(torch.zeros(2, 1), [0])},
     ],
 )

@@ -16,6 +16,7 @@ from asynckv.protocol.frames import (
     Accepted,
 )
 from asynckv.protocol.transfer_frames import Grant
+from asynckv.tensors.views import bytes_of
 from asynckv.testing.pairs import Peers
 from harness.buffer_fixtures import CutWhen
 
@@ -37,6 +38,21 @@ async def test_what_one_frame_cannot_hold_is_refused_and_the_link_stays(
         async with peers.producer.lookup.open_insert(tokens, None, {}):
             pass
     assert await peers.producer.lookup.peek([1]) == 0
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2]
+)
+async def test_what_kv_caches_are_made_of_is_what_comes_out(
+    peers: Peers, dtype: torch.dtype
+) -> None:
+    cache = torch.randn(4, 2, 8).to(dtype)
+    for key in (cache, cache[:, 1], cache.transpose(0, 1)):
+        await peers.producer.lookup.insert([1], None, key, None, None)
+        entry = await peers.consumer.lookup.drop_select([1])
+        found = entry.key_tensor
+        assert (found.dtype, found.shape) == (dtype, key.shape)
+        assert bytes(bytes_of(found)) == bytes(bytes_of(key.contiguous()))
 
 
 @pytest.mark.parametrize("nbytes", [None, 10, LARGE])
