@@ -87,9 +87,8 @@ class PeerLine:
         """Whether what is put may go from ``device`` to a GPU; it may until dialled."""
         if self.device is None or self.device.name != device:
             return False
-        return (
-            not self.is_connected or self._peer is None or self._peer.ways.lead_to_gpu
-        )
+        peer = self.connected
+        return peer is None or peer.sends_from == device
 
     async def peer(self) -> Peer:
         """Return the peer, dialling if nobody does; its end is not hidden.

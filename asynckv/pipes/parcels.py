@@ -9,7 +9,7 @@ from typing import Final
 from asynckv.observability.waits import LoggedWait
 from asynckv.tensors.slab_regions import SlabRegion
 from asynckv.transfers.outgoing import Outgoing
-from asynckv.transfers.source import Source, release_staged
+from asynckv.transfers.source import Source
 from asynckv.types import TensorSpec
 from asynckv.waits.line import FairLine
 
@@ -64,7 +64,7 @@ class Parcel:
         if self.outgoing is not None:
             self.outgoing.stop()
         if self.source is not None:
-            release_staged([self.source])
+            self.source.release()
             self.source = None
         self.shared = None
 

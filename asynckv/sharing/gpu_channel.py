@@ -16,7 +16,7 @@ import logging
 import weakref
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from types import TracebackType
-from typing import Any, ClassVar, Final, Protocol, Self, TypeAlias
+from typing import Any, ClassVar, Final, Self, TypeAlias
 
 from asynckv.errors import (
     ChecksumError,
@@ -54,7 +54,6 @@ __all__ = (
     "GpuLink",
     "NcclRoute",
     "RouteLost",
-    "Ways",
     "other_bytes",
 )
 
@@ -590,10 +589,3 @@ class NcclRoute:
         else:
             error = None if digest == sent.digest else other_bytes(sent.part)
             part.done(digest, error)
-
-
-class Ways(Protocol):
-    """Whoever knows what connects its GPU with those of its peers."""
-
-    def device_route(self, link: Link) -> NcclRoute | None:
-        """Return by what the next delivery may come, ``None`` if by the lanes."""

@@ -272,9 +272,18 @@ class Growth:
 
     def make_pool(self) -> CopyPool:
         """Make what copies into this memory and out of it."""
+        if self.device_pages is None:
+            return CopyPool(empty=self.lending.spare)
+        return self.make_device_pool()
+
+    def make_device_pool(self) -> DeviceCopyPool:
+        """As :meth:`make_pool`, of memory of a GPU.
+
+        :raises TypeError: it is none
+        """
         pages, empty = self.device_pages, self.lending.spare
         if pages is None:
-            return CopyPool(empty=empty)
+            raise TypeError("memory of the host, not of a GPU")
         pool = DeviceCopyPool(pages.device, lambda: pages.allocation.gpus, empty=empty)
         pages.call_when_dropped(pool.lanes.close)
         return pool

@@ -174,13 +174,15 @@ class Delivery(msgspec.Struct, eq=False):
         return self.offer.inline or self.manifest.nbytes <= INLINE_NBYTES
 
     def read_inline(self, targets: Mapping[str, KVMemory]) -> None:
-        """Verify what rode with the offer, and copy it to memory of its own.
+        """Verify what rode with the offer, and copy it to memory of its own, or to
+        ``targets`` in memory of the host: see :func:`move_to_device`.
 
         :raises ChecksumError: some bytes changed on their way
         :raises ValueError: ``targets`` do not fit the entry
         """
         manifest = self.manifest
         if targets:
+            targets = on_host(targets)
             match_targets(manifest.specs, targets)
         for record, piece in zip(manifest.records, manifest.inline, strict=True):
             if record.digest and record.digest != (found := digest_of(piece)):
@@ -262,6 +264,8 @@ async def move_to_device(
 
     :raises ValueError: ``targets`` do not fit the entry
     """
+    if not targets and not goes_to_gpu(None, pool):
+        return
     try:
         match_targets(delivery.manifest.specs, targets)
         names = [

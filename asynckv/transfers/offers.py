@@ -14,16 +14,15 @@ from typing import Final
 from asynckv.errors import RemoteProtocolError
 from asynckv.links.link import Link, LinkStream
 from asynckv.protocol.frames import Offer
-from asynckv.sharing.gpu_channel import Ways
 from asynckv.tensors.blocks import KVBlocks, KVMemory, memory_of, tensor_at
-from asynckv.tensors.copying import CopyPool
 from asynckv.tensors.cuda import DeviceMemory
 from asynckv.tensors.device_copying import DeviceCopyPool
 from asynckv.tensors.device_tensors import gpu_of
-from asynckv.transfers.delivery import Delivery, ReceiveBudget, goes_to_gpu, is_on_gpu
+from asynckv.transfers.delivery import Delivery, goes_to_gpu, is_on_gpu
 from asynckv.transfers.incoming import Incoming, Route
 from asynckv.transfers.manifest import is_eager, unpack
 from asynckv.transfers.readers import IpcReader, IpcStreamRoute, MapReader, ShownParts
+from asynckv.transfers.routes import PeerRoutes
 from asynckv.transfers.targets import (
     HostTarget,
     Target,
@@ -105,23 +104,20 @@ def _is_plain_on_gpu(memory: KVMemory) -> bool:
 class OfferReceiver:
     """Receives what one query is offered, each when the one before it was retracted.
 
-    In ``targets``, or in memory of ``budget``, or on the GPU of ``pool``. Made with the
-    first offer: thousands of queries may wait for theirs.
+    In ``targets``, or where ``routes`` receive. Made with the first offer: thousands of
+    queries may wait for theirs.
     """
 
     def __init__(
         self,
         stream: LinkStream,
         targets: Mapping[str, KVMemory],
-        budget: ReceiveBudget,
-        pool: CopyPool,
-        ways: Ways | None = None,
+        routes: PeerRoutes,
     ) -> None:
         self._stream = stream
         self._into = targets
-        self._budget = budget
-        self._pool = pool
-        self._ways = ways
+        self._routes = routes
+        self._budget = routes.budget
         self._lent: tuple[Incoming, ...] = ()
 
     async def accept(
@@ -176,9 +172,9 @@ class OfferReceiver:
             return None
         if isinstance(delivery.mapped, ShownParts):
             return IpcStreamRoute(self._stream.link, delivery.mapped)
-        if self._ways is None or not delivery.offer.on_gpu:
+        if not delivery.offer.on_gpu:
             return None
-        return self._ways.device_route(self._stream.link)
+        return self._routes.device_route(self._stream.link)
 
     def _nbytes(self, specs: Mapping[str, TensorSpec], *, in_host: bool) -> int:
         """Return how many bytes need memory that the caller has not lent."""
@@ -207,7 +203,11 @@ class OfferReceiver:
         route: Route | None,
     ) -> dict[str, Target]:
         """Return where each tensor is to land. A cancelled call leaves nothing."""
-        targets, empty, pool = dict[str, Target](), self._budget.empty, self._pool
+        targets, empty, pool = (
+            dict[str, Target](),
+            self._budget.empty,
+            self._routes.pool,
+        )
         for count, (name, spec) in enumerate(specs.items(), 1):
             into = self._into.get(name)
             if goes_to_gpu(into, pool):

@@ -21,7 +21,7 @@ from asynckv.tensors.device_regions import DeviceRegion
 from asynckv.tensors.device_tensors import gpu_of
 from asynckv.tensors.growth import Growth
 from asynckv.tensors.on_gpu import KVOnGpu
-from asynckv.tensors.runs import Memory, Runs
+from asynckv.tensors.runs import Memory, Runs, joined
 from asynckv.tensors.views import empty_tensor, packed, tensor_over
 from asynckv.transfers.manifest import INLINE_NBYTES, is_eager
 from asynckv.transfers.targets import device_memory
@@ -73,8 +73,14 @@ class Source(Protocol):
     def host(self) -> Memory:
         """Return where they lie in memory of the host."""
 
+    def read(self) -> memoryview | None:
+        """Return them in one piece; ``None`` of a GPU's, which are not here."""
+
     def place(self) -> Place:
         """Return where they lie, for whoever copies or digests them."""
+
+    def release(self) -> None:
+        """Nothing of them is sent any more: a copy of this side's own is not needed."""
 
 
 class HostSource:
@@ -97,8 +103,14 @@ class HostSource:
     def host(self) -> Memory:
         return memory_of(self._memory)
 
+    def read(self) -> memoryview | None:
+        return joined(memory_of(self._memory))
+
     def place(self) -> KVMemory:
         return self._memory
+
+    def release(self) -> None:
+        pass
 
 
 class CopiedSource:
@@ -118,8 +130,14 @@ class CopiedSource:
     def host(self) -> Memory:
         return memoryview(self._copy)
 
+    def read(self) -> memoryview | None:
+        return memoryview(self._copy)
+
     def place(self) -> torch.Tensor:
         return tensor_over(self._copy, self.spec)
+
+    def release(self) -> None:
+        pass
 
 
 class GpuSource:
@@ -145,8 +163,14 @@ class GpuSource:
     def host(self) -> Memory:
         raise TypeError("the memory of a GPU has no view for this process")
 
+    def read(self) -> memoryview | None:
+        return None
+
     def place(self) -> KVOnGpu:
         return self._memory
+
+    def release(self) -> None:
+        pass
 
 
 class RegionSource:
@@ -170,8 +194,14 @@ class RegionSource:
     def host(self) -> Memory:
         return self.region.memory()
 
+    def read(self) -> memoryview | None:
+        return self.region.read()
+
     def place(self) -> Place:
         return self.region.place(self.spec)
+
+    def release(self) -> None:
+        """Its owner does that."""
 
 
 class StagedTensor(RegionSource):
@@ -192,8 +222,7 @@ class StagedTensor(RegionSource):
 def release_staged(sources: Sequence[Source]) -> None:
     """Nothing of them is sent any more. Never waits."""
     for source in sources:
-        if isinstance(source, StagedTensor):
-            source.release()
+        source.release()
 
 
 def are_on_gpu(parts: Iterable[tuple[int, Region | None]]) -> bool:

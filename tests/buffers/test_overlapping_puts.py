@@ -126,7 +126,7 @@ async def test_what_leaves_a_gpu_takes_a_bounded_part_of_the_host(
 ) -> None:
     layers = {str(n): gpu.tensor(noise(MIB + n, n)) for n in range(4)}
     async with producing(gpu, lanes=lanes) as (lookup, _, _, peer):
-        peer.ways.copies = copies = Watched(2 * PIECE)
+        peer.routes.copies = copies = Watched(2 * PIECE)
         await peer.lookup.insert([1], None, layers, None, gpu.tensor(noise(8)))
         entry = await lookup.drop_select([1])
         assert isinstance(entry.key, dict)
@@ -141,7 +141,7 @@ async def test_what_waits_for_room_takes_no_memory_of_the_host(
 ) -> None:
     key = gpu.tensor(noise(MIB))
     async with producing(gpu) as (lookup, _, _, peer):
-        peer.ways.copies = copies = Watched()
+        peer.routes.copies = copies = Watched()
         await lookup.insert([2], None, noise(15 * MIB + 1, 2), None, None)
         task = asyncio.create_task(peer.lookup.insert([1], None, key, None, None))
         await until(lambda: lookup.statistics().waiting_inserts == 1)
@@ -194,7 +194,7 @@ async def test_a_cancelled_call_leaves_the_callers_memory_alone(
             assert found is None or is_same(found, noise(MIB))
             del found
             await store.delete("key")
-            await until(lambda: not peer.ways.copies.used_bytes)
+            await until(lambda: not peer.routes.copies.used_bytes)
 
         operation = lambda: send(peer, call, source)  # noqa: E731
         await sweep_cancellation(operation, check, before=before)
@@ -234,7 +234,7 @@ async def test_a_gpu_that_fails_between_two_pieces_withdraws_the_insert(
             with pytest.raises(GPUFailed, match="off the bus") as kept:
                 await task
         await until(lambda: not lookup.statistics().used_bytes)
-        await until(lambda: not peer.ways.copies.used_bytes)
+        await until(lambda: not peer.routes.copies.used_bytes)
         assert link.is_open and kept.value.__traceback__ is not None
 
 
@@ -260,4 +260,4 @@ async def test_what_is_accepted_early_is_fed_no_further(
             gate.open()
             await task
         assert not link.payload._leaving  # type: ignore[attr-defined]
-        await until(lambda: not peer.ways.copies.used_bytes)
+        await until(lambda: not peer.routes.copies.used_bytes)

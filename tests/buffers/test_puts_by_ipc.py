@@ -53,7 +53,7 @@ async def test_what_is_made_in_room_of_the_gpu_goes_from_there(pair: GpuPair) ->
         assert isinstance(writer, RemoteWriter)
         assert await writer.room([LAYERS["hidden"]]) is None
         (made,) = await writer.room([*specs.values()]) or []
-        await pair.peer.ways.pool.copy([noise(MIB)], [made.place()])
+        await pair.peer.routes.pool.copy([noise(MIB)], [made.place()])
         await writer.put_staged("key", made)
         made.release()
     with pytest.raises(RuntimeError, match="left already"):

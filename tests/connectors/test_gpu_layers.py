@@ -13,16 +13,17 @@ import pytest
 import torch
 
 from asynckv.buffers.lookup import LookupBuffer
-from asynckv.buffers.remote.connection import PeerWays
 from asynckv.buffers.remote.insert import RemoteWriter
 from asynckv.buffers.remote.peer import Peer
 from asynckv.connectors.block_moves import BlockMoves
 from asynckv.connectors.gpu_layers import GpuLayers
 from asynckv.connectors.p2p_worker import P2PWorker
 from asynckv.errors import GPUFailed
+from asynckv.links.link import Link
 from asynckv.sharing import exporter
 from asynckv.tensors.paged_arena import PagedArena
 from asynckv.testing.blocked import until, until_blocked
+from asynckv.transfers.routes import GpuRoutes
 from asynckv.types import TensorSpec
 from harness.cancellations.connectors.grounds import (
     LARGE,
@@ -71,7 +72,7 @@ def peer_of(ground: P2PGround) -> Peer:
 def has_gone_by_gpu(peer: Peer) -> bool:
     if peer.transport == "cuda_ipc":
         return SharedPuts(peer).has_shown
-    way = peer.ways.nccl(peer._linked())
+    way = peer.routes.nccl(peer._linked())
     return way is not None and way.transport.sender._sending._next > 0
 
 
@@ -297,13 +298,13 @@ async def one_of_two_by_host(patch: pytest.MonkeyPatch) -> AsyncIterator[P2PGrou
     """Yield engines where nothing leads to the second rank's GPU any more, and there is
     no room for what leaves for the first's, until puts may go on."""
     async with pushing(model=ToyModel(layers=3, head_dim=192), sizes=(1, 2)) as ground:
-        first, second = [line._peer.ways for line in lines_of(ground)]
-        staging = PeerWays.staging
+        first, second = [line._peer.routes for line in lines_of(ground)]
+        staging = GpuRoutes.staging
 
-        def of_first(ways: PeerWays, nbytes: int, **where: Any) -> Any:
-            return None if ways is second else staging(ways, nbytes, **where)
+        def of_first(routes: GpuRoutes, link: Link | None, nbytes: int) -> Any:
+            return None if routes is second else staging(routes, link, nbytes)
 
-        patch.setattr(PeerWays, "staging", of_first)
+        patch.setattr(GpuRoutes, "staging", of_first)
         spec = TensorSpec((first.room._arena.pages.free_bytes,), "uint8")
         (filler,) = await first.room.take([spec], set())
         yield ground
@@ -317,7 +318,7 @@ async def test_blocks_are_not_left_while_one_target_takes_what_came_to_the_host(
 ) -> None:
     async with one_of_two_by_host(monkeypatch) as ground:
         worker = hold_blocks(ground) if is_held else worker_of(ground)
-        (first, _) = [line._peer.ways for line in lines_of(ground)]
+        (first, _) = [line._peer.routes for line in lines_of(ground)]
         ground.begin_save(name := ground.new_name())
         async with asyncio.timeout(2):
             await worker.wait_for_save()
@@ -476,7 +477,7 @@ async def test_what_was_on_its_way_by_nccl_goes_on_by_the_host(
             ground.begin_save(name := ground.new_name())
             await until(lambda: taken_on_gpu(ground) > 0)
             peer = peer_of(ground)
-            way = peer.ways.nccl(peer._linked())
+            way = peer.routes.nccl(peer._linked())
             assert way is not None
             way._on_lost(GPUFailed("the way was lost"))
             go_on.set()

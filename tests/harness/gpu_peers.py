@@ -79,7 +79,7 @@ class GpuPeer:
 
     @property
     def _near_way(self) -> GpuLink | None:
-        return self.peer.ways.nccl(self.peer._linked())
+        return self.peer.routes.nccl(self.peer._linked())
 
 
 def _present(way: GpuLink | None) -> GpuLink:

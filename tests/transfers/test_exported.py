@@ -30,13 +30,13 @@ EDGES = digest_of(BYTES[:EDGE_NBYTES] + BYTES[-EDGE_NBYTES:])
 
 
 def importer_of(pair: GpuPair) -> GpuImporter:
-    importer = pair.peer.ways.importer(pair.peer._linked())
+    importer = pair.peer.routes.importer(pair.peer._linked())
     assert importer is not None
     return importer
 
 
 async def staged_in(pair: GpuPair) -> StagedTensor:
-    staging = pair.peer.ways.staging(MIB)
+    staging = pair.peer.routes.staging(pair.peer._linked(), MIB)
     assert isinstance(staging, GpuStaging)
     found = await staging.staged(noise(MIB, 1))
     assert found is not None
@@ -201,4 +201,4 @@ async def test_who_is_gone_reads_nothing_more(pair: GpuPair) -> None:
     importer, link = importer_of(pair), pair.peer._linked()
     importer.importer.close()
     await until(lambda: not importer.importer.is_connected)
-    assert pair.peer.ways.importer(link) is None
+    assert pair.peer.routes.importer(link) is None

@@ -22,7 +22,6 @@ from asynckv.protocol.transfer_frames import (
 from asynckv.protocol.values import MappedOffer, TensorRecord
 from asynckv.protocol.wire import digest_of
 from asynckv.sharing.gpu_channel import NcclRoute
-from asynckv.tensors.copying import CopyPool
 from asynckv.tensors.cuda import DeviceMemory
 from asynckv.tensors.device_copying import DeviceCopyPool
 from asynckv.tensors.growth import Growth
@@ -38,8 +37,21 @@ from harness.fake_gpus import FakeGpus
 from harness.fake_gpus.streams import Delay
 from harness.link_pairs import Hearer, LinkPair, linked
 from harness.nccl_buffer_pairs import NcclBuffers, open_nccl_buffers
+from harness.no_routes import NoRoutes
 
 BODY = pack([TensorRecord("key", TensorSpec((MIB,), "uint8"))], None, None, [])
+
+
+class ByNccl(NoRoutes):
+    """What leads from GPU to GPU between ``gpus``."""
+
+    def __init__(self, gpus: NcclBuffers, budget: ReceiveBudget) -> None:
+        super().__init__(gpus.peer.pool, budget)
+        self._gpus = gpus
+
+    def device_route(self, link: Link) -> NcclRoute:
+        assert isinstance(self.pool, DeviceCopyPool)
+        return NcclRoute(self._gpus.near_way, self.pool)
 
 
 @dataclasses.dataclass
@@ -67,18 +79,12 @@ class Ground:
             delivery, lambda: self.landed(delivery), self.failed, stands
         )
 
-    def device_route(self, link: Link) -> NcclRoute | None:
-        """Be what knows of ways between GPUs."""
-        if self.gpus is None:
-            return None
-        pool = self.gpus.peer.pool
-        assert isinstance(pool, DeviceCopyPool)
-        return NcclRoute(self.gpus.near_way, pool)
-
     def receiver(self, **targets: torch.Tensor) -> OfferReceiver:
         stream = self.links.near.open_stream(Hearer(), Select(has_key=False))
-        pool = CopyPool() if self.gpus is None else self.gpus.peer.pool
-        return OfferReceiver(stream, targets, self.budget, pool, self)
+        routes = NoRoutes(budget=self.budget)
+        if self.gpus is not None:
+            routes = ByNccl(self.gpus, self.budget)
+        return OfferReceiver(stream, targets, routes)
 
     def offer(self, transfer: int = 2, body: bytes = BODY) -> Delivery:
         offer = Offer(transfer, inline=False, on_gpu=self.gpus is not None)
@@ -122,7 +128,7 @@ async def test_what_is_offered_in_memory_that_is_not_mapped_is_refused(
     offer = Offer(2, inline=inline, complete=complete, mapped=mapped)
     async with connect(mappable.url) as peer:
         link = peer._linked()
-        reader = peer.ways.reader(link, views=False) if is_mapped else None
+        reader = peer.routes.reader(link, views=False) if is_mapped else None
         assert (reader is not None) is is_mapped
         with pytest.raises(RemoteProtocolError, match="that is not mapped"):
             read_offer(link, offer, BODY, reader)
@@ -131,7 +137,7 @@ async def test_what_is_offered_in_memory_that_is_not_mapped_is_refused(
 async def test_a_stream_is_shown_nothing_in_mapped_memory(mappable: Server) -> None:
     offer = Offer(2, inline=False, mapped=MappedOffer(1, 0))
     async with connect(mappable.url) as peer:
-        reader = peer.ways.reader(peer._linked(), views=False)
+        reader = peer.routes.reader(peer._linked(), views=False)
         assert reader is not None
         with pytest.raises(RemoteProtocolError, match="that is not mapped"):
             read_offer(peer._linked(), offer, BODY, reader, by_parts=True)

@@ -135,7 +135,7 @@ async def test_a_peer_that_falls_silent_after_some_is_not_waited_for(
     monkeypatch: pytest.MonkeyPatch, pair: GpuPair, rides: bool
 ) -> None:
     monkeypatch.setattr(progress, "STALL_S", 0.1)
-    staging = pair.peer.ways.staging(MIB)
+    staging = pair.peer.routes.staging(pair.peer._linked(), MIB)
     assert staging is not None
     staged = await staging.staged(noise(MIB))
     assert staged is not None

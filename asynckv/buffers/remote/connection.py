@@ -6,7 +6,7 @@ import asyncio
 import logging
 import random
 from collections.abc import Awaitable, Callable
-from functools import cached_property, partial
+from functools import partial
 from typing import Final, Literal
 
 import anyio
@@ -19,21 +19,11 @@ from asynckv.protocol.failures import fail_by
 from asynckv.protocol.frames import Cancel, Frame, OpeningFrame, Result
 from asynckv.protocol.values import Limits, PeerIdentity
 from asynckv.security.keyring import NO_KEYS, Keyring
-from asynckv.sharing.gpu_channel import GpuLink, NcclRoute
-from asynckv.sharing.imports import ImportedMemory
-from asynckv.sharing.mappings import MappedMemory
 from asynckv.sharing.peer_imports import PeerImports
-from asynckv.tensors.copying import CopyPool
-from asynckv.tensors.device_copying import DeviceCopyPool
 from asynckv.tensors.devices import Device
 from asynckv.tensors.growth import Growth
 from asynckv.transfers.delivery import ReceiveBudget
-from asynckv.transfers.host_copies import D2HCopier, HostCopies
-from asynckv.transfers.manifest import INLINE_NBYTES
-from asynckv.transfers.outgoing import GpuImporter
-from asynckv.transfers.readers import IpcReader, MapReader
-from asynckv.transfers.source import GpuStaging
-from asynckv.transfers.staging import GpuRoom
+from asynckv.transfers.routes import GpuRoutes, PeerRoutes
 from asynckv.types import KVFingerprint
 from asynckv.waits.replies import Reply, Watchers
 
@@ -41,7 +31,6 @@ __all__ = (
     "ANSWER_S",
     "Backoff",
     "PeerConnection",
-    "PeerWays",
     "ReconnectingLink",
     "ask",
 )
@@ -226,109 +215,9 @@ class ReconnectingLink:
         self._watchers.wake()
 
 
-class PeerWays:
-    """What ``imports`` have opened on the links of one peer. Nothing here waits.
-
-    What is received lands in memory of ``budget``, or ``on_gpu``, by ``pool``.
-    """
-
-    def __init__(
-        self,
-        links: ReconnectingLink,
-        imports: PeerImports,
-        budget: ReceiveBudget,
-        pool: CopyPool,
-        on_gpu: Growth | None,
-    ) -> None:
-        self.pool = pool
-        self._links = links
-        self._imports = imports
-        self._budget = budget
-        self._on_gpu = on_gpu
-        self._readers: dict[str, MapReader] = {}
-
-    @cached_property
-    def copies(self) -> HostCopies:
-        """Memory of the host for what is sent from a GPU through it."""
-        return HostCopies()
-
-    @cached_property
-    def room(self) -> GpuRoom | None:
-        """Where layers are made on the GPU that leave from there, if it has memory."""
-        return None if self._on_gpu is None else GpuRoom(self._on_gpu)
-
-    @property
-    def lead_to_gpu(self) -> bool:
-        """Would what is put into the lookup buffer go there from GPU to GPU now?"""
-        return self.staging(INLINE_NBYTES + 1) is not None
-
-    @property
-    def read_gpu_memory(self) -> bool:
-        """Are entries read in the peer's memory of this side's own GPU now?"""
-        link = self._links.current
-        if link is None or not link.is_open:
-            return False
-        memory = self._imports.of(link)
-        return isinstance(memory, ImportedMemory) and memory.imported.is_near
-
-    def reader(self, link: Link, *, views: bool) -> MapReader | None:
-        """Return what reads the memory that ``link`` shows, if it does."""
-        if (memory := self._imports.of(link)) is None:
-            return None
-        return self._reader("views" if views else "copies", memory, views=views)
-
-    def d2h(self, link: Link) -> D2HCopier:
-        """Return what brings what is on a GPU to the host, for the link's payload."""
-        return D2HCopier(self.pool, self.copies, link.payload.feeds)
-
-    def nccl(self, link: Link) -> GpuLink | None:
-        """Return what moves payload between the peer's GPU and this one, if it does."""
-        return self._imports.way(link)
-
-    def device_route(self, link: Link) -> NcclRoute | None:
-        """Return by what a delivery may come from the peer's GPU, if it may."""
-        way = self.nccl(link)
-        if way is None or not isinstance(self.pool, DeviceCopyPool):
-            return None
-        return NcclRoute(way, self.pool)
-
-    def importer(self, link: Link) -> GpuImporter | None:
-        """Return who reads what is put there in memory of the GPU, if somebody does."""
-        importer, pool = self._imports.importer(link), self.pool
-        if importer is None or not isinstance(pool, DeviceCopyPool):
-            return None
-        return GpuImporter(importer, pool)
-
-    def staging(self, nbytes: int) -> GpuStaging | None:
-        """Return where copies are made of so much for the peer's GPU, if it may go."""
-        link, memory = self._links.current, self._on_gpu
-        room = self.room
-        if nbytes <= INLINE_NBYTES or link is None or memory is None or room is None:
-            return None
-        make = partial(GpuStaging, memory, self.pool, is_awaited=room.is_awaited)
-        if self._imports.importer(link) is not None:
-            return make(takes_host=True)
-        return None if self.nccl(link) is None else make()
-
-    def close(self) -> None:
-        """Read nothing more."""
-        self._readers.clear()
-
-    def _reader(self, name: str, memory: MappedMemory, *, views: bool) -> MapReader:
-        reader = self._readers.get(name)
-        if reader is None or reader.memory is not memory:
-            reader = self._readers[name] = self._new_reader(memory, views=views)
-        return reader
-
-    def _new_reader(self, memory: MappedMemory, *, views: bool) -> MapReader:
-        if isinstance(memory, ImportedMemory) and isinstance(self.pool, DeviceCopyPool):
-            return IpcReader(memory, self.pool, views=views)
-        is_on_gpu = self._on_gpu is not None
-        return MapReader(memory, self.pool, views=views, is_for_gpu=is_on_gpu)
-
-
 class PeerConnection(LoopBound):
-    """To one server of buffers, at ``url``. ``ways`` is what payload comes and goes by.
+    """To one server of buffers, at ``url``. ``routes`` are what payload comes
+    and goes by.
 
     Within ``max_bytes`` what comes lands in ``memory``, or ``on_gpu``.
     """
@@ -354,7 +243,6 @@ class PeerConnection(LoopBound):
         self.budget = ReceiveBudget(max_bytes, self.memory)
         self.on_gpu = None if device is None else Growth(max_bytes, device=device)
         """Memory of the GPU that deliveries land in, if they are to."""
-        self.pool = (self.on_gpu or self.memory).make_pool()
         self._imports = PeerImports(
             *(map_digest, own_identity.boot_id),
             url=url,
@@ -362,9 +250,12 @@ class PeerConnection(LoopBound):
             device_digest=device_digest,
         )
         self._links = ReconnectingLink(url, reconnect_s, self._dial)
-        self.ways = PeerWays(
-            *(self._links, self._imports, self.budget, self.pool, self.on_gpu)
+        self.routes = (
+            PeerRoutes(self._imports, self.budget, self.memory.make_pool())
+            if self.on_gpu is None
+            else GpuRoutes(self._imports, self.budget, self.on_gpu)
         )
+        self.pool = self.routes.pool
         self._fingerprint = fingerprint
         self._digest: Literal["full", "off"] = digest
         self._lanes = lanes
@@ -383,6 +274,16 @@ class PeerConnection(LoopBound):
     def is_connected(self) -> bool:
         """Whether a request could leave now."""
         return self._links.is_open
+
+    @property
+    def sends_from(self) -> str:
+        """The GPU from which what is put goes to the peer's now, else ``"cpu"``."""
+        return self.routes.sends_from(self._links.current)
+
+    @property
+    def reads_gpu(self) -> bool:
+        """Are entries read in the peer's memory of this side's own GPU now?"""
+        return self.routes.reads_gpu(self._links.current)
 
     def check(self) -> asyncio.AbstractEventLoop:
         """Return the loop this peer belongs to.
@@ -423,18 +324,15 @@ class PeerConnection(LoopBound):
             with anyio.CancelScope(shield=True):
                 await self._imports.aclose()
                 await self.memory.aclose()
-                if self.on_gpu is not None:
-                    await self.on_gpu.aclose()
+                await self.routes.aclose()
 
     def abort(self) -> None:
         """Hang up now. Never waits."""
         self._links.abort()
         self.pool.close()
         self._imports.close()
-        self.ways.close()
+        self.routes.close()
         self.memory.close()
-        if self.on_gpu is not None:
-            self.on_gpu.close()
 
     async def _dial(self, timeout_s: float) -> Link:
         link = await dial(

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from functools import partial
-from typing import Final, Protocol, TypeAlias
+from typing import Final, TypeAlias
 
 from asynckv.buffers.entries.entries import Draft
 from asynckv.buffers.local.writer import Declared, spec_put
@@ -31,17 +31,11 @@ from asynckv.protocol.transfer_frames import Grant, Sent
 from asynckv.protocol.values import TensorRecord
 from asynckv.protocol.wire import digest_of
 from asynckv.tensors.blocks import KVMemory
-from asynckv.tensors.copying import CopyPool
 from asynckv.tensors.runs import joined
 from asynckv.transfers.manifest import INLINE_NBYTES, check_body, content_digest, pack
-from asynckv.transfers.outgoing import (
-    GpuImporter,
-    Outgoing,
-    Routes,
-    ignore_grant,
-)
+from asynckv.transfers.outgoing import Outgoing, ignore_grant
+from asynckv.transfers.routes import PeerRoutes
 from asynckv.transfers.source import (
-    GpuStaging,
     Source,
     StagedTensor,
     are_on_gpu,
@@ -49,16 +43,14 @@ from asynckv.transfers.source import (
     source_of,
     until_made,
 )
-from asynckv.transfers.staging import GpuRoom, StagingWriter
+from asynckv.transfers.staging import StagingWriter
 from asynckv.types import TensorSpec
 from asynckv.waits.replies import Reply
 
 __all__ = (
     "BUSY_BYTES",
-    "InsertRoutes",
     "RemoteWriter",
     "Sending",
-    "WriterRoutes",
     "begin_insert",
 )
 
@@ -77,7 +69,7 @@ class Sending:
         frame: Insert | Put,
         body: bytes | memoryview,
         sources: Sequence[Source],
-        routes: InsertRoutes | None = None,
+        routes: PeerRoutes | None = None,
         *,
         is_on_gpu: bool = False,
     ) -> None:
@@ -177,7 +169,7 @@ def begin_insert(
     link: Link,
     draft: Draft,
     sources: Sequence[Source],
-    routes: InsertRoutes | None = None,
+    routes: PeerRoutes | None = None,
 ) -> Sending:
     """Ask for an entry to be put in. Some ``sources`` are read on a GPU only if there
     are too many bytes to leave with the request. Never waits.
@@ -215,26 +207,6 @@ def begin_insert(
 
 BUSY_BYTES: Final = 4 * 2**20
 """With so much unwritten for a peer, the next small tensor waits its turn."""
-
-
-class InsertRoutes(Routes, Protocol):
-    """Whoever also knows who reads this side's GPU at the other end of a link."""
-
-    def importer(self, link: Link) -> GpuImporter | None:
-        """Return who does, while somebody does."""
-
-
-class WriterRoutes(InsertRoutes, Protocol):
-    """Whoever has a GPU, too, that tensors may be copied on."""
-
-    pool: CopyPool
-
-    def staging(self, nbytes: int) -> GpuStaging | None:
-        """Return where copies are made of what goes to a peer's GPU, if it may."""
-
-    @property
-    def room(self) -> GpuRoom | None:
-        """Where else what goes there is made, if this side has memory of a GPU."""
 
 
 _OfOne: TypeAlias = Grant | Retract | Sent
@@ -285,7 +257,7 @@ class RemoteWriter(StagingWriter):
     A streaming entry does not survive its link.
     """
 
-    def __init__(self, link: Link, draft: Draft, routes: WriterRoutes) -> None:
+    def __init__(self, link: Link, draft: Draft, routes: PeerRoutes) -> None:
         self.entry_id = draft.entry_id
         self.routes = routes
         self._link = link
@@ -322,7 +294,10 @@ class RemoteWriter(StagingWriter):
         with self._declared.putting(name, spec_put(name, tensor)):
             self._answer.check()
             pool, nbytes = self.routes.pool, tensor.nbytes
-            memory, staging = pool.catch(tensor), self.routes.staging(nbytes)
+            memory, staging = (
+                pool.catch(tensor),
+                self.routes.staging(self._link, nbytes),
+            )
             source = await source_of(memory, pool, staging, nbytes)
             try:
                 await until_made([source], pool)
@@ -333,7 +308,8 @@ class RemoteWriter(StagingWriter):
     async def room(self, specs: Sequence[TensorSpec]) -> list[StagedTensor] | None:
         self._answer.check()
         least = min((spec.nbytes for spec in specs), default=0)
-        room = None if self.routes.staging(least) is None else self.routes.room
+        routes = self.routes
+        room = None if routes.staging(self._link, least) is None else routes.room
         return None if room is None else await room.take(specs, self._waiting)
 
     async def put_staged(self, name: str, staged: StagedTensor) -> None:
@@ -395,8 +371,8 @@ class RemoteWriter(StagingWriter):
         if self._answer.is_in:
             return  # acknowledged early: nobody needs the rest, nor would grant it
         transfer = self._link.new_transfer()
-        if source.nbytes <= INLINE_NBYTES and not source.is_on_gpu:
-            view = joined(source.host())
+        view = source.read() if source.nbytes <= INLINE_NBYTES else None
+        if view is not None:
             digest = b"" if self._link.digest == "off" else digest_of(view)
             inline = Push(transfer=transfer, part=part, inline=True, digest=digest)
             self.stream.send(inline, view)

@@ -185,7 +185,7 @@ class RemoteLookupBuffer(KVLookupBuffer):
             deliveries=deliveries,
             streaming=True,
         )
-        writer = RemoteWriter(await self._peer.link(), draft, self._peer.ways)
+        writer = RemoteWriter(await self._peer.link(), draft, self._peer.routes)
         try:
             self._waits.begin(draft)
             try:
@@ -241,16 +241,12 @@ class RemoteLookupBuffer(KVLookupBuffer):
     @property
     def sends_from(self) -> str:
         """The GPU from which what is put goes to the buffer's now, else ``"cpu"``."""
-        memory = self._peer.on_gpu
-        pages = None if memory is None else memory.device_pages
-        if pages is None or not self._peer.ways.lead_to_gpu:
-            return "cpu"
-        return pages.device.name
+        return self._peer.sends_from
 
     @property
     def shows_gpu_memory(self) -> bool:
         """Does a ``drop_select`` read a peer's memory of this side's own GPU now?"""
-        return self._peer.ways.read_gpu_memory
+        return self._peer.reads_gpu
 
     async def _digest(self, sources: Sequence[Source]) -> None:
         """Let each know its digest."""
@@ -268,7 +264,7 @@ class RemoteLookupBuffer(KVLookupBuffer):
     ) -> None:
         """Insert what is read where it lies; with ``digests`` from the start."""
         pool, nbytes = self._peer.pool, sum([one.nbytes for one in named.values()])
-        staging = self._peer.ways.staging(nbytes)
+        staging = self._peer.routes.staging(link, nbytes)
         sources: list[Source] = []
         try:
             for tensor in named.values():
@@ -295,7 +291,7 @@ class RemoteLookupBuffer(KVLookupBuffer):
         while True:
             if link is None or not link.is_open:
                 link = await self._peer.link(incarnation)
-            inserting = begin_insert(link, draft, sources, self._peer.ways)
+            inserting = begin_insert(link, draft, sources, self._peer.routes)
             if await inserting.accepted():
                 return
             if inserting.may_be_in:

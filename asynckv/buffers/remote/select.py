@@ -43,19 +43,11 @@ from asynckv.protocol.frames import (
     Took,
 )
 from asynckv.protocol.transfer_frames import Eager, Sent
-from asynckv.sharing.gpu_channel import Ways
 from asynckv.tensors.blocks import KVMemory
-from asynckv.tensors.copying import CopyPool
-from asynckv.transfers.delivery import (
-    Delivery,
-    ReceiveBudget,
-    move_to_device,
-    moved_to_device,
-    on_host,
-)
+from asynckv.transfers.delivery import Delivery, move_to_device, moved_to_device
 from asynckv.transfers.offers import OfferReceiver, read_offer
 from asynckv.transfers.queries import TOKEN_NBYTES, Query, tensor_of
-from asynckv.transfers.readers import MapReader
+from asynckv.transfers.routes import PeerRoutes
 from asynckv.types import TensorSpec
 from asynckv.waits.replies import Watchers
 
@@ -77,7 +69,6 @@ class Selecting:
     _is_noted = False
     _is_answered = False
     _is_accepted = False
-    _ways: Ways | None = None
     _receiver: OfferReceiver | None = None
 
     def __init__(
@@ -85,21 +76,16 @@ class Selecting:
         link: Link,
         query: Query,
         targets: Mapping[str, KVMemory],
-        budget: ReceiveBudget,
-        pool: CopyPool,
+        routes: PeerRoutes,
         *,
         streams: bool = False,
-        reader: MapReader | None = None,
-        ways: Ways | None = None,
+        views: bool = False,
     ) -> None:
-        self._reader = reader
-        if ways is not None:
-            self._ways = ways
+        self.routes = routes
+        self._reader = routes.reader(link, views=views)
         self.query = query
         self.link = link
         self.targets = targets
-        self._budget = budget
-        self._pool = pool
         self._streams = streams
         self._watchers = Watchers()
         key = query.key
@@ -119,8 +105,7 @@ class Selecting:
             while (delivery := self.delivery) is None:
                 await self.changed()
             if delivery.offer.inline:
-                targets = self.targets
-                delivery.read_inline(on_host(targets) if targets else targets)
+                delivery.read_inline(self.targets)
             else:
                 await self._take_in(delivery)
             if self._error is not None:
@@ -221,7 +206,7 @@ class Selecting:
     def release(self) -> None:
         """The tensors are the application's now: no longer charged."""
         if self.delivery is not None:
-            self.delivery.uncharge(self._budget)
+            self.delivery.uncharge(self.routes.budget)
 
     def on_frame(self, frame: Frame, body: bytes) -> None:
         delivery = self.delivery
@@ -272,7 +257,7 @@ class Selecting:
             raise RemoteProtocolError("a second offer, the first one stands")
         reader, by_parts = self._reader, self._streams
         delivery = read_offer(self.link, offer, body, reader, by_parts=by_parts)
-        delivery.tensor_from = self._budget.small.tensor
+        delivery.tensor_from = self.routes.budget.small.tensor
         # What is mapped, and nobody wants any more, is let go.
         if offer.mapped is None or self._error is None:
             self.delivery = delivery
@@ -283,19 +268,18 @@ class Selecting:
     def _on_retract(self, delivery: Delivery) -> None:
         self.delivery = None
         delivery.let_go()
-        delivery.uncharge(self._budget)
+        delivery.uncharge(self.routes.budget)
         if delivery.incoming is not None:
             delivery.incoming.stop()
 
     async def _take_in(self, delivery: Delivery) -> None:
         """Let its bytes land, or read them where they are."""
-        reader = self._reader
+        reader, routes = self._reader, self.routes
         if delivery.mapped is not None and reader is not None and not self._streams:
-            await reader.take(delivery, self.targets, self._budget, self._stands)
+            await reader.take(delivery, self.targets, routes.budget, self._stands)
         else:
             if self._receiver is None:
-                mine = self.targets, self._budget, self._pool, self._ways
-                self._receiver = OfferReceiver(self._stream, *mine)
+                self._receiver = OfferReceiver(self._stream, self.targets, routes)
             await self._receiver.accept(
                 delivery,
                 self._watchers.wake,
@@ -319,13 +303,7 @@ def check_key_fits(key: bytes, max_body_bytes: int) -> None:
 class RemoteStream(SelectStream):
     """Hands out each tensor once it is verified, where it is wanted."""
 
-    def __init__(
-        self,
-        selecting: Selecting,
-        delivery: Delivery,
-        targets: Mapping[str, KVMemory],
-        pool: CopyPool,
-    ) -> None:
+    def __init__(self, selecting: Selecting, delivery: Delivery) -> None:
         offer, manifest = delivery.offer, delivery.manifest
         self.entry_id = offer.entry_id
         self.attempt = offer.attempt
@@ -335,8 +313,6 @@ class RemoteStream(SelectStream):
         self.specs: Mapping[str, TensorSpec] = manifest.specs
         self._selecting = selecting
         self._delivery = delivery
-        self._targets = targets
-        self._pool = pool
         self._tensors: dict[str, torch.Tensor] = {}
         self._next = 0
         self._is_closed = False
@@ -364,7 +340,8 @@ class RemoteStream(SelectStream):
 
     async def _tensor(self, name: str) -> torch.Tensor:
         if name not in self._tensors:
-            moving = moved_to_device(self._delivery, name, self._targets, self._pool)
+            targets, pool = self._selecting.targets, self._selecting.routes.pool
+            moving = moved_to_device(self._delivery, name, targets, pool)
             self._tensors[name] = await moving
         return self._tensors[name]
 
@@ -422,7 +399,7 @@ class RemoteConsumer:
     ) -> AsyncIterator[SelectStream]:
         """Do what entering an ``open_drop_select`` does."""
         selecting, delivery = await self._select(query, targets, streams=True)
-        stream = RemoteStream(selecting, delivery, targets, self._peer.pool)
+        stream = RemoteStream(selecting, delivery)
         try:
             selecting.reach(delivery)
             yield stream
@@ -445,18 +422,14 @@ class RemoteConsumer:
             peer = self._peer
             link = peer.link_nowait() or await peer.link()
             selecting = Selecting(
-                *(link, query, targets, peer.budget, peer.pool),
-                streams=streams,
-                reader=peer.ways.reader(link, views=views),
-                ways=None if peer.on_gpu is None else peer.ways,
+                *(link, query, targets, peer.routes), streams=streams, views=views
             )
             self._waits.begin(selecting)
             try:
                 peer.budget.small.prepare()
                 delivery = await selecting.delivered()
                 if delivery.incoming is None and not streams:
-                    if peer.on_gpu is not None or targets:
-                        await move_to_device(delivery, targets, peer.pool)
+                    await move_to_device(delivery, targets, peer.pool)
                 return selecting, delivery
             except BaseException as exc:
                 if not await _may_ask_again(selecting, exc):

@@ -13,7 +13,7 @@ import torch
 from asynckv.abc import KVStoreBuffer, KVStoreStatistics
 from asynckv.abc.closing import async_with_only
 from asynckv.buffers.remote.connection import ANSWER_S, PeerConnection, ask
-from asynckv.buffers.remote.insert import InsertRoutes, Sending
+from asynckv.buffers.remote.insert import Sending
 from asynckv.buffers.store import check_place, check_value
 from asynckv.errors import LeaseLost, PeerLost, RemoteProtocolError
 from asynckv.links.link import Link
@@ -36,19 +36,13 @@ from asynckv.protocol.frames import (
 from asynckv.protocol.transfer_frames import Eager, Sent
 from asynckv.protocol.wire import digest_of
 from asynckv.tensors.blocks import KVMemory
-from asynckv.tensors.copying import CopyPool
 from asynckv.tensors.runs import joined
 from asynckv.tensors.views import check_into
-from asynckv.transfers.delivery import (
-    Delivery,
-    ReceiveBudget,
-    goes_to_gpu,
-    move_to_device,
-    on_host,
-)
+from asynckv.transfers.delivery import Delivery, move_to_device
 from asynckv.transfers.manifest import INLINE_NBYTES
 from asynckv.transfers.offers import OfferReceiver, read_offer
 from asynckv.transfers.queries import as_key, as_keys
+from asynckv.transfers.routes import PeerRoutes
 from asynckv.transfers.source import Source, source_of, until_made
 from asynckv.waits.replies import Reply
 
@@ -64,8 +58,7 @@ __all__ = (
 class Getting:
     """One value on its way here, on one link. Given up, it needs :meth:`cancel`.
 
-    It lands in memory of ``budget``. ``pool`` is of the GPU that it is wanted on, if it
-    is.
+    It lands where ``routes`` receive.
     """
 
     def __init__(
@@ -73,14 +66,12 @@ class Getting:
         link: Link,
         key: str,
         into: torch.Tensor | None,
-        budget: ReceiveBudget,
-        pool: CopyPool,
+        routes: PeerRoutes,
     ) -> None:
         self._key = key
         self._link = link
         self._into = into
-        self._budget = budget
-        self._pool = pool
+        self._routes = routes
         self._delivery: Delivery | None = None
         self._receiver: OfferReceiver | None = None
         self._offer: Reply[Delivery | None] = Reply()
@@ -92,7 +83,7 @@ class Getting:
 
         :raises Exception: what the peer says, or ``PeerLost``
         """
-        self._budget.small.prepare()
+        self._routes.budget.small.prepare()
         delivery = await self._offer
         if delivery is None:
             return None
@@ -102,9 +93,8 @@ class Getting:
             check_into(self._into, record.spec, self._key)
             targets = {record.name: self._into}
         if delivery.offer.inline:
-            delivery.read_inline(on_host(targets))
-            if targets or goes_to_gpu(None, self._pool):
-                await move_to_device(delivery, targets, self._pool)
+            delivery.read_inline(targets)
+            await move_to_device(delivery, targets, self._routes.pool)
         else:
             await self._receive(delivery, targets)
             self._stream.send(Took(b""))
@@ -113,7 +103,7 @@ class Getting:
     def release(self) -> None:
         """The tensor is the application's now, or nobody's. Never waits."""
         if self._delivery is not None:
-            self._delivery.uncharge(self._budget)
+            self._delivery.uncharge(self._routes.budget)
             self._delivery.forget()
 
     def cancel(self) -> None:
@@ -145,7 +135,7 @@ class Getting:
 
     def _on_offer(self, offer: Offer, body: bytes) -> None:
         delivery = read_offer(self._link, offer, body, None)
-        delivery.tensor_from = self._budget.small.tensor
+        delivery.tensor_from = self._routes.budget.small.tensor
         if len(delivery.manifest.records) != 1:
             delivery.let_go()  # the error would keep it
             raise RemoteProtocolError("a value is one tensor")
@@ -155,9 +145,7 @@ class Getting:
 
     async def _receive(self, delivery: Delivery, targets: dict[str, KVMemory]) -> None:
         """Let the value land, verified: in ``targets``, or in memory of its own."""
-        self._receiver = OfferReceiver(
-            *(self._stream, targets, self._budget), self._pool
-        )
+        self._receiver = OfferReceiver(self._stream, targets, self._routes)
         landed = partial(self._landed.give, None)
         await self._receiver.accept(delivery, landed, self._landed.fail, self._stands)
         await self._landed
@@ -208,7 +196,7 @@ def begin_put(
     link: Link,
     key: str,
     source: Source,
-    routes: InsertRoutes | None = None,
+    routes: PeerRoutes | None = None,
 ) -> Sending:
     """Ask for a value to be stored. ``source`` is dense; if it is read on a GPU, its
     bytes are too many to leave with the request. Never waits.
@@ -339,13 +327,13 @@ class RemoteStoreBuffer(KVStoreBuffer):
             link = await self._peer.link(incarnation)
             incarnation = link.peer.incarnation
             with LoggedWait(who, room, "the end of a get or put there"):
-                if await begin_put(link, key, source, self._peer.ways).accepted():
+                if await begin_put(link, key, source, self._peer.routes).accepted():
                     return
 
     async def _get(self, key: str, into: torch.Tensor | None) -> torch.Tensor | None:
         while True:
             link = await self._peer.link()
-            getting = Getting(link, key, into, self._peer.budget, self._peer.pool)
+            getting = Getting(link, key, into, self._peer.routes)
             try:
                 return await getting.value()
             except PeerLost:

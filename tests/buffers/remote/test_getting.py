@@ -26,19 +26,19 @@ from asynckv.protocol.frames import (
 from asynckv.protocol.transfer_frames import Grant, Sent
 from asynckv.protocol.values import TensorRecord
 from asynckv.protocol.wire import digest_of
-from asynckv.tensors.copying import CopyPool
 from asynckv.tensors.views import bytes_of, spec_of
 from asynckv.testing.blocked import until, until_blocked
 from asynckv.transfers.delivery import ReceiveBudget
 from asynckv.transfers.manifest import pack
 from asynckv.types import TensorSpec
 from harness.link_pairs import LinkPair, linked
+from harness.no_routes import NoRoutes
 
 MIB = 2**20
 
 
 def getting_on(link: Link, into: torch.Tensor | None = None) -> Getting:
-    return Getting(link, "key", into, ReceiveBudget(2 * MIB), CopyPool())
+    return Getting(link, "key", into, NoRoutes(budget=ReceiveBudget(2 * MIB)))
 
 
 def offer(stream: LinkStream, *names: str) -> None:
@@ -161,7 +161,7 @@ async def test_a_value_for_which_there_is_no_memory_is_refused_alone() -> None:
 
     async with linked("mem://", answer) as pair:
         budget = ReceiveBudget(2**49)
-        getting = Getting(pair.near, "key", None, budget, CopyPool())
+        getting = Getting(pair.near, "key", None, NoRoutes(budget=budget))
         with pytest.raises(EntryTooLarge, match="no memory for"):
             await getting.value()
         getting.cancel()

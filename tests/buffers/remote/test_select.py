@@ -28,7 +28,6 @@ from asynckv.protocol.frames import (
 from asynckv.protocol.transfer_frames import Eager, Grant, Sent
 from asynckv.protocol.values import TensorRecord
 from asynckv.protocol.wire import digest_of
-from asynckv.tensors.copying import CopyPool
 from asynckv.tensors.views import spec_of
 from asynckv.testing.blocked import until, until_blocked
 from asynckv.transfers.delivery import Delivery, ReceiveBudget
@@ -36,12 +35,13 @@ from asynckv.transfers.manifest import pack
 from asynckv.transfers.queries import make_query
 from asynckv.types import TensorSpec
 from harness.link_pairs import LinkPair, linked
+from harness.no_routes import NoRoutes
 
 MIB = 2**20
 
 
 def selecting_on(pair: LinkPair, budget: ReceiveBudget) -> Selecting:
-    return Selecting(pair.near, make_query([1], None), {}, budget, CopyPool())
+    return Selecting(pair.near, make_query([1], None), {}, NoRoutes(budget=budget))
 
 
 async def begun(
@@ -54,7 +54,7 @@ async def begun(
     """Ask for a delivery, and return also the stream on which the peer heard of it."""
     query = make_query([1], None)
     selecting = Selecting(
-        *(pair.near, query, into or {}, budget), CopyPool(), streams=streams
+        *(pair.near, query, into or {}, NoRoutes(budget=budget)), streams=streams
     )
     delivered = asyncio.create_task(selecting.delivered())
     await until(lambda: bool(pair.service.asked))

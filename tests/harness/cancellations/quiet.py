@@ -108,7 +108,7 @@ def _of_peer(peer: Peer) -> Iterator[tuple[str, int]]:
     yield "getting", store.getting
     yield "putting", store.waiting_puts
     if (link := peer._links.current) is not None:
-        yield from _of_link(link, peer.ways.nccl(link) is not None)
+        yield from _of_link(link, peer.routes.nccl(link) is not None)
 
 
 def _of_link(link: Link, standing: int) -> Iterator[tuple[str, int]]:

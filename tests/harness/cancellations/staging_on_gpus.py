@@ -42,7 +42,7 @@ async def layers_that_wait_for_room(
 
 async def _put(pair: GpuPair, sweeper: Sweeper, nbytes: int) -> None:
     source = pair.theirs.tensor(noise(nbytes, 1))
-    room = pair.peer.ways.room or GpuRoom(pair.peer.memory)
+    room = pair.peer.routes.room or GpuRoom(pair.peer.memory)
     spec = TensorSpec((nbytes,), "uint8")
     filler: list[StagedTensor] = []
     partner: Partner
