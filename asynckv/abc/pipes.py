@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import TYPE_CHECKING
 
 from asynckv.abc.closing import Closable
@@ -20,6 +20,19 @@ class KVPipe(Closable):
     Sending never blocks receiving. One task may send while another receives;
     several senders (or receivers) are served in the order in which they called.
     """
+
+    @abc.abstractmethod
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """Return a tensor of unset elements in memory that sending need not copy.
+
+        Fill it and send it whole. It must not be written to before :meth:`flush` has
+        returned; where that raised, or was cancelled, never. Then fill it again, or let
+        it go: its memory comes back when the peer has it, and nobody has a view of it.
+        Small, or where there is no room, it is an ordinary tensor, and sending copies
+        it. It is charged as long as it lives. Never waits.
+
+        :raises ValueError: tensors of this dtype cannot be sent
+        """
 
     @abc.abstractmethod
     async def send_tensor(self, tensor: torch.Tensor | None, copy: bool = True) -> None:

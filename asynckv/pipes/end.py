@@ -94,7 +94,8 @@ class PipeEnd:
         Not where what is received goes to a GPU. ``digest`` is the pipe's option. Never
         waits.
         """
-        self._may_share = opened is None and not self._is_over
+        is_over = self._is_over or not self.link.may_map
+        self._may_share = opened is None and not is_over
         if self._may_share:
             self._mapping = self.outbound.share_memory(digest)
             self.inbound.granting.mapping = self._mapping

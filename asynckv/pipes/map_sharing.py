@@ -9,12 +9,14 @@ or is gone: a socket of its own says so.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import ClassVar, Final
 
 import anyio
+import msgspec
 import numpy
 import numpy.typing
 import torch
@@ -67,7 +69,7 @@ class MapSharing:
         self._exporter = Exporter(growth.arena)
         self._importer: Importer | None = None
         self._file: PeerFile | None = None
-        self._pins: dict[int, int] = {}
+        self._numbers = itertools.count(1)
         self._pool = CopyPool()
         self._tasks = OwnTasks()
         self._has_begun = False
@@ -107,12 +109,16 @@ class MapSharing:
         place, importer = place_of(region), self._importer
         if place is None or importer is None or not importer.is_usable:
             return None
-        if not self.is_open:
+        if not self.is_open or region.is_read_by_peers:
             return None
+        # What is filled again is new to the peer, which is shown nothing twice.
+        place = msgspec.structs.replace(place, generation=next(self._numbers))
         digest = source.digest if self.digest == "full" else b""
         if self.digest == "edges":
             read = numpy.frombuffer(joined(source.host()), numpy.uint8)
             digest = edges_at(read, place.generation)
+        elif self.digest == "full" and not digest:
+            return None
         outgoing.pin(importer, [region])
         return place, digest
 

@@ -32,6 +32,7 @@ from asynckv.shielding import wait_shielded
 from asynckv.tensors.device_regions import DeviceRegion
 from asynckv.tensors.growth import Growth
 from asynckv.tensors.runs import joined
+from asynckv.tensors.slab_regions import SlabRegion
 from asynckv.transfers.outgoing import Outgoing, ignore_grant
 from asynckv.transfers.source import Source
 from asynckv.types import TensorSpec
@@ -102,14 +103,24 @@ class Outbound:
         is_later = mapping is not None and mapping.compares_edges
         return self._link.digest != "off" and not is_later
 
-    async def memory_for(self, parcel: Parcel, spec: TensorSpec) -> torch.Tensor:
-        """Return memory for the copy of a tensor that has its place.
+    def empty(self, spec: TensorSpec) -> torch.Tensor:
+        """Return a tensor for the application to fill: see :meth:`region_of`."""
+        return self._memory.lending.empty(spec)
+
+    def region_of(self, tensor: torch.Tensor) -> SlabRegion | None:
+        """Return what ``tensor`` is all of, if it is from :meth:`empty`."""
+        regions = self._memory.lending.regions_of([tensor])
+        return regions[0] if regions else None
+
+    async def memory_for(
+        self, spec: TensorSpec
+    ) -> tuple[torch.Tensor, SlabRegion | None]:
+        """Return memory for the copy of a tensor that has its place, and its region.
 
         It comes back when it has left. A cancelled call leaves no trace.
         """
         await self._memory.reach(spec.nbytes)
-        memory, parcel.shared = self._memory.lending.spare_region(spec)
-        return memory
+        return self._memory.lending.spare_region(spec)
 
     def send_small(self, spec: TensorSpec | None, body: bytes, digest: bytes) -> bool:
         """Let a small tensor go at once, unless it has to wait for anything.
@@ -142,8 +153,9 @@ class Outbound:
         :raises PipeBroken: the peer is lost
         :raises EndOfStream: one of the sides has closed the pipe
         """
+        parcel.source = source  # from here on it is the parcel that lets it go
         self.check()
-        parcel.source, parcel.is_copied = source, True
+        parcel.is_copied = True
         self.sent_tensors += 1
         self.sent_bytes += parcel.nbytes
         self._advance()
@@ -335,21 +347,20 @@ class Outbound:
         )
         outgoing.add(0, source)
         self._offered[transfer] = parcel
-        shown = self._show(parcel, source, outgoing)
+        shown = self._show(source, outgoing)
         parcel.is_sent = shown is not None
         place, digest = shown or (None, b"")
         on_gpu = source.is_on_gpu and not shown
         push = Push(transfer, 0, False, parcel.spec, digest, on_gpu, place)
         self._stream.send(push)
 
-    def _show(
-        self, parcel: Parcel, source: Source, outgoing: Outgoing
-    ) -> tuple[Place, bytes] | None:
+    def _show(self, source: Source, outgoing: Outgoing) -> tuple[Place, bytes] | None:
         """Let the peer read it where it lies, if it can: return what it is told."""
-        if self.mapping is not None and parcel.shared is not None:
-            return self.mapping.show(parcel.shared, source, outgoing)
-        if self.gpus is not None and isinstance(source.region, DeviceRegion):
-            return self.gpus.sharing.show(source.region, source, outgoing)
+        region = source.region
+        if self.gpus is not None and isinstance(region, DeviceRegion):
+            return self.gpus.sharing.show(region, source, outgoing)
+        if self.mapping is not None and isinstance(region, SlabRegion):
+            return self.mapping.show(region, source, outgoing)
         return None
 
     def _sent(self, parcel: Parcel, frame: Sent) -> None:

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from typing import Final
 
 from asynckv.observability.waits import LoggedWait
-from asynckv.tensors.slab_regions import SlabRegion
 from asynckv.transfers.outgoing import Outgoing
 from asynckv.transfers.source import Source
 from asynckv.types import TensorSpec
@@ -26,8 +25,8 @@ class Parcel:
     """One tensor, or None, on its way to the peer.
 
     ``source`` is the pipe's own copy, while it is still needed, or the caller's memory
-    if it ``is_lent``; ``shared`` is what of it peers of this host could read. With
-    ``is_sent`` its last byte has left, or can be read where it lies.
+    if it ``is_lent``. With ``is_sent`` its last byte has left, or can be read where it
+    lies.
     """
 
     __slots__ = (
@@ -37,7 +36,6 @@ class Parcel:
         "is_sent",
         "nbytes",
         "outgoing",
-        "shared",
         "source",
         "spec",
         "turn",
@@ -48,7 +46,6 @@ class Parcel:
         self.spec = spec
         self.nbytes = 0 if spec is None else spec.nbytes
         self.source: Source | None = None
-        self.shared: SlabRegion | None = None
         self.outgoing: Outgoing | None = None
         self.is_sent = self.is_lent = self.is_copied = self.has_room = False
         self.turn: asyncio.Future[None] | None = None
@@ -66,7 +63,6 @@ class Parcel:
         if self.source is not None:
             self.source.release()
             self.source = None
-        self.shared = None
 
     def settle(self, *, is_verified: bool) -> None:
         """Whoever waits for its arrival learns whether the peer has it."""

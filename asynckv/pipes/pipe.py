@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+from collections.abc import Sequence
 from types import TracebackType
 from typing import Final
 
@@ -20,8 +21,9 @@ from asynckv.protocol.wire import digest_of
 from asynckv.tensors.copying import CopyPool
 from asynckv.tensors.on_gpu import KVOnGpu
 from asynckv.tensors.open_device import OpenDevice
-from asynckv.tensors.views import bytes_of, check_into, packed, spec_of
-from asynckv.transfers.source import HostSource, StagedTensor
+from asynckv.tensors.views import bytes_of, check_into, packed, spec_like, spec_of
+from asynckv.transfers.source import HostSource, Source, StagedTensor
+from asynckv.types import TensorSpec
 
 __all__ = (
     "Pipe",
@@ -151,6 +153,15 @@ class Pipe(KVPipe, LoopBound):
             waiting_senders=len(room),
         )
 
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """As the contract says: host memory, also where the pipe has a ``device``.
+
+        All that live have up to ``max_bytes``. A tensor that is sent while its bytes of
+        before are still on their way goes by sockets, also on one host.
+        """
+        self._check_loop()
+        return self._outbound.empty(spec_like(shape, dtype))
+
     async def send_tensor(self, tensor: torch.Tensor | None, copy: bool = True) -> None:
         """As the contract says. With ``copy=False`` a dense tensor of host memory that
         is longer than 64 KiB is not copied, but over ``mem://`` and by ``"map"``.
@@ -169,17 +180,9 @@ class Pipe(KVPipe, LoopBound):
             await self._outbound.reserve(parcel)
             if source is None or parcel.spec is None:
                 self._outbound.put(parcel, None)
-            elif staged := await self._staged(source, parcel):
-                self._outbound.put(parcel, staged)
-            elif not copy and source is tensor and self._can_lend(tensor, parcel):
-                parcel.is_lent = True
-                self._outbound.put(parcel, HostSource(tensor))
             else:
-                memory = await self._outbound.memory_for(parcel, parcel.spec)
-                (digest,) = await self._pool.copy(
-                    [source], [memory], digest=self._outbound.digests(parcel.nbytes)
-                )
-                self._outbound.put(parcel, HostSource(memory, digest))
+                copied = await self._copied(source, parcel, parcel.spec, copy)
+                self._outbound.put(parcel, copied)
         except BaseException as exc:
             self._outbound.drop(parcel)
             self._told.note(exc)
@@ -298,12 +301,32 @@ class Pipe(KVPipe, LoopBound):
                 hint="await flush() first: it waits for as long as it takes",
             ) from None
 
-    def _can_lend(self, tensor: torch.Tensor, parcel: Parcel) -> bool:
-        if (
-            parcel.nbytes <= INLINE_NBYTES
-            or self._sends.is_mapped
-            or not self._link.payload.can_block_until_quiet
-        ):
+    async def _copied(
+        self,
+        source: torch.Tensor | KVOnGpu,
+        parcel: Parcel,
+        spec: TensorSpec,
+        copy: bool,
+    ) -> Source:
+        """Return what of a tensor can be sent later: a copy, unless none is needed."""
+        if staged := await self._staged(source, parcel):
+            return staged
+        is_digested = self._outbound.digests(parcel.nbytes)
+        if isinstance(source, torch.Tensor) and parcel.nbytes > INLINE_NBYTES:
+            if (region := self._outbound.region_of(source)) is not None:
+                digest = b""  # lanes make it as they send
+                if is_digested and self._sends.is_mapped:
+                    (digest,) = await self._pool.digest([source])
+                return HostSource(source.detach(), digest, region)
+            if not copy and self._can_lend(source):
+                parcel.is_lent = True
+                return HostSource(source)
+        memory, region = await self._outbound.memory_for(spec)
+        (digest,) = await self._pool.copy([source], [memory], digest=is_digested)
+        return HostSource(memory, digest, region)
+
+    def _can_lend(self, tensor: torch.Tensor) -> bool:
+        if self._sends.is_mapped or not self._link.payload.can_block_until_quiet:
             return False
         try:
             bytes_of(tensor)

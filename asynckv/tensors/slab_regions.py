@@ -176,6 +176,11 @@ class SlabRegion(Region):
         """May somebody in this process have one?"""
         return self._holds > self._peers
 
+    @property
+    def is_read_by_peers(self) -> bool:
+        """May another process read there?"""
+        return self._peers > 0
+
     def hold(self) -> Hold:
         """As the contract says: for peers, who have their views elsewhere."""
         self._holds += 1

@@ -84,16 +84,21 @@ class Source(Protocol):
 
 
 class HostSource:
-    """The caller's memory of the host: a dense tensor, or blocks."""
+    """Memory of the host: a dense tensor, or blocks.
 
-    __slots__ = ("_memory", "digest", "nbytes")
+    It is the caller's, or a view of all of a ``region``, which lives as long as that.
+    """
+
+    __slots__ = ("_memory", "digest", "nbytes", "region")
 
     is_on_gpu: Final = False
-    region: Final = None
 
-    def __init__(self, memory: KVMemory, digest: bytes = b"") -> None:
+    def __init__(
+        self, memory: KVMemory, digest: bytes = b"", region: Region | None = None
+    ) -> None:
         self.digest = digest
         self.nbytes = memory.nbytes
+        self.region = region
         self._memory = memory
 
     @property

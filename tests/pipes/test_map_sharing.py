@@ -366,8 +366,8 @@ async def test_a_place_that_makes_no_sense_ends_the_link(
             return changed(first), b""
 
         (parcel,) = near._outbound._pushed
-        assert parcel.shared is not None
-        first = place_of(parcel.shared) or PLACE
+        assert parcel.source is not None and parcel.source.region is not None
+        first = place_of(parcel.source.region) or PLACE
         monkeypatch.setattr(sharing, "show", lie)
         await near.send_tensor(noise(LARGE, 2))
         with pytest.raises(PipeBroken, match="RemoteProtocolError|protocol|tensor"):
