@@ -4,9 +4,10 @@ From the socket's own callback to the handler of a request: no reader waits for 
 application. A link that says a little at a time is heard as it speaks. One that has
 said more than a turn holds waits in line with the others that have; while somebody else
 is being heard, all of these together may say so much a second. So a flood of requests
-that are all legal keeps nobody waiting who waits for an answer. Turns are counted in
-frames: a simulation, and a loop whose clock stands still in a tick, hear the same bytes
-in the same order.
+that are all legal keeps nobody waiting who waits for an answer. Such turns are counted
+in frames. What takes longer than a loop may be kept from others is heard in pieces,
+each on a tick of its own. The clock of a simulation stands still in a tick: it hears
+the same bytes in the same order.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import collections
 import itertools
 import logging
 import math
+import time
 from collections.abc import Callable, Iterator
 from typing import Final, Protocol
 
@@ -50,6 +52,9 @@ __all__ = (
 AT_ONCE: Final = 128
 """So many frames of one link are heard before others have their turn."""
 
+_AT_A_TIME_S: Final = 0.75e-3
+"""After so long others of the loop have theirs: a millisecond, with the last frame."""
+
 _HEARD_S: Final = 0.05
 """For so long one who says little is likely to go on, after an answer."""
 
@@ -64,8 +69,11 @@ _NOBODY: Final = (0, -math.inf)
 class Speaker(Protocol):
     """Who has said more than a turn holds."""
 
-    def go_on(self, max_count: int) -> int:
-        """Be heard; return how many frames that were. Who has more waits again."""
+    def go_on(self, max_count: int, until_s: float) -> int:
+        """Be heard, until then; return how many frames that were.
+
+        Who has more waits again.
+        """
 
 
 class Turns:
@@ -115,9 +123,10 @@ class Turns:
             # What is due for the time since the last turn: a loop may be slow.
             left = int((now_s - self._paused_s) * _BESIDE_OTHERS_PER_S)
             left = min(max(left, _BESIDE_OTHERS), _ALONE)
-        while self._line and left > 0:
+        until_s = _until_s()
+        while self._line and left > 0 and time.monotonic() < until_s:
             speaker = self._line.popleft()
-            left -= max(1, speaker.go_on(min(left, AT_ONCE)))
+            left -= max(1, speaker.go_on(min(left, AT_ONCE), until_s))
         self._paused_s = now_s
         self._is_due = bool(self._line)
         if not self._is_due:
@@ -126,6 +135,11 @@ class Turns:
             self._loop.call_later(_PAUSE_S, self._next)
         else:
             self._loop.call_soon(self._next)
+
+
+def _until_s() -> float:
+    # Not the loop's time, which stands still in a tick of uvloop.
+    return time.monotonic() + _AT_A_TIME_S
 
 
 logger = logging.getLogger(__name__)
@@ -163,7 +177,8 @@ class Incoming:
         self._ending = ending
         self._heartbeat = heartbeat
         self._turns, self._number = turns, turns.new_number()
-        limits, now_s = agreement.limits, asyncio.get_running_loop().time()
+        self._loop = asyncio.get_running_loop()
+        limits, now_s = agreement.limits, self._loop.time()
         self._requests = Rate(limits.max_requests_per_s, limits.max_streams, now_s)
         self._cancels = Rate(limits.max_cancels_per_s, limits.max_streams, now_s)
         self._pings = Rate(_PINGS_PER_S, _PINGS_PER_S, now_s)
@@ -186,7 +201,7 @@ class Incoming:
         if self._is_behind:
             self._wait_turn()
         else:
-            self._hear(AT_ONCE)
+            self._hear(AT_ONCE, _until_s())
 
     def on_writable(self) -> None:
         """All that was written has left."""
@@ -207,15 +222,15 @@ class Incoming:
     def read_on(self) -> None:
         """Go on with what was received already, then with reading."""
         if not self._is_waiting:
-            self.go_on(AT_ONCE)
+            self.go_on(AT_ONCE, _until_s())
 
-    def go_on(self, max_count: int) -> int:
+    def go_on(self, max_count: int, until_s: float) -> int:
         """Go on, by so many frames at most; return how many there were."""
         self._is_waiting = False
         count = 0
         if self._may_hear():
             self._heartbeat.was_heard = True
-            count = self._hear(max_count)
+            count = self._hear(max_count, until_s)
         if self._may_hear() and not self._is_waiting:
             self._stream.resume_reading()
         return count
@@ -223,7 +238,7 @@ class Incoming:
     def _may_hear(self) -> bool:
         return self._ending.error is None and not self._outgoing.is_reading_paused
 
-    def _hear(self, max_count: int) -> int:
+    def _hear(self, max_count: int, until_s: float) -> int:
         """Hear so many frames of what was received; if there is more, wait for it."""
         outgoing, session, ending = self._outgoing, self._session, self._ending
         outgoing.will_flush = True
@@ -240,7 +255,8 @@ class Incoming:
                     empty_count += 1
                 else:
                     self._handle(event)
-                if ending.error is not None or count >= max_count:
+                is_over = count >= max_count or time.monotonic() >= until_s
+                if is_over or ending.error is not None:
                     break
                 if session.outbox.answer_bytes > max_answer_bytes:
                     outgoing.flush()
@@ -259,13 +275,21 @@ class Incoming:
         if is_all:
             self._is_behind = self._heard_count > AT_ONCE
         elif self._may_hear():
+            self._is_behind = self._is_behind or self._heard_count >= AT_ONCE
             self._wait_turn()
         return count
 
     def _wait_turn(self) -> None:
-        self._is_behind = self._is_waiting = True
+        self._is_waiting = True
         self._stream.pause_reading()
-        self._turns.wait(self._number, self)
+        if self._is_behind:
+            self._turns.wait(self._number, self)
+        else:
+            self._loop.call_soon(self._hear_rest)
+
+    def _hear_rest(self) -> None:
+        """Hear what is not enough to wait in line with it."""
+        self.go_on(AT_ONCE - self._heard_count, _until_s())
 
     def _judge(self) -> None:
         session = self._session
@@ -276,7 +300,7 @@ class Incoming:
 
     def _judge_rates(self) -> None:
         """Now and then: whether the peer asks, or changes its mind, too often."""
-        now_s = asyncio.get_running_loop().time()
+        now_s = self._loop.time()
         opened, cancelled = self._session.opened_count, self._session.cancelled_count
         for what, rate, count in (
             ("requests", self._requests, opened - self._judged[0]),
@@ -289,7 +313,7 @@ class Incoming:
 
     def _judge_pings(self) -> None:
         pinged = self._session.pinged_count
-        now_s = asyncio.get_running_loop().time()
+        now_s = self._loop.time()
         is_flood = not self._pings.spend(pinged - self._judged_pings, now_s)
         self._judged_pings = pinged
         if is_flood and self._ending.error is None:
