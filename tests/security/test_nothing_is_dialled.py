@@ -54,7 +54,9 @@ def urls_in_it(kind: type[msgspec.Struct]) -> OpeningFrame:
             values[field.name] = (ELSEWHERE,)
         elif "TensorSpec" in text:
             values[field.name] = TensorSpec((1,), "uint8")
-        elif "str" in text and "Literal" not in text:
+        elif "Literal" in text:
+            values[field.name] = get_args(field.type)[0]
+        elif "str" in text:
             values[field.name] = ELSEWHERE
         elif "bytes" in text:
             values[field.name] = b""
