@@ -70,6 +70,7 @@ Far = Callable[[KVPipe], Awaitable[None]]
 WITH_A_PIPE: dict[tuple[str, Far], list[str]] = {
     ("a value like any other", nothing): [],
     ("copy=False", receives): [],
+    ("pipe.empty(", receives): [],
     ("recv_tensor(into=cache)", sends_more): ["tensor([7])", "None"],
     ("asyncio.timeout", nothing): [],
     ("that was all", leaves): ["tensor([7])", "that was all"],

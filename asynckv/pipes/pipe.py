@@ -181,7 +181,7 @@ class Pipe(KVPipe, LoopBound):
             if source is None or parcel.spec is None:
                 self._outbound.put(parcel, None)
             else:
-                copied = await self._copied(source, parcel, parcel.spec, copy)
+                copied = await self._copied(source, parcel, parcel.spec, copy=copy)
                 self._outbound.put(parcel, copied)
         except BaseException as exc:
             self._outbound.drop(parcel)
@@ -306,6 +306,7 @@ class Pipe(KVPipe, LoopBound):
         source: torch.Tensor | KVOnGpu,
         parcel: Parcel,
         spec: TensorSpec,
+        *,
         copy: bool,
     ) -> Source:
         """Return what of a tensor can be sent later: a copy, unless none is needed."""
