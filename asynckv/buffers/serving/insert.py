@@ -97,8 +97,12 @@ class ServedInsert:
         if service.link.digest == "off":
             # As those that come by payload: of a link without digests none is known.
             self._digests = [b""] * len(self._digests)
-        if self._is_in_at_once():
-            answer_at_once(stream, Accepted())
+        try:
+            if self._is_in_at_once():
+                answer_at_once(stream, Accepted())
+                return
+        except Exception as error:  # noqa: BLE001 - it is the peer's to know
+            _answer_failure(stream, error)
             return
         nbytes = kept_nbytes(manifest, body)
         if frame.inline and not service.kept.inserts.fits(nbytes):
@@ -162,9 +166,15 @@ def answer(stream: LinkStream, task: asyncio.Task[None]) -> None:
     elif error is None:
         stream.send(Accepted())
     else:
-        if not isinstance(error, (AsyncKVError, ValueError)):
-            logger.error("a request failed by a fault of ours", exc_info=error)
-        stream.send(to_failure(error))
+        _answer_failure(stream, error)
+    stream.close()
+
+
+def _answer_failure(stream: LinkStream, error: BaseException) -> None:
+    """Send a request's last frame when it has failed; a fault of ours ends it alone."""
+    if not isinstance(error, (AsyncKVError, ValueError)):
+        logger.error("a request failed by a fault of ours", exc_info=error)
+    stream.send(to_failure(error))
     stream.close()
 
 

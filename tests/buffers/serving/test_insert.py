@@ -118,18 +118,22 @@ async def test_a_roi_comes_with_its_tokens(peers: Peers, local: LookupBuffer) ->
     assert await local.peek([1, 2]) == 0
 
 
-async def test_a_fault_of_ours_is_logged_and_told(
+@pytest.mark.parametrize("inline", [None, b"abc"])
+async def test_a_fault_of_ours_is_logged_and_fails_that_request_alone(
     local: LookupBuffer,
     link: Link,
+    inline: bytes | None,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    async def fail(*_: object) -> None:
+    def fail(*_: object) -> None:
         raise LookupError("a fault of ours")
 
-    monkeypatch.setattr(local.admission, "insert", fail)
-    assert isinstance(await RawInsert(link, 3).last(), Failure)
+    monkeypatch.setattr(local.ledger.table, "admit", fail)
+    assert isinstance(await RawInsert(link, 3, inline=inline).last(), Failure)
     assert caplog.messages == ["a request failed by a fault of ours"]
+    monkeypatch.undo()
+    assert await RawInsert(link).last() == Accepted()
 
 
 async def test_without_digests_bytes_are_taken_as_they_come(
