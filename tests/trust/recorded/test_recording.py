@@ -36,7 +36,7 @@ WRONG_BYTES = {
     "Get.key",
     "Push.spec",
 }
-HANGS = {"Done.transfer", "Grant.transfer", "Offer.transfer", "Retract.transfer"}
+HANGS = {"Sent.transfer", "Grant.transfer", "Offer.transfer", "Retract.transfer"}
 
 
 def test_every_frame_occurs_in_the_recording(recording: Recording) -> None:
