@@ -138,7 +138,11 @@ async def test_what_was_whole_when_the_way_broke_is_told_of_once(
 
 @contextlib.asynccontextmanager
 async def given_up(two_gpus: FakeGpus, end: str) -> AsyncIterator[NcclBuffers]:
-    """What a worker that is given up there may touch is let go after all."""
+    """What a worker that is given up there may touch is let go after all.
+
+    What is inserted later is to be made first: who allocates while an operation that
+    the peer never begins is not aborted yet waits for it.
+    """
     async with open_nccl_buffers(two_gpus) as pair:
         await pair.opened()
         pair.theirs.process.nccl.is_silent = True
@@ -155,13 +159,14 @@ async def test_where_a_worker_that_is_given_up_may_write_nothing_is_put(
     two_gpus: FakeGpus, end: str
 ) -> None:
     async with given_up(two_gpus, end) as pair:
+        again = pair.theirs.tensor(noise(MIB, 1))
         inserting = asyncio.create_task(insert(pair))
         await stuck(pair, inserting)
         getattr(pair, end).transport._worker.give_up(GPUFailed("it is stuck"))
         if end == "way":
             with pytest.raises(GPUFailed, match="it is stuck"):
                 await inserting
-            await insert(pair)
+            await pair.peer.lookup.insert([1], None, again, None, None)
         else:
             await inserting
         entry = await pair.buffer.drop_select([1])
@@ -172,14 +177,14 @@ async def test_a_layer_of_a_worker_that_is_given_up_fails_its_writer(
     two_gpus: FakeGpus,
 ) -> None:
     async with given_up(two_gpus, "way") as pair:
+        key = pair.theirs.tensor(noise(MIB, 1))
         with pytest.raises(GPUFailed, match="it is stuck"):
             async with pair.peer.lookup.open_insert([1], None, LAYERS) as writer:
-                key = pair.theirs.tensor(noise(MIB, 1))
                 putting = asyncio.create_task(writer.put("key", key))
                 await stuck(pair, putting)
                 pair.way.transport._worker.give_up(GPUFailed("it is stuck"))
                 await putting
-        await insert(pair)
+        await pair.peer.lookup.insert([1], None, key, None, None)
         entry = await pair.buffer.drop_select([1])
         assert is_same(only(entry.key), noise(MIB, 1))
 
