@@ -38,6 +38,7 @@ async def test_who_is_cancelled_while_a_slab_comes_leaves_no_trace() -> None:
     reserving = await started(budget, 2**20)
     reserving.cancel()
     await asyncio.wait({reserving})
+    assert reserving.cancelled() is has_slabs()
     assert budget.used_bytes == (0 if has_slabs() else 2**20)
 
 

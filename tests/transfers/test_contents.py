@@ -64,6 +64,14 @@ def test_names_that_no_entry_has_are_refused(name: str) -> None:
         check_names([name])
 
 
+@pytest.mark.parametrize("name", ["extras.{}", "{}.value"])
+def test_a_name_is_not_longer_than_512_characters(name: str) -> None:
+    most = "a" * (512 - len(name.format("")))
+    check_names([name.format(most)])
+    with pytest.raises(ValueError, match="longer than 512"):
+        check_names([name.format(most + "a")])
+
+
 def test_an_entry_has_only_so_many_tensors() -> None:
     with pytest.raises(ValueError, match="at most 16384"):
         check_names(f"{layer}.key" for layer in range(16385))

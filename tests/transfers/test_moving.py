@@ -51,6 +51,15 @@ async def test_one_tensor_is_moved_alone(gpu: FakeDevice, pool: CopyPool) -> Non
     assert not delivery.tensors["hidden"].is_cuda
 
 
+async def test_one_tensor_whose_place_is_on_the_host_stays_there(
+    pool: CopyPool,
+) -> None:
+    delivery = delivered(key=noise(64))
+    key = delivery.tensors["key"]
+    assert await moved_to_device(delivery, "key", {"key": key}, pool) is key
+    assert not key.is_cuda and is_same(key, noise(64))
+
+
 async def test_a_place_that_does_not_fit_is_refused(
     gpu: FakeDevice, pool: CopyPool
 ) -> None:

@@ -175,6 +175,19 @@ async def test_full_digests_see_every_byte(
         await until(lambda: not local.statistics().mapped_by)
 
 
+async def test_whoever_keeps_the_error_of_other_bytes_keeps_no_view(
+    local: LookupBuffer, mappable: Server
+) -> None:
+    async with connect(mappable.url, digest="full") as peer:
+        await insert(local)
+        spoil(local, MIB // 2)
+        with pytest.raises(ChecksumError) as kept:
+            async with peer.lookup.drop_select():
+                raise AssertionError
+        await until(lambda: not local.statistics().mapped_by)
+        assert kept.value.__traceback__ is not None
+
+
 @pytest.mark.parametrize("digest", ["edges", "full"])
 @pytest.mark.parametrize("how", ["await", "enter", "refused", "into"])
 async def test_pages_that_lie_apart_are_one_tensor(
