@@ -432,10 +432,9 @@ class GpuLink:
         """All that was offered has landed; of some the peer may never say so."""
         if any(route.is_awaited for route in self._routes):
             self._on_lost(PeerLost("the peer closed its side"))
-        elif self.is_open:
+        else:
             self.is_open = False
-            if self.link.is_open:
-                self.link.use_lanes()
+            self.link.use_lanes()
 
     def _on_lost(self, error: Exception) -> None:
         was_open = self.is_open

@@ -17,6 +17,7 @@ from asynckv.buffers.remote.peer import Peer, connect
 from asynckv.buffers.serve import serve
 from asynckv.errors import GPUFailed, PeerLost
 from asynckv.links import progress
+from asynckv.protocol.transfer_frames import Devices
 from asynckv.sharing import gpu_channel
 from asynckv.sharing.gpu_channel import GpuLink
 from asynckv.testing.blocked import until, until_blocked
@@ -312,6 +313,44 @@ async def test_what_is_opened_for_nobody_is_not_waited_for_but_closes_itself(
     met.set()
     await unopened.closed()
     assert left and not unopened.is_open
+
+
+async def test_what_is_opened_for_nobody_may_be_cancelled_with_all_tasks_of_the_loop(
+    unopened: GpuLink,
+) -> None:
+    opening = asyncio.create_task(unopened.open(asyncio.Event().wait()))
+    await until_blocked(opening)
+    opening.cancel()
+    await asyncio.wait({opening})
+    tasks = {task.get_name(): task for task in asyncio.all_tasks()}
+    left = tasks["asynckv: open NCCL"]
+    left.cancel()
+    await unopened.closed()
+    assert left.cancelled() and not unopened.is_opening
+
+
+async def test_nothing_meets_before_what_it_takes_is_prepared(
+    two_gpus: FakeGpus,
+) -> None:
+    gpus = [fake_device_of(two_gpus.process(), number).device for number in (0, 1)]
+    asked, ready = list[str](), asyncio.Event()
+
+    async def prepare() -> None:
+        asked.append("memory")
+        await ready.wait()
+
+    async with linked() as links:
+        far = await GpuLink.make(links.far, gpus[1], "off")
+        said = Devices(far.transport.describe())
+        links.service.answer = lambda stream, *_: stream.send(said)
+        near = await GpuLink.make(links.near, gpus[0], "off")
+        opening = asyncio.create_task(near.ask(prepare))
+        await until(lambda: bool(asked))
+        await until_blocked(opening)
+        assert not links.service.hearers[0].frames and not near.is_opening
+        opening.cancel()
+        await asyncio.gather(near.closed(), far.aclose())
+        assert opening.cancelled()
 
 
 async def test_one_that_is_opened_in_the_tick_of_a_cancellation_is_closed(

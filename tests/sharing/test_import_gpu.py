@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import functools
 import os
 import socket
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import msgspec
 import pytest
 
 from asynckv.errors import GPUFailed, RemoteProtocolError
-from asynckv.links.fd_socket import has_fd_sockets
+from asynckv.links.fd_socket import fetch_file, has_fd_sockets
 from asynckv.protocol.transfer_frames import Exposed
+from asynckv.sharing import imports
 from asynckv.sharing.exporter import Exporter, Importer
 from asynckv.sharing.imports import import_gpu
 from asynckv.sharing.peer_imports import check_same_host
@@ -67,6 +69,21 @@ async def both(gpus: FakeGpus) -> AsyncIterator[Both]:
     await own.aclose()
 
 
+@contextlib.contextmanager
+def copied_sockets() -> Iterator[None]:
+    """Keep a copy of each socket that memory comes by, as a fork does."""
+    with contextlib.ExitStack() as copies, pytest.MonkeyPatch.context() as patch:
+
+        async def fetch(*where: Any) -> tuple[socket.socket, int]:
+            sock, fd = await fetch_file(*where)
+            for kept in (sock, sock.dup()):
+                copies.enter_context(kept)
+            return sock, fd
+
+        patch.setattr(imports, "fetch_file", fetch)
+        yield
+
+
 async def test_it_is_open_until_it_is_closed_which_the_owner_hears(both: Both) -> None:
     export, nonce = await both.open()
     assert both.importer.verify(nonce) and both.opened == 1
@@ -87,6 +104,26 @@ async def test_the_owner_hears_it_though_a_forked_child_has_the_socket(
         await asyncio.to_thread(export.close)
         await until(lambda: both.importer._connection is None)
     assert not both.opened
+
+
+async def test_a_forked_child_hangs_up_for_nobody_where_an_opening_ends(
+    both: Both, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def ended_in_child(*what: Any) -> Any:
+        await until(lambda: both.importer._connection is not None)
+        with monkeypatch.context() as child:
+            child.setattr(os, "getpid", lambda: -1)
+            what[-1]()
+        raise GPUFailed("not here")
+
+    monkeypatch.setattr(imports, "open_allocation", ended_in_child)
+    with copied_sockets():
+        with pytest.raises(GPUFailed, match="not here"):
+            await both.open()
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert both.importer._connection is not None
+    await until(lambda: both.importer._connection is None)
 
 
 async def test_what_cannot_be_opened_is_hung_up(

@@ -26,6 +26,7 @@ from asynckv.sharing.exporter import Importer
 from asynckv.sharing.handshake import Handshake
 from asynckv.sharing.mappings import MappedMemory
 from asynckv.tensors.paged_arena import SlabArena
+from asynckv.tensors.private_pages import Claim
 from asynckv.testing.blocked import until
 from harness.link_pairs import Hearer, linked
 
@@ -265,6 +266,55 @@ async def test_whoever_keeps_the_error_of_a_cancelled_call_keeps_no_memory(
         await taking
     await until(lambda: not buffer.statistics().mapped_by)
     assert kept.value.__traceback__ is not None
+
+
+async def shown(buffer: LookupBuffer, peer: Peer, count: int) -> list[object]:
+    """Return views of so many deliveries that take a thread to look through."""
+    views = list[object]()
+    for _ in range(count):
+        await insert(buffer, nbytes=5 * MIB)
+        async with peer.lookup.drop_select() as entry:
+            views.append(entry.key)
+    return views
+
+
+async def test_where_there_are_no_more_threads_a_large_view_is_let_go_at_once(
+    monkeypatch: pytest.MonkeyPatch, buffer: LookupBuffer, peer: Peer
+) -> None:
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    views = await shown(buffer, peer, 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        views.clear()
+    assert not memory_of(peer).pins
+    await until(lambda: pinned(buffer) == 0)
+
+
+async def test_one_thread_lets_go_of_all_large_views_that_end_meanwhile(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with (
+        LookupBuffer(16 * MIB, drain_s=0) as buffer,
+        serve("tcp://127.0.0.1:0", lookup=buffer) as server,
+        connect(server.url) as peer,
+    ):
+        views = await shown(buffer, peer, 3)
+        file, goes_on, threads = memory_of(peer).file, threading.Event(), set[int]()
+        release = file.release
+
+        def released(claim: Claim) -> None:
+            threads.add(threading.get_ident())
+            goes_on.wait(10)
+            release(claim)
+
+        monkeypatch.setattr(file, "release", released)
+        views.clear()
+        assert memory_of(peer).pins == 3
+        goes_on.set()
+        await until(lambda: pinned(buffer) == 0)
+        assert len(threads) == 1
 
 
 async def test_a_full_connection_tells_of_the_end_later(

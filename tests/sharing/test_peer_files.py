@@ -153,6 +153,17 @@ async def test_it_is_not_closed_while_it_is_read(shown: SharedFile) -> None:
         assert file.nonce
 
 
+async def test_a_forked_child_does_not_close_what_its_parent_reads(
+    shown: SharedFile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, peer = opened(shown)
+    with monkeypatch.context() as child:
+        child.setattr(os, "getpid", lambda: -1)
+        file.close()
+    assert file.is_open and file.nonce == shown.nonce
+    await closed(file, peer)
+
+
 async def test_what_is_no_file_of_a_peers_is_refused(shown: SharedFile) -> None:
     ours, theirs = socket.socketpair()
     fd = os.open(os.devnull, os.O_RDONLY)
