@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 from collections.abc import Callable
 from functools import partial
-from typing import ClassVar
+from typing import ClassVar, Final, Generic, TypeVar
 
 import msgspec
 import torch
@@ -18,8 +18,7 @@ import torch
 from asynckv.errors import ChecksumError, GPUFailed, PeerLost, RemoteProtocolError
 from asynckv.links.link import LinkStream
 from asynckv.pipes.gpu_side import GpuSide
-from asynckv.pipes.map_sharing import MapSharing
-from asynckv.pipes.read_ahead import ReadAhead
+from asynckv.pipes.sharing import MapSharing
 from asynckv.protocol.frames import Push
 from asynckv.protocol.transfer_frames import Sent
 from asynckv.protocol.values import Place
@@ -32,7 +31,7 @@ from asynckv.transfers.incoming import Incoming, Route, hear_incoming
 from asynckv.transfers.targets import Target, device_memory
 from asynckv.types import TensorSpec
 
-__all__ = ("Arrival", "Granting", "SmallArrival")
+__all__ = ("Arrival", "Granting", "ReadAhead", "SmallArrival")
 
 
 class SmallArrival(msgspec.Struct, eq=False):
@@ -109,6 +108,77 @@ class Arrival(Target):
         if self.region is not None:
             self.region.release()
             self.region = None
+
+
+_T = TypeVar("_T")
+
+_WAIT_S: Final = 0.002
+
+
+class ReadAhead(Generic[_T]):
+    """When a pipe copies what the peer shows before the application asks for it.
+
+    At once where the application takes what it is given. Where it says ``into=`` what,
+    the copying waits for that a little while: then there is one copy, not two. It calls
+    ``begin`` for each that is added, soon or later, unless it is forgotten.
+    """
+
+    def __init__(self, begin: Callable[[_T], None]) -> None:
+        self._begin = begin
+        self._waiting: dict[_T, None] = {}
+        self._timer: asyncio.TimerHandle | None = None
+        self._wants_into = True  # nobody knows yet
+        self._was_asked = False
+        self._count = 1
+        self.is_paused = False
+        """Is one just being copied to where the application wants it?"""
+
+    def add(self, arrival: _T) -> None:
+        """It can be copied. Never waits."""
+        if self._wants_into:
+            self._waiting[arrival] = None
+            self._look_later()
+        else:
+            self._begin(arrival)
+
+    def forget(self, arrival: _T) -> None:
+        """It is copied already, or nobody wants it any more."""
+        self._waiting.pop(arrival, None)
+        if not self._waiting:
+            self.stop()
+
+    def asked(self, *, into: bool) -> None:
+        """The application asks for the next tensor."""
+        self._was_asked, self._count = True, 1
+        self._wants_into = into
+        if not into:
+            self._begin_some(len(self._waiting))
+
+    def stop(self) -> None:
+        """Begin nothing more, until more is added."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _look_later(self) -> None:
+        if self._timer is None and self._waiting:
+            loop = asyncio.get_running_loop()
+            self._timer = loop.call_later(_WAIT_S, self._look)
+
+    def _look(self) -> None:
+        self._timer = None
+        if not (self._was_asked or self.is_paused):
+            self._begin_some(self._count)
+            self._count *= 2  # who has not asked for so long may not ask soon
+        self._was_asked = False
+        self._look_later()
+
+    def _begin_some(self, count: int) -> None:
+        for arrival in list(self._waiting)[:count]:
+            del self._waiting[arrival]
+            self._begin(arrival)
+        if not self._waiting:
+            self.stop()
 
 
 class Granting:
@@ -228,12 +298,10 @@ class Granting:
             self.mapping.release(arrival.place)
 
     def _check_shown(self, arrival: Arrival, place: Place) -> None:
-        if self.gpus is not None:
-            self.gpus.sharing.check(place, arrival.nbytes)
-        elif self.mapping is not None:
-            self.mapping.claim(place, arrival.nbytes)
-        else:
+        sharing = self.mapping if self.gpus is None else self.gpus.sharing
+        if sharing is None:
             raise RemoteProtocolError("a tensor in memory that is not mapped")
+        sharing.claim(place, arrival.nbytes)
 
     def _route_to_gpu(self, arrival: Arrival) -> Route | None:
         """Take memory of the GPU, if it can come there by a route; only once."""
@@ -250,10 +318,9 @@ class Granting:
 
     def _route_to_host(self, arrival: Arrival) -> Route | None:
         """Return by what it comes that the peer shows in memory of its host's."""
-        mapping = self.mapping
-        if arrival.place is None or mapping is None or not mapping.can_read:
+        if arrival.place is None or self.mapping is None:
             return None
-        return mapping.route(arrival.place, arrival.digest)
+        return self.mapping.route(arrival.place, arrival.digest)
 
     def _has_host_memory(self, arrival: Arrival) -> bool:
         """Take memory of the host, now or when a slab is there."""

@@ -12,8 +12,8 @@ from asynckv.links.options import Digest
 from asynckv.links.streams import StreamHandler
 from asynckv.pipes.gpu_side import GpuSide
 from asynckv.pipes.inbound import Inbound
-from asynckv.pipes.map_sharing import MapSharing
 from asynckv.pipes.outbound import Outbound
+from asynckv.pipes.sharing import MapSharing
 from asynckv.protocol.codec import Buffer
 from asynckv.protocol.failures import from_failure, to_failure
 from asynckv.protocol.frames import (
@@ -100,7 +100,7 @@ class PipeEnd:
             self._mapping = self.outbound.share_memory(digest)
             self.inbound.granting.mapping = self._mapping
             if self._has_dialled:
-                self._mapping.ask()
+                self._mapping.open_soon()
         if self._handshake is not None:
             self._answer_mapping(self._handshake)
 
@@ -132,7 +132,7 @@ class PipeEnd:
         if self._mapping is None:
             handshake.leave(ConfigError("this side of the pipe has a GPU"))
         else:
-            self._mapping.answer(handshake)
+            self._mapping.open_soon(handshake)
 
     def connect_gpus(self, opened: OpenDevice | None, digest: Digest) -> None:
         """Let payload go from GPU to GPU as soon as that can be. Never waits.

@@ -6,23 +6,29 @@ is brought to the GPU where it is wanted.
 
 from __future__ import annotations
 
+import asyncio
+import logging
 from collections.abc import Callable
+from functools import partial
 
 import anyio
 import torch
 
-from asynckv.errors import RemoteProtocolError
+from asynckv.errors import ConfigError, RemoteProtocolError
 from asynckv.links.link import Link
 from asynckv.links.options import Digest, device_digest, map_digest
-from asynckv.pipes.gpu_sharing import GpuOpening, GpuSharing
+from asynckv.pipes.sharing import AGREE_S, GpuSharing, Opening, why_not
 from asynckv.protocol.handshake import DigestMode
+from asynckv.protocol.transfer_frames import OpenDevices
 from asynckv.protocol.values import Place
 from asynckv.sharing.exporter import LEAST_NBYTES
-from asynckv.sharing.gpu_channel import GpuLink, NcclRoute
+from asynckv.sharing.gpu_channel import DeviceStream, GpuLink, NcclRoute
+from asynckv.sharing.handshake import Handshake
 from asynckv.tensors.copying import CopyPool
 from asynckv.tensors.device_calls import DeviceCalls
 from asynckv.tensors.device_copying import DeviceCopyPool
 from asynckv.tensors.device_regions import DeviceRegion
+from asynckv.tensors.devices import Device
 from asynckv.tensors.growth import Growth
 from asynckv.tensors.on_gpu import KVOnGpu, caught
 from asynckv.tensors.open_device import OpenDevice
@@ -31,11 +37,148 @@ from asynckv.transfers.host_copies import D2HCopier, HostCopies
 from asynckv.transfers.incoming import Route
 from asynckv.transfers.source import GpuStaging, StagedTensor
 from asynckv.types import TensorSpec
+from asynckv.waits.own_tasks import OwnTasks
 
 __all__ = (
+    "GpuOpening",
     "GpuSide",
     "Placing",
 )
+
+logger = logging.getLogger(__name__)
+
+
+class GpuOpening:
+    """Opens what leads from a pipe's GPU to its peer's.
+
+    ``memory`` of the GPU is allocated when the peer's goes with it, and ``failed`` is
+    called when nothing leads there. ``digest`` is what this side wants to be compared.
+    """
+
+    def __init__(
+        self,
+        link: Link,
+        device: Device,
+        memory: Growth,
+        sharing: GpuSharing,
+        digest: DigestMode,
+        *,
+        failed: Callable[[], None],
+    ) -> None:
+        self._link, self._device, self._digest = link, device, digest
+        self._memory, self._sharing, self._failed = memory, sharing, failed
+        self._way: GpuLink | None = None
+        self._openings = OwnTasks()
+        self._has_told = False
+        self._is_asked = asyncio.Event()
+
+    @property
+    def way(self) -> GpuLink | None:
+        """What moves payload between two GPUs, while it does."""
+        way = self._way
+        return way if way is not None and way.is_open else None
+
+    @property
+    def agreed_way(self) -> GpuLink | None:
+        """That, also while only the peer knows that it is open, or this side that it
+        is over.
+        """
+        return self._way
+
+    def ask(self) -> None:
+        """Open the way: this side begins. Never waits."""
+        self._open(self._ask)
+
+    def answer(self, channel: DeviceStream, frame: OpenDevices) -> None:
+        """Open the way that the peer has asked for. Never waits."""
+        self._open(partial(self._answer, channel, frame))
+        self._is_asked.set()
+
+    def share(self, handshake: Handshake) -> None:
+        """Share memory with the peer, which has asked for it. Never waits."""
+        self._open(partial(self._share, handshake))
+
+    async def settled(self) -> None:
+        """Wait until the way is open, or is known not to be."""
+        while len(self._openings):
+            await self._openings.wait()
+
+    async def let_meet(self) -> None:
+        """Let both GPUs' workers meet that are about to, for 1 s. Shielded.
+
+        To be called before the link is closed: the peer's could wait for this one in a
+        call that nobody can end.
+        """
+        if self._way is not None and self._way.is_opening:
+            await self._way.aclose()
+
+    def abort(self) -> None:
+        """Open nothing more, and close what is open. Never waits."""
+        self._openings.cancel()
+        self.close()
+
+    async def wait_closed(self) -> None:
+        """Wait until what was aborted is over: :meth:`abort` comes first."""
+        await self.settled()
+        if self._way is not None:
+            await self._way.aclose()
+
+    def close(self) -> None:
+        """Close the way, unless it is being opened. Never waits."""
+        if self._way is not None and not self._way.is_opening:
+            self._way.close()  # else it is over with its opening, which nobody wants
+
+    def _open(self, opening: Opening) -> None:
+        name = f"asynckv: connect GPUs with {self._link.peer.id}"
+        self._openings.own(self._try(opening), name)
+
+    async def _try(self, opening: Opening) -> None:
+        if why := await why_not(opening):
+            self._failed()
+            if self._link.is_open and not self._has_told:
+                self._has_told = True
+                logger.info(
+                    "payload of the pipe to %s goes through host memory: %s",
+                    self._link.peer.id,
+                    why,
+                )
+
+    async def _ask(self) -> None:
+        if not (reason := await self._why_not_shared(self._sharing.ask)):
+            return
+        if why := await why_not(self._ask_nccl):
+            raise ConfigError(f"{why}; nor by CUDA IPC: {reason}")
+
+    async def _share(self, handshake: Handshake) -> None:
+        reason = await self._why_not_shared(partial(self._sharing.answer, handshake))
+        if reason and not self._is_asked.is_set():
+            # Not the end of it: NCCL may be asked for, and is then soon.
+            self._link.call_when_lost(lambda _: self._is_asked.set())
+            try:
+                async with asyncio.timeout(AGREE_S):
+                    await self._is_asked.wait()
+            except TimeoutError:
+                raise ConfigError(reason) from None
+
+    async def _why_not_shared(self, sharing: Opening) -> str:
+        reason = await why_not(sharing)
+        if reason:
+            self._sharing.close()
+        return reason
+
+    async def _ask_nccl(self) -> None:
+        way = await self._make_way()
+        # Whenever it accepts the pipe: that is bounded by the link's life.
+        await way.ask(self._memory.open, is_patient=True)
+
+    async def _answer(self, channel: DeviceStream, frame: OpenDevices) -> None:
+        with channel:
+            way = await self._make_way()
+            await way.answer(channel, frame.description, self._memory.open)
+
+    async def _make_way(self) -> GpuLink:
+        self._way = await GpuLink.make(self._link, self._device, self._digest)
+        return self._way
 
 
 class GpuSide:

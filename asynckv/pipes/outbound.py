@@ -22,8 +22,8 @@ from asynckv.links.link import LinkStream
 from asynckv.links.options import Digest
 from asynckv.observability.waits import LoggedWait
 from asynckv.pipes.gpu_side import GpuSide
-from asynckv.pipes.map_sharing import MapSharing
 from asynckv.pipes.parcels import INLINE_NBYTES, Credit, Parcel, SendRoom
+from asynckv.pipes.sharing import MapSharing
 from asynckv.protocol.codec import Buffer
 from asynckv.protocol.frames import Push
 from asynckv.protocol.transfer_frames import Grant, Sent

@@ -8,7 +8,7 @@ there once it was granted, or has said so before: then nothing is granted.
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import ClassVar, TypeAlias
 
@@ -18,12 +18,13 @@ from asynckv.protocol.handshake import DigestMode, strictest
 from asynckv.protocol.transfer_frames import Grant, Sent
 from asynckv.sharing.gpu_channel import RouteLost, other_bytes
 from asynckv.sharing.imports import PeerMemory
+from asynckv.shielding import clear_all_frames
 from asynckv.tensors.cuda import DeviceMemory
 from asynckv.tensors.device_copying import DeviceCopyPool
 from asynckv.tensors.runs import Memory
 from asynckv.waits.own_tasks import OwnTasks
 
-__all__ = ("DoneCallback", "IpcRoute", "ReadRoute")
+__all__ = ("DoneCallback", "IpcRoute", "MapRoute", "ReadRoute")
 
 DoneCallback: TypeAlias = Callable[[bytes, BaseException | None], None]
 
@@ -184,3 +185,48 @@ class IpcRoute(ReadRoute):
         if landed != frame.digest:
             raise other_bytes(frame.part)
         found.append(whole if self._is_kept else b"")
+
+
+class MapRoute(ReadRoute):
+    """One tensor in memory of the peer's host, which ``read`` copies and compares.
+
+    ``lost`` is told why it cannot be read there.
+    """
+
+    is_to_gpu: ClassVar[bool] = False
+
+    def __init__(
+        self,
+        read: Callable[[memoryview], Awaitable[None]],
+        lost: Callable[[Exception], None],
+        progress: Progress,
+        digest: DigestMode,
+        told: Sent,
+    ) -> None:
+        super().__init__(progress, digest, told)
+        self._read_into = read
+        self._lost = lost
+
+    def _is_there(self, frame: Sent, nbytes: int) -> bool:
+        return True  # it was claimed
+
+    def _read(
+        self, frame: Sent, target: Memory | DeviceMemory, done: DoneCallback
+    ) -> None:
+        if not isinstance(target, memoryview):
+            raise TypeError("a tensor of a pipe lies in one place")
+        reading = self._copy(frame, target, done)
+        self._reading.own(reading, "asynckv: read a peer's memory")
+
+    async def _copy(self, frame: Sent, target: memoryview, done: DoneCallback) -> None:
+        error: Exception | None = None
+        try:
+            with self.progress.working(frame.transfer):
+                await self._read_into(target)
+        except ChecksumError as exc:
+            error = exc
+        except Exception as exc:  # noqa: BLE001 - whoever waits for it is told
+            self._lost(exc)
+            error = RouteLost(exc)
+            clear_all_frames(exc)
+        done(b"", error)

@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import AsyncIterator
 from typing import Any
 
-from asynckv.pipes.gpu_sharing import GpuSharing
+from asynckv.pipes.sharing import GpuSharing
 from harness.fake_devices import fake_device_of
 from harness.fake_gpus import FakeGpus
 from harness.gpu_pipe_pairs import GpuPipes, gpu_side_of, open_pipes_on
@@ -37,7 +37,7 @@ class IpcPipes(GpuPipes):
 
     def break_off(self, *, near: bool) -> None:
         sharing = self.near_sharing if near else self.far_sharing
-        sharing._lost("a test")
+        sharing.lose("a test")
 
 
 @contextlib.asynccontextmanager

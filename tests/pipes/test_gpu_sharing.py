@@ -19,8 +19,8 @@ from asynckv.errors import (
 )
 from asynckv.links.fd_socket import has_fd_sockets
 from asynckv.links.options import Digest
-from asynckv.pipes import gpu_sharing
-from asynckv.pipes.gpu_sharing import GpuSharing
+from asynckv.pipes import sharing as pipe_sharing
+from asynckv.pipes.sharing import GpuSharing
 from asynckv.protocol.frames import Failure
 from asynckv.protocol.transfer_frames import Exposed, OpenMemory
 from asynckv.sharing import exporter as sharing, imports as peer_memory
@@ -155,8 +155,8 @@ def elsewhere(*_: object) -> None:
 @pytest.mark.parametrize(
     ("place", "name", "value", "reason"),
     [
-        (gpu_sharing, "has_fd_sockets", lambda: False, "no memory is shared"),
-        (gpu_sharing, "check_same_host", elsewhere, "another host"),
+        (pipe_sharing, "has_fd_sockets", lambda: False, "no memory is shared"),
+        (pipe_sharing, "check_same_host", elsewhere, "another host"),
     ],
 )
 async def test_what_is_not_here_is_not_asked(
@@ -213,7 +213,7 @@ async def test_a_gpu_that_does_not_answer_is_given_up(
         await asyncio.Event().wait()
 
     caplog.set_level("INFO")
-    monkeypatch.setattr(gpu_sharing, "AGREE_S", 0.05)
+    monkeypatch.setattr(pipe_sharing, "AGREE_S", 0.05)
     monkeypatch.setattr(peer_memory, "import_gpu", wait)
     async with open_ipc_pipes(two_gpus, is_connected=False) as pair:
         await until(lambda: caplog.text.count(BY_HOST) == 2)
@@ -298,7 +298,7 @@ async def test_what_is_under_way_when_sharing_ends_comes_once(
     held = Held(pair, monkeypatch)
     await send_many(pair.near, 3)
     await held.has_begun.wait()
-    getattr(pair, end)._lost("a test")
+    getattr(pair, end).lose("a test")
     await pair.near.send_tensor(noise(LARGE, 3))
     held.let_go()
     await receive_many(pair.far, 4)

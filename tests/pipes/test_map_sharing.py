@@ -14,10 +14,10 @@ import torch
 from asynckv.errors import ChecksumError, EndOfStream, PeerLost, PipeBroken
 from asynckv.links.fd_socket import has_fd_sockets
 from asynckv.links.options import Digest
-from asynckv.pipes import map_sharing
-from asynckv.pipes.map_sharing import MapSharing
+from asynckv.pipes import sharing as pipe_sharing
 from asynckv.pipes.opening import listen_pipe, open_pipe
 from asynckv.pipes.pipe import Pipe
+from asynckv.pipes.sharing import MapSharing
 from asynckv.protocol.frames import Push
 from asynckv.protocol.values import Place
 from asynckv.sharing.exporter import place_of
@@ -415,7 +415,7 @@ async def test_what_cannot_be_mapped_goes_by_lanes(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "asynckv.pipes")
-    monkeypatch.setattr(map_sharing, "import_file", refuse)
+    monkeypatch.setattr(pipe_sharing, "import_file", refuse)
     async with (
         listen_pipe("tcp://127.0.0.1:0") as listener,
         open_pipe(listener.url) as near,
@@ -433,7 +433,7 @@ async def test_a_peer_on_another_host_is_not_asked(
     def elsewhere(*args: object) -> None:
         raise ValueError("it is on another host")
 
-    monkeypatch.setattr(map_sharing, "check_same_host", elsewhere)
+    monkeypatch.setattr(pipe_sharing, "check_same_host", elsewhere)
     async with (
         listen_pipe("tcp://127.0.0.1:0") as listener,
         open_pipe(listener.url) as near,
@@ -463,7 +463,7 @@ async def test_a_pipe_that_is_closed_meanwhile_maps_nothing(
         has_come.set()
         await asyncio.Event().wait()
 
-    monkeypatch.setattr(map_sharing, "import_file", late)
+    monkeypatch.setattr(pipe_sharing, "import_file", late)
     async with (
         listen_pipe("tcp://127.0.0.1:0") as listener,
         open_pipe(listener.url) as near,

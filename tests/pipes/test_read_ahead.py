@@ -5,15 +5,15 @@ from typing import Any
 
 import pytest
 
-from asynckv.pipes import read_ahead
-from asynckv.pipes.read_ahead import ReadAhead
+from asynckv.pipes import arrivals
+from asynckv.pipes.arrivals import ReadAhead
 from asynckv.testing.blocked import until
 
 
 def made(
     monkeypatch: pytest.MonkeyPatch, wait_s: float = 0
 ) -> tuple[ReadAhead[str], Any]:
-    monkeypatch.setattr(read_ahead, "_WAIT_S", wait_s)
+    monkeypatch.setattr(arrivals, "_WAIT_S", wait_s)
     begun: list[Any] = []
     return ReadAhead(begun.append), begun
 
