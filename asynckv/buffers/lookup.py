@@ -31,7 +31,7 @@ from asynckv.shielding import wait_shielded
 from asynckv.tensors.blocks import KVMemory
 from asynckv.tensors.devices import DeviceName
 from asynckv.tensors.views import spec_like
-from asynckv.transfers.manifest import check_names, flatten
+from asynckv.transfers.layout import check_names, flatten
 from asynckv.transfers.queries import (
     as_mask,
     as_specs,

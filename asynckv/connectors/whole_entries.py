@@ -14,7 +14,7 @@ from asynckv.buffers.remote.lookup import RemoteLookupBuffer
 from asynckv.shielding import clear_all_frames
 from asynckv.tensors.blocks import KVBlocks
 from asynckv.tensors.views import spec_of
-from asynckv.transfers.manifest import flatten
+from asynckv.transfers.layout import flatten
 
 __all__ = ("WholeEntry", "are_views", "open_entry")
 

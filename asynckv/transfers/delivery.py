@@ -25,7 +25,8 @@ from asynckv.tensors.growth import Growth
 from asynckv.tensors.runs import fill
 from asynckv.tensors.views import dtype_of, tensor_from
 from asynckv.transfers.incoming import Incoming
-from asynckv.transfers.manifest import INLINE_NBYTES, Manifest, unflatten, verify
+from asynckv.transfers.layout import unflatten
+from asynckv.transfers.manifest import INLINE_NBYTES, Manifest, verify
 from asynckv.transfers.targets import match_targets
 from asynckv.types import TensorSpec
 from asynckv.waits.line import ByteRoom

@@ -21,7 +21,7 @@ from asynckv.tensors.copying import CopyPool
 from asynckv.tensors.cuda import DeviceMemory
 from asynckv.tensors.runs import Memory, fill
 from asynckv.tensors.views import bytes_of
-from asynckv.transfers.manifest import check_names
+from asynckv.transfers.layout import check_names
 from asynckv.types import TensorSpec
 
 __all__ = (

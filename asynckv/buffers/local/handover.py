@@ -20,7 +20,7 @@ from asynckv.tensors.blocks import (
 from asynckv.tensors.copying import CopyPool
 from asynckv.tensors.cuda import DeviceMemory
 from asynckv.tensors.runs import Runs
-from asynckv.transfers.manifest import unflatten
+from asynckv.transfers.layout import unflatten
 from asynckv.transfers.queries import tensor_of
 from asynckv.transfers.targets import Part, match_targets
 

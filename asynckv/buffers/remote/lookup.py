@@ -28,7 +28,8 @@ from asynckv.protocol.frames import Peek, Taken, Withdraw
 from asynckv.tensors.blocks import KVMemory
 from asynckv.tensors.on_gpu import KVOnGpu
 from asynckv.tensors.views import spec_like
-from asynckv.transfers.manifest import INLINE_NBYTES, check_names, flatten
+from asynckv.transfers.layout import check_names, flatten
+from asynckv.transfers.manifest import INLINE_NBYTES
 from asynckv.transfers.queries import (
     MAX_ID_LENGTH,
     as_mask,

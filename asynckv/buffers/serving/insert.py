@@ -27,7 +27,8 @@ from asynckv.protocol.frames import (
 )
 from asynckv.protocol.transfer_frames import Grant, Sent
 from asynckv.transfers.incoming import Incoming, hear_incoming
-from asynckv.transfers.manifest import Manifest, check_names, unpack, verify_inline
+from asynckv.transfers.layout import check_names
+from asynckv.transfers.manifest import Manifest, unpack, verify_inline
 from asynckv.transfers.queries import check_mask, check_tokens
 from asynckv.transfers.targets import fill_targets, target_in
 from asynckv.waits.replies import Reply

@@ -17,6 +17,7 @@ __all__ = ("main",)
 _SEEDS: Final = 300
 _INSTRUMENTED: Final = (
     "asynckv.protocol",
+    "asynckv.transfers.layout",
     "asynckv.transfers.manifest",
     "asynckv.links",
 )

@@ -13,9 +13,9 @@ from asynckv.protocol.wire import (
     decode_chunk_header,
     encode_chunk_header,
 )
+from asynckv.transfers.layout import check_names
 from asynckv.transfers.manifest import (
     Manifest,
-    check_names,
     content_digest,
     pack,
     unpack,

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from asynckv.tensors.blocks import KVMemory
-from asynckv.transfers.manifest import check_names, flatten, unflatten
+from asynckv.transfers.layout import check_names, flatten, unflatten
 
 ONE = torch.ones(1)
 
