@@ -5,13 +5,14 @@ Values only, for :mod:`asynckv.protocol.frames`.
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Final, Literal
 
 import msgspec
 
 from asynckv.types import TensorSpec
 
 __all__ = (
+    "MAX_TENSORS",
     "Base",
     "Contents",
     "Count",
@@ -21,11 +22,11 @@ __all__ = (
     "Mac",
     "MappedOffer",
     "Name",
+    "NamedSpecs",
     "PeerIdentity",
     "Place",
     "Port",
     "Request",
-    "TensorRecord",
     "Text",
     "Token",
 )
@@ -66,23 +67,29 @@ class Request(Base, frozen=True, kw_only=True):
     trace: Annotated[bytes, msgspec.Meta(max_length=64)] = b""
 
 
-class TensorRecord(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """One tensor of an entry: its name, what it is, and its digest if known."""
+MAX_TENSORS: Final = 16384
+"""So many tensors has an entry at most."""
 
-    name: Name
-    spec: TensorSpec
-    digest: Digest = b""
+NamedSpecs = Annotated[
+    tuple[tuple[Name, TensorSpec], ...], msgspec.Meta(max_length=MAX_TENSORS)
+]
+"""The layout of an entry: the name of each tensor, and what it is."""
 
 
 class Contents(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """The manifest of an entry: what its body holds and what comes by payload.
+
+    ``layout`` is :data:`NamedSpecs` in msgpack: a value of its own, since that of one
+    entry is often that of the next. Each tensor has one of ``digests``, which is empty
+    if it is not known.
 
     A body that carries an entry is this value in msgpack, then the raw bytes of
     ``input_tokens``, of ``roi``, and (if the frame says ``inline``) of every
     tensor in order.
     """
 
-    tensors: Annotated[tuple[TensorRecord, ...], msgspec.Meta(max_length=16384)]
+    layout: bytes
+    digests: Annotated[tuple[Digest, ...], msgspec.Meta(max_length=MAX_TENSORS)]
     input_tokens: TensorSpec | None = None
     roi: TensorSpec | None = None
 

@@ -156,7 +156,9 @@ class Delivery(msgspec.Struct, eq=False):
 
     def __repr__(self) -> str:
         # Of no token and no tensor: reading one of a GPU would wait for that.
-        return f"<Delivery {self.offer.transfer} of {self.manifest.nbytes} bytes>"
+        return (
+            f"<Delivery {self.offer.transfer} of {self.manifest.layout.nbytes} bytes>"
+        )
 
     @property
     def is_complete(self) -> bool:
@@ -167,12 +169,12 @@ class Delivery(msgspec.Struct, eq=False):
     def is_whole(self) -> bool:
         """Every part is verified and the entry committed."""
         is_complete = self.offer.complete or self.has_completed
-        return is_complete and len(self.landed) == len(self.manifest.records)
+        return is_complete and len(self.landed) == len(self.manifest.digests)
 
     @property
     def is_small(self) -> bool:
         """Small enough for an acknowledgement that is not waited for."""
-        return self.offer.inline or self.manifest.nbytes <= INLINE_NBYTES
+        return self.offer.inline or self.manifest.layout.nbytes <= INLINE_NBYTES
 
     def read_inline(self, targets: Mapping[str, KVMemory]) -> None:
         """Verify what rode with the offer, and copy it to memory of its own, or to
@@ -184,16 +186,18 @@ class Delivery(msgspec.Struct, eq=False):
         manifest = self.manifest
         if targets:
             targets = on_host(targets)
-            match_targets(manifest.specs, targets)
-        for record, piece in zip(manifest.records, manifest.inline, strict=True):
-            if record.digest and record.digest != (found := digest_of(piece)):
-                verify(record, found)
-            if record.name in targets:
-                target = targets[record.name]
+            match_targets(manifest.layout.specs, targets)
+        specs, digests = manifest.layout.specs, manifest.digests
+        every = zip(specs.items(), digests, manifest.inline, strict=True)
+        for (name, spec), digest, piece in every:
+            if digest and digest != (found := digest_of(piece)):
+                verify(name, digest, found)
+            if name in targets:
+                target = targets[name]
                 fill(memory_of(target), piece)  # at most 64 KiB
-                self.tensors[record.name] = tensor_at(target)
+                self.tensors[name] = tensor_at(target)
             else:
-                self.tensors[record.name] = self.tensor_from(piece, record.spec)
+                self.tensors[name] = self.tensor_from(piece, spec)
         self.landed = [*self.tensors]
 
     def own_nbytes(self, targets: Mapping[str, KVMemory]) -> int:
@@ -201,7 +205,7 @@ class Delivery(msgspec.Struct, eq=False):
 
         :raises ValueError: ``targets`` do not fit the entry
         """
-        specs = self.manifest.specs
+        specs = self.manifest.layout.specs
         match_targets(specs, targets)
         return sum(spec.nbytes for name, spec in specs.items() if name not in targets)
 
@@ -234,7 +238,7 @@ class Delivery(msgspec.Struct, eq=False):
         tokens, roi = manifest.input_tokens, manifest.roi
         tensors = self.tensors  # in the order in which they came
         if len(tensors) > 1:
-            tensors = {one.name: tensors[one.name] for one in manifest.records}
+            tensors = {name: tensors[name] for name in manifest.layout.specs}
         key, value, hidden, extras = unflatten(tensors.items())
         return KVEntry(
             None if tokens is None else self.tensor_from(tokens.data, tokens.spec),
@@ -268,7 +272,7 @@ async def move_to_device(
     if not targets and not goes_to_gpu(None, pool):
         return
     try:
-        match_targets(delivery.manifest.specs, targets)
+        match_targets(delivery.manifest.layout.specs, targets)
         names = [
             name
             for name, tensor in delivery.tensors.items()
@@ -299,7 +303,7 @@ async def _copied(
     targets: Mapping[str, KVMemory],
     pool: CopyPool,
 ) -> list[torch.Tensor]:
-    specs = delivery.manifest.specs
+    specs = delivery.manifest.layout.specs
     places = [
         targets[name] if name in targets else pool.empty(specs[name]) for name in names
     ]

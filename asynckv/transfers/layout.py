@@ -1,24 +1,119 @@
 """What the tensors of an entry are, and what they are called.
 
-``key``, ``LAYER.key``, ``extras.NAME``.
+``key``, ``LAYER.key``, ``extras.NAME``. One model's entries often have one layout, so
+the last few that were made here, or read and checked, are kept.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
+from types import MappingProxyType
+from typing import Final
 
+import msgspec
 import torch
 
 from asynckv.abc import KVSource, KVTensors
+from asynckv.protocol.values import MAX_TENSORS, NamedSpecs
 from asynckv.tensors.blocks import KVMemory
+from asynckv.tensors.views import MISSING_DTYPES, dtype_of
 from asynckv.transfers.queries import as_text
+from asynckv.types import TensorSpec
 
-__all__ = ("check_names", "flatten", "unflatten")
+__all__ = (
+    "Layout",
+    "check_dtypes",
+    "check_names",
+    "flatten",
+    "layout_of",
+    "read_layout",
+    "unflatten",
+)
+
+
+_KEPT_TENSORS: Final = 512
+"""Layouts of more tensors are made anew each time."""
+
+_SHORT_NBYTES, _LONG_NBYTES = 512, 8 * 1024
+"""Peers choose what is kept: 64 short layouts and four long ones, in 64 KiB."""
+
+_encode: Final = msgspec.msgpack.Encoder().encode
+_decode: Final = msgspec.msgpack.Decoder[NamedSpecs](NamedSpecs).decode
+
+
+class Layout(msgspec.Struct, frozen=True):
+    """Names, shapes and dtypes of an entry's tensors. Shared: nothing changes it."""
+
+    specs: Mapping[str, TensorSpec]
+    sizes: tuple[int, ...]
+    nbytes: int
+    """Bytes of the tensors, without tokens and roi."""
+    encoded: bytes
+    """As a peer is told it."""
+    by_name: tuple[int, ...]
+    """The order that no order of arguments changes: what is hashed."""
+    encoded_by_name: bytes
+
+
+def layout_of(specs: Mapping[str, TensorSpec]) -> Layout:
+    """Return the layout of these tensors, whose names were checked."""
+    named = tuple(specs.items())
+    return _kept_layout(named) if len(named) <= _KEPT_TENSORS else _make_layout(named)
+
+
+def read_layout(encoded: bytes) -> Layout:
+    """Read what a peer says of an entry's tensors, and check all of it.
+
+    :raises msgspec.MsgspecError: it is none, or too long
+    :raises ValueError: a name, a dtype or a shape is none, or a name comes twice
+    """
+    if len(encoded) <= _SHORT_NBYTES:
+        return _read_short(encoded)
+    return (_read_long if len(encoded) <= _LONG_NBYTES else _read)(encoded)
+
+
+def _make_layout(named: NamedSpecs) -> Layout:
+    specs = dict(named)
+    sizes = tuple(spec.nbytes for spec in specs.values())
+    by_name = sorted(range(len(named)), key=lambda place: named[place][0])
+    return Layout(
+        MappingProxyType(specs),
+        sizes,
+        sum(sizes),
+        encoded=_encode(named),
+        by_name=tuple(by_name),
+        encoded_by_name=_encode([named[place] for place in by_name]),
+    )
+
+
+def _read(encoded: bytes) -> Layout:
+    named = _decode(encoded)
+    if len(dict(named)) != len(named):
+        raise ValueError("it names a tensor twice")
+    _check_names([name for name, _ in named])
+    check_dtypes(spec for _, spec in named)
+    return _make_layout(named)
+
+
+# What raises is not kept, and raises each time.
+_kept_layout = lru_cache(maxsize=64)(_make_layout)
+_read_short = lru_cache(maxsize=64)(_read)
+_read_long = lru_cache(maxsize=4)(_read)
+
+
+def check_dtypes(specs: Iterable[TensorSpec]) -> None:
+    """Refuse what this process's torch has no dtype for.
+
+    :raises ValueError: there is one
+    """
+    if MISSING_DTYPES:
+        for spec in specs:
+            dtype_of(spec.dtype)
 
 
 _WHOLE = ("key", "value", "hidden")
 _EXTRAS = "extras."
-_MAX_TENSORS = 16384
 
 
 def flatten(
@@ -67,11 +162,16 @@ def check_names(names: Iterable[str]) -> None:
         ``value``, ``hidden``, ``LAYER.key``, ``LAYER.value``, ``extras.NAME``, or
         both a whole tensor and a layer's are named
     """
+    some = tuple(names)
+    (_check_kept if len(some) <= _KEPT_TENSORS else _check_names)(some)
+
+
+def _check_names(names: Sequence[str]) -> None:
+    if len(names) > MAX_TENSORS:
+        raise ValueError(f"an entry has at most {MAX_TENSORS} tensors")
     whole: set[str] = set()
     layered: set[str] = set()
-    for count, name in enumerate(names, 1):
-        if count > _MAX_TENSORS:
-            raise ValueError(f"an entry has at most {_MAX_TENSORS} tensors")
+    for name in names:
         if name in _WHOLE:
             whole.add(name)
             continue
@@ -89,6 +189,9 @@ def check_names(names: Iterable[str]) -> None:
         layered.add(field)
     if both := whole & layered:
         raise ValueError(f"{min(both)} is either one tensor or one a layer, not both")
+
+
+_check_kept = lru_cache(maxsize=64)(_check_names)
 
 
 def unflatten(

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from operator import attrgetter
-from typing import Final
+from typing import Final, TypeAlias
 
 import msgspec
 
 from asynckv.errors import ChecksumError, EntryTooLarge, RemoteProtocolError
 from asynckv.observability.lines import as_line
-from asynckv.protocol.values import Contents, Place, TensorRecord
+from asynckv.protocol.values import Contents, Place
 from asynckv.protocol.wire import digest_of
-from asynckv.tensors.views import MISSING_DTYPES, dtype_of
+from asynckv.transfers.layout import Layout, check_dtypes, read_layout
 from asynckv.transfers.queries import Tokens
-from asynckv.types import TensorSpec
 
 __all__ = (
     "EAGER_NBYTES",
@@ -43,10 +41,8 @@ rule is one of size alone, so that both sides know by which route a part goes.
 
 _LENGTH_NBYTES: Final = 4
 _FEW_NBYTES: Final = 1024
-_name_of: Final = attrgetter("name")
-_encoder = msgspec.msgpack.Encoder()
-_decoder = msgspec.msgpack.Decoder(Contents)
-_decode: Final = _decoder.decode
+_encode: Final = msgspec.msgpack.Encoder().encode
+_decode: Final = msgspec.msgpack.Decoder(Contents).decode
 _decode_places: Final = msgspec.msgpack.Decoder(tuple[Place | None, ...]).decode
 
 
@@ -56,35 +52,42 @@ def is_eager(nbytes: int) -> bool:
 
 
 class Manifest(msgspec.Struct, frozen=True, gc=False):
-    """A body, read: records, tokens, and the tensors' bytes if they rode along."""
+    """A body, read: layout, tokens, and the tensors' bytes if they rode along.
 
-    records: tuple[TensorRecord, ...]
+    Of each tensor in the layout there is a digest, which is empty if it is not known.
+    """
+
+    layout: Layout
+    digests: tuple[bytes, ...]
     input_tokens: Tokens | None
     roi: Tokens | None
     inline: Sequence[memoryview]
 
-    @property
-    def specs(self) -> dict[str, TensorSpec]:
-        return {record.name: record.spec for record in self.records}
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the tensors, without tokens and roi."""
-        return sum(record.spec.nbytes for record in self.records)
-
 
 def pack(
-    records: Sequence[TensorRecord],
+    layout: Layout,
+    digests: Sequence[bytes],
     input_tokens: Tokens | None,
     roi: Tokens | None,
     inline: Iterable[memoryview] = (),
 ) -> bytes:
     """Return the body of an entry."""
-    contents = _encoder.encode(
+    return _pack(layout.encoded, digests, input_tokens, roi, inline)
+
+
+def _pack(
+    layout: bytes,
+    digests: Sequence[bytes],
+    input_tokens: Tokens | None,
+    roi: Tokens | None,
+    inline: Iterable[memoryview] = (),
+) -> bytes:
+    contents = _encode(
         Contents(
-            tensors=tuple(records),
-            input_tokens=None if input_tokens is None else input_tokens.spec,
-            roi=None if roi is None else roi.spec,
+            layout,
+            tuple(digests),
+            None if input_tokens is None else input_tokens.spec,
+            None if roi is None else roi.spec,
         )
     )
     length = len(contents).to_bytes(_LENGTH_NBYTES, "big")
@@ -111,10 +114,9 @@ def unpack(body: bytes, *, inline: bool) -> Manifest:
 
     :raises RemoteProtocolError: if it is not exactly what it says
     """
-    contents, tokens, roi, end = _read_head(body)
-    records = contents.tensors
-    pieces = _read_pieces(body, end, records if inline else ())
-    return Manifest(records, tokens, roi, pieces)
+    layout, digests, tokens, roi, end = _read_head(body)
+    pieces = _read_pieces(body, end, layout.sizes if inline else ())
+    return Manifest(layout, digests, tokens, roi, pieces)
 
 
 def unpack_mapped(
@@ -126,30 +128,36 @@ def unpack_mapped(
 
     :raises RemoteProtocolError: if it is not exactly what it says
     """
-    contents, tokens, roi, end = _read_head(body)
+    layout, digests, tokens, roi, end = _read_head(body)
     try:
         places = _decode_places(body[end : end + nbytes])
     except (msgspec.MsgspecError, ValueError, RecursionError) as exc:
         raise RemoteProtocolError(f"an offer's places are broken: {exc}") from exc
-    records = contents.tensors
-    if len(places) != len(records):
-        raise RemoteProtocolError(f"{len(places)} places for {len(records)} tensors")
-    others = [r for r, place in zip(records, places, strict=True) if place is None]
+    sizes = layout.sizes
+    if len(places) != len(sizes):
+        raise RemoteProtocolError(f"{len(places)} places for {len(sizes)} tensors")
+    others = [n for n, place in zip(sizes, places, strict=True) if place is None]
     pieces = _read_pieces(body, end + nbytes, others if inline else ())
-    return Manifest(records, tokens, roi, pieces), places
+    return Manifest(layout, digests, tokens, roi, pieces), places
 
 
-def _read_head(body: bytes) -> tuple[Contents, Tokens | None, Tokens | None, int]:
+_Head: TypeAlias = tuple[Layout, tuple[bytes, ...], Tokens | None, Tokens | None, int]
+
+
+def _read_head(body: bytes) -> _Head:
     end = _LENGTH_NBYTES + int.from_bytes(body[:_LENGTH_NBYTES], "big")
     try:
         contents = _decode(body[_LENGTH_NBYTES:end])
-        if MISSING_DTYPES:
-            _check_dtypes(contents)
+        layout = read_layout(contents.layout)
+        rows = contents.input_tokens, contents.roi
+        check_dtypes(spec for spec in rows if spec is not None)
     except (msgspec.MsgspecError, ValueError, RecursionError) as exc:
         raise RemoteProtocolError(f"an entry's manifest is broken: {exc}") from exc
-    records = contents.tensors
-    if len(records) > 1 and len({record.name for record in records}) != len(records):
-        raise RemoteProtocolError("an entry's manifest names a tensor twice")
+    digests = contents.digests
+    if len(digests) != len(layout.sizes):
+        raise RemoteProtocolError(
+            f"{len(digests)} digests for {len(layout.sizes)} tensors"
+        )
     tokens = roi = None
     if (spec := contents.input_tokens) is not None:
         start, end = end, end + spec.nbytes
@@ -157,20 +165,18 @@ def _read_head(body: bytes) -> tuple[Contents, Tokens | None, Tokens | None, int
     if (spec := contents.roi) is not None:
         start, end = end, end + spec.nbytes
         roi = Tokens(body[start:end], spec)
-    return contents, tokens, roi, end
+    return layout, digests, tokens, roi, end
 
 
-def _read_pieces(
-    body: bytes, end: int, records: Sequence[TensorRecord]
-) -> list[memoryview]:
-    """Return the bytes of these tensors, which end the body."""
+def _read_pieces(body: bytes, end: int, sizes: Sequence[int]) -> list[memoryview]:
+    """Return the bytes of tensors of these sizes, which end the body."""
     pieces: list[memoryview] = []
-    if records:
+    if sizes:
         begin, view = end, memoryview(body)[end:]
         if begin > _FEW_NBYTES:  # who keeps a tensor shall not keep the tokens twice
             view = memoryview(bytes(view))
-        for record in records:
-            start, end = end, end + record.spec.nbytes
+        for nbytes in sizes:
+            start, end = end, end + nbytes
             pieces.append(view[start - begin : end - begin])
     if end != len(body):
         raise RemoteProtocolError(
@@ -179,40 +185,34 @@ def _read_pieces(
     return pieces
 
 
-def _check_dtypes(contents: Contents) -> None:
-    for spec in (contents.input_tokens, contents.roi):
-        if spec is not None:
-            dtype_of(spec.dtype)
-    for record in contents.tensors:
-        dtype_of(record.spec.dtype)
-
-
 def content_digest(
-    records: Sequence[TensorRecord],
+    layout: Layout,
+    digests: Sequence[bytes],
     input_tokens: Tokens | None,
     roi: Tokens | None,
     packed: bytes | None = None,
 ) -> bytes:
-    """Return the digest of a whole entry: records, tokens and roi.
+    """Return the digest of a whole entry: layout, digests, tokens and roi.
 
-    The order of ``records`` does not matter: names are unique in an entry. ``packed``
-    are they in their order, if that is at hand: of one there is nothing to sort.
+    The order of its tensors does not matter: names are unique in an entry. ``packed``
+    is all that in their order, if it is at hand: of one there is nothing to sort.
     """
-    if packed is None or len(records) > 1:
-        packed = pack(sorted(records, key=_name_of), input_tokens, roi)
+    if packed is None or len(digests) > 1:
+        digests = [digests[place] for place in layout.by_name]
+        packed = _pack(layout.encoded_by_name, digests, input_tokens, roi)
     return digest_of(packed)
 
 
-def verify(record: TensorRecord, found: bytes) -> None:
+def verify(name: str, digest: bytes, found: bytes) -> None:
     """Compare the digest of what arrived with what was announced.
 
     Empty digests mean that the link carries none.
 
     :raises ChecksumError: they differ
     """
-    if record.digest and record.digest != found:
+    if digest and digest != found:
         raise ChecksumError(
-            f"{as_line(record.name)} arrived with other bytes than were sent",
+            f"{as_line(name)} arrived with other bytes than were sent",
             hint="the delivery was refused; nothing of it was used",
         )
 
@@ -222,9 +222,9 @@ def verify_inline(manifest: Manifest) -> list[bytes]:
 
     :raises ChecksumError: some bytes changed on their way
     """
-    digests: list[bytes] = []
-    for record, piece in zip(manifest.records, manifest.inline, strict=True):
-        digest = digest_of(piece)
-        verify(record, digest)
-        digests.append(digest)
-    return digests
+    found: list[bytes] = []
+    every = zip(manifest.layout.specs, manifest.digests, manifest.inline, strict=True)
+    for name, digest, piece in every:
+        found.append(digest_of(piece))
+        verify(name, digest, found[-1])
+    return found

@@ -133,7 +133,7 @@ class OfferReceiver:
 
         :raises ValueError: memory that the caller lent does not fit the entry
         """
-        specs = delivery.manifest.specs
+        specs = delivery.manifest.layout.specs
         if self._into:
             match_targets(specs, self._into)
         route = self._route(delivery)

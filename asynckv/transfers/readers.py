@@ -18,7 +18,7 @@ import torch
 from asynckv.errors import AsyncKVError, ChecksumError, RemoteProtocolError
 from asynckv.links.link import Link
 from asynckv.protocol.transfer_frames import Sent
-from asynckv.protocol.values import MappedOffer, Place, TensorRecord
+from asynckv.protocol.values import MappedOffer, Place
 from asynckv.protocol.wire import digest_of
 from asynckv.sharing.exporter import edges_in
 from asynckv.sharing.gpu_channel import other_bytes
@@ -92,7 +92,7 @@ class MapReader:
             in the memory that we have mapped
         """
         manifest, places = unpack_mapped(body, mapped.nbytes, inline=not by_parts)
-        sizes = [record.spec.nbytes for record in manifest.records]
+        sizes = manifest.layout.sizes
         file_nbytes = self.memory.file.nbytes
         try:
             for place, nbytes in zip(places, sizes, strict=True):
@@ -158,12 +158,15 @@ class MapReader:
             if self.memory.digest == "edges":
                 _verify_edges(file, parts)
             inline = iter(manifest.inline)
-            every = zip(manifest.records, parts.places, parts.sizes, strict=True)
-            for index, (record, place, nbytes) in enumerate(every, 1):
+            specs, digests = manifest.layout.specs, manifest.digests
+            every = zip(specs.items(), digests, parts.places, strict=True)
+            for index, ((name, spec), digest, place) in enumerate(every, 1):
                 if place is None:
-                    job.take_inline(record, next(inline))
+                    piece = next(inline)
+                    verify(name, digest, digest_of(piece))
+                    job.take_inline(name, spec, piece)
                 else:
-                    job.add(record, place, nbytes)
+                    job.add(name, spec, digest, place)
                 if not index % _AT_A_TIME:
                     await asyncio.sleep(0)
             await job.run(self._pool, is_full=self.memory.digest == "full")
@@ -195,13 +198,11 @@ def _small_nbytes(
     manifest: Manifest, parts: MappedParts, targets: Mapping[str, KVMemory]
 ) -> int:
     """Return how many bytes are copied for views: of tensors that share pages."""
-    every = zip(manifest.records, parts.places, parts.sizes, strict=True)
+    every = zip(manifest.layout.specs, parts.places, parts.sizes, strict=True)
     return sum(
         nbytes
-        for record, place, nbytes in every
-        if place is not None
-        and nbytes < SHARED_PAGES_BELOW
-        and record.name not in targets
+        for name, place, nbytes in every
+        if place is not None and nbytes < SHARED_PAGES_BELOW and name not in targets
     )
 
 
@@ -236,42 +237,41 @@ class _Job:
         self._from: list[torch.Tensor] = []
         self._to: list[torch.Tensor] = []
         self._scattered: list[CopyJob] = []
-        self._records: list[TensorRecord] = []
+        self._digests = dict[str, bytes]()
         self._places: list[KVMemory] = []
 
-    def take_inline(self, record: TensorRecord, piece: memoryview) -> None:
+    def take_inline(self, name: str, spec: TensorSpec, piece: memoryview) -> None:
         """Take a tensor whose few bytes rode along."""
-        verify(record, digest_of(piece))
-        target = self._targets.get(record.name)
+        target = self._targets.get(name)
         if target is None:
-            target = tensor_from(piece, record.spec)
+            target = tensor_from(piece, spec)
         else:
             fill(memory_of(target), piece)
-        self._tensors[record.name] = tensor_at(target)
+        self._tensors[name] = tensor_at(target)
 
-    def add(self, record: TensorRecord, place: Place, nbytes: int) -> None:
+    def add(self, name: str, spec: TensorSpec, digest: bytes, place: Place) -> None:
         """Show a tensor, or note what is to be copied for it."""
-        spec, target = record.spec, self._targets.get(record.name)
-        self._records.append(record)
+        target, nbytes = self._targets.get(name), spec.nbytes
+        self._digests[name] = digest
         if target is None and self._views and self._lent is not None:
             if nbytes < SHARED_PAGES_BELOW:
                 piece = b"".join(one.data for one in self._file.pieces(place, nbytes))
                 target = tensor_from(piece, spec)
                 self._places.append(target)
-                self._tensors[record.name] = target
+                self._tensors[name] = target
                 return
             try:
                 tensor = self._file.view(place, spec, nbytes, self._lent)
                 if self._claim is not None and len(place.runs) == 1:
                     self._claim.shown += place.runs
                 self._places.append(tensor)
-                self._tensors[record.name] = tensor
+                self._tensors[name] = tensor
                 return
             except OSError:  # it lies apart, and the process has too many mappings
                 pass
         target = self._empty(spec) if target is None else target
         self._places.append(target)
-        self._tensors[record.name] = tensor_at(target)
+        self._tensors[name] = tensor_at(target)
         memory, start = memory_of(target), 0
         pieces = self._file.pieces(place, nbytes)
         if isinstance(memory, Runs):
@@ -296,7 +296,7 @@ class _Job:
 
     async def run(self, pool: CopyPool, *, is_full: bool) -> None:
         """Copy what is to be copied; with ``is_full`` verify every byte."""
-        if is_full and len(self._from) == len(self._records):
+        if is_full and len(self._from) == len(self._digests):
             # While they are hot, where each tensor lies in one piece.
             digests = await pool.copy(self._from, self._to)
         else:
@@ -307,8 +307,9 @@ class _Job:
             if not is_full:
                 return
             digests = await pool.digest(self._places)
-        for record, found in zip(self._records, digests, strict=True):
-            verify(record, found)
+        every = zip(self._digests.items(), digests, strict=True)
+        for (name, digest), found in every:
+            verify(name, digest, found)
 
 
 class ShownParts(MappedParts):
@@ -470,23 +471,25 @@ class IpcReader(MapReader):
         tensors, copies = dict[str, torch.Tensor](), set[str]()
         shown = list[DeviceMemory]()
         origins, places = list[DeviceMemory | torch.Tensor](), list[KVMemory]()
-        for record, source in zip(manifest.records, sources, strict=True):
-            target = targets.get(record.name)
+        specs, digests = manifest.layout.specs, manifest.digests
+        every = zip(specs.items(), digests, sources, strict=True)
+        for (name, spec), digest, source in every:
+            target = targets.get(name)
             if source is not None and target is None and self.views:
                 over = self._imported.gpus.tensors.tensor_over
-                tensors[record.name] = over(source, record.spec)
+                tensors[name] = over(source, spec)
                 shown.append(source)
                 continue
-            copies.add(record.name)
+            copies.add(name)
             if source is None:
                 piece = next(inline)
-                verify(record, digest_of(piece))
-                origins.append(tensor_from(piece, record.spec))
+                verify(name, digest, digest_of(piece))
+                origins.append(tensor_from(piece, spec))
             else:
                 origins.append(source)
-            place = self._device_pool.empty(record.spec) if target is None else target
+            place = self._device_pool.empty(spec) if target is None else target
             places.append(place)
-            tensors[record.name] = tensor_at(place)
+            tensors[name] = tensor_at(place)
         is_full = self.memory.digest == "full"
         copying = self._device_pool.copy(origins, places, digest=is_full)
         # An error's traceback would keep the peer's memory in use.
@@ -495,9 +498,9 @@ class IpcReader(MapReader):
             copied = iter(await copying)
             if is_full:
                 found = iter(await self._device_pool.digest(shown))
-                for record in manifest.records:
-                    is_view = record.name not in copies
-                    verify(record, next(found) if is_view else next(copied))
+                for name, digest in zip(specs, digests, strict=True):
+                    is_copy = name in copies
+                    verify(name, digest, next(copied) if is_copy else next(found))
         except BaseException:
             tensors.clear()
             raise

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from asynckv.buffers.entries.entries import Draft, Lease
+from asynckv.transfers.layout import layout_of
 from asynckv.transfers.queries import as_tokens
 from asynckv.types import TensorSpec
 
@@ -88,7 +89,7 @@ def draft_of(
         entry_id=entry_id,
         input_tokens=as_tokens(list(tokens)),
         roi=None,
-        specs={"key": TensorSpec((nbytes,), "uint8")},
+        layout=layout_of({"key": TensorSpec((nbytes,), "uint8")}),
         ttl_s=ttl_s,
         deliveries=deliveries,
         streaming=streaming,

@@ -12,9 +12,8 @@ from asynckv.protocol.frames import (
     Push,
 )
 from asynckv.protocol.transfer_frames import Grant
-from asynckv.protocol.values import TensorRecord
-from asynckv.transfers.manifest import pack
 from asynckv.types import TensorSpec
+from harness.bodies import body_with
 from harness.link_pairs import Hearer
 
 __all__ = ("RawInsert",)
@@ -45,11 +44,11 @@ class RawInsert:
             on_gpu=on_gpu,
         )
         pieces = [] if inline is None else [memoryview(inline)]
-        records = [
-            TensorRecord(f"{number}.key", TensorSpec((nbytes,), "uint8"), digest)
+        specs = {
+            f"{number}.key": TensorSpec((nbytes,), "uint8")
             for number, nbytes in enumerate(sizes or map(len, pieces))
-        ]
-        body = pack(records, None, None, pieces)
+        }
+        body = body_with(specs, pieces, digests=[digest] * len(specs))
         self.stream = link.open_stream(self.hearer, frame, body)
 
     async def granted(self, transfer: int | None = None) -> None:

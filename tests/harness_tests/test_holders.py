@@ -21,5 +21,5 @@ def test_a_holder_is_charged_up_to_its_bound() -> None:
 
 def test_a_draft_has_one_tensor_and_its_tokens() -> None:
     draft = draft_of("it", (1, 2), 8, streaming=True)
-    assert (draft.sizes, draft.charges) == ([8], [16])
+    assert (draft.layout.sizes, draft.charges) == ((8,), [16])
     assert draft.streaming

@@ -26,9 +26,9 @@ from asynckv.protocol.transfer_frames import Sent
 from asynckv.protocol.values import (
     Contents,
     Limits,
+    NamedSpecs,
     PeerIdentity,
     Place,
-    TensorRecord,
 )
 from asynckv.types import KVFingerprint, TensorSpec
 
@@ -190,19 +190,21 @@ def test_a_field_may_reach_its_bound_and_no_further(
 
 
 def test_a_manifest_survives_the_wire() -> None:
-    record = TensorRecord("0.key", TensorSpec((2, 3), "bfloat16"), b"d" * 16)
-    contents = Contents((record,), input_tokens=TensorSpec((4,), "int32"))
+    layout = msgspec.msgpack.encode([("0.key", TensorSpec((2, 3), "bfloat16"))])
+    contents = Contents(layout, (b"d" * 16,), input_tokens=TensorSpec((4,), "int32"))
     encoded = msgspec.msgpack.encode(contents)
     assert msgspec.msgpack.decode(encoded, type=Contents) == contents
 
 
 def test_a_manifest_has_a_bounded_number_of_tensors() -> None:
-    record = TensorRecord("0.key", TensorSpec((1,), "int8"))
-    most = Contents((record,) * 16384)
-    assert msgspec.msgpack.decode(msgspec.msgpack.encode(most), type=Contents) == most
-    encoded = msgspec.msgpack.encode(Contents((record,) * 16385))
+    encode, decode = msgspec.msgpack.encode, msgspec.msgpack.decode
+    tensor = ("0.key", TensorSpec((1,), "int8"))
+    assert len(decode(encode([tensor] * 16384), type=NamedSpecs)) == 16384
+    assert len(decode(encode(Contents(b"", (b"",) * 16384)), type=Contents).digests)
     with pytest.raises(msgspec.ValidationError):
-        msgspec.msgpack.decode(encoded, type=Contents)
+        decode(encode([tensor] * 16385), type=NamedSpecs)
+    with pytest.raises(msgspec.ValidationError):
+        decode(encode(Contents(b"", (b"",) * 16385)), type=Contents)
 
 
 @pytest.mark.parametrize("frame", [Hello, Welcome])

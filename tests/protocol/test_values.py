@@ -9,9 +9,9 @@ from asynckv.protocol import values
 
 
 def test_a_bounded_field_refuses_more() -> None:
-    record = msgspec.msgpack.encode(("x" * 513, ("float32", (1,)), b""))
+    layout = msgspec.msgpack.encode([("x" * 513, ((1,), "float32"))])
     with pytest.raises(msgspec.ValidationError, match="length"):
-        msgspec.msgpack.decode(record, type=values.TensorRecord)
+        msgspec.msgpack.decode(layout, type=values.NamedSpecs)
 
 
 @pytest.mark.parametrize(

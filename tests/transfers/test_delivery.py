@@ -5,25 +5,25 @@ import torch
 
 from asynckv.errors import ChecksumError
 from asynckv.protocol.frames import Offer
-from asynckv.protocol.values import TensorRecord
 from asynckv.protocol.wire import digest_of
 from asynckv.tensors.views import bytes_of, spec_of
 from asynckv.transfers.delivery import Delivery, SmallTensors
-from asynckv.transfers.manifest import INLINE_NBYTES, Manifest, pack, unpack
+from asynckv.transfers.layout import layout_of
+from asynckv.transfers.manifest import INLINE_NBYTES, Manifest, unpack
 from asynckv.transfers.queries import as_tokens
 from asynckv.types import TensorSpec
+from harness.bodies import body_with
 
 KEY, HIDDEN = torch.arange(6.0).reshape(2, 3), torch.tensor([7])
 
 
 def inline_offer(*, digest: bytes | None = None, complete: bool = True) -> Delivery:
     named = {"key": KEY, "hidden": HIDDEN}
-    records = [
-        TensorRecord(n, spec_of(t), digest or digest_of(bytes_of(t)))
-        for n, t in named.items()
-    ]
+    specs = {name: spec_of(tensor) for name, tensor in named.items()}
     pieces = [bytes_of(tensor) for tensor in named.values()]
-    manifest = unpack(pack(records, as_tokens([1, 2]), None, pieces), inline=True)
+    digests = [digest or digest_of(piece) for piece in pieces]
+    body = body_with(specs, pieces, digests=digests, tokens=as_tokens([1, 2]))
+    manifest = unpack(body, inline=True)
     offer = Offer(
         transfer=2, inline=True, entry_id="it", matched_tokens=2, complete=complete
     )
@@ -31,8 +31,8 @@ def inline_offer(*, digest: bytes | None = None, complete: bool = True) -> Deliv
 
 
 def large_offer(nbytes: int) -> Delivery:
-    record = TensorRecord("key", TensorSpec((nbytes,), "uint8"))
-    manifest = unpack(pack([record], None, None), inline=False)
+    body = body_with({"key": TensorSpec((nbytes,), "uint8")})
+    manifest = unpack(body, inline=False)
     return Delivery(Offer(transfer=2, inline=False), manifest)
 
 
@@ -84,8 +84,8 @@ def test_only_what_is_lent_by_nobody_needs_memory_of_its_own() -> None:
 
 def test_an_entry_has_its_tensors_in_the_order_of_its_insert() -> None:
     names = ("0.key", "1.key")
-    records = tuple(TensorRecord(name, TensorSpec((1,), "uint8")) for name in names)
-    manifest = Manifest(records, None, None, ())
+    layout = layout_of(dict.fromkeys(names, TensorSpec((1,), "uint8")))
+    manifest = Manifest(layout, (b"", b""), None, None, ())
     delivery = Delivery(Offer(transfer=2, inline=False), manifest)
     for name in reversed(names):  # as they may have come
         delivery.tensors[name] = torch.zeros(1, dtype=torch.uint8)

@@ -2,11 +2,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import msgspec
 import pytest
 import torch
 
 from asynckv.tensors.blocks import KVMemory
-from asynckv.transfers.layout import check_names, flatten, unflatten
+from asynckv.transfers.layout import (
+    check_names,
+    flatten,
+    layout_of,
+    read_layout,
+    unflatten,
+)
+from asynckv.types import TensorSpec
 
 ONE = torch.ones(1)
 
@@ -81,3 +89,64 @@ def test_a_field_is_whole_or_one_a_layer() -> None:
     with pytest.raises(ValueError, match="not both"):
         check_names(["key", "0.key"])
     check_names(["key", "0.value", "extras.key"])
+
+
+SPEC = TensorSpec((2, 3), "bfloat16")
+
+
+def encoded(*names: str) -> bytes:
+    return msgspec.msgpack.encode([(name, SPEC) for name in names])
+
+
+def test_a_layout_is_read_as_it_was_made() -> None:
+    made = layout_of({"1.key": SPEC, "0.key": TensorSpec((5,), "uint8")})
+    assert read_layout(made.encoded) == made
+    assert (made.sizes, made.nbytes, made.by_name) == ((12, 5), 17, (1, 0))
+
+
+def test_the_same_layout_is_made_and_read_once() -> None:
+    assert layout_of({"key": SPEC}) is layout_of({"key": SPEC})
+    assert read_layout(encoded("key")) is read_layout(encoded("key"))
+    layers = encoded(*(f"{layer}.key" for layer in range(64)))
+    assert read_layout(layers) is read_layout(layers)
+
+
+def test_a_peer_cannot_make_us_keep_many_layouts_nor_a_very_long_one() -> None:
+    first, many = encoded("0.key"), encoded(*(f"{n}.key" for n in range(1000)))
+    kept = read_layout(first)
+    for other in range(1, 65):
+        read_layout(encoded(f"{other}.key"))
+    assert read_layout(first) is not kept and read_layout(first) == kept
+    assert read_layout(many) is not read_layout(many)
+
+
+@pytest.mark.parametrize(
+    ("hostile", "why"),
+    [
+        (encoded("key", "key"), "twice"),
+        (encoded("a name"), "no tensor's name"),
+        (encoded("key", "0.key"), "not both"),
+        (msgspec.msgpack.encode([("key", ((2**49,), "uint8"))]), "cannot be sent"),
+        (msgspec.msgpack.encode([("key", ((1,), "text"))]), "cannot be sent"),
+        (msgspec.msgpack.encode([("key", ((-1,), "uint8"))]), "negative"),
+        (encoded("key")[:-1], "truncated"),
+    ],
+)
+def test_what_is_no_layout_is_refused_each_time(hostile: bytes, why: str) -> None:
+    for _ in range(2):
+        with pytest.raises((ValueError, msgspec.MsgspecError), match=why):
+            read_layout(hostile)
+
+
+def test_a_layout_that_was_written_in_another_way_goes_on_as_ours() -> None:
+    longer = encoded("key").replace(b"\x92\x02\x03", b"\x92\xcc\x02\xcc\x03")
+    assert read_layout(longer) == read_layout(encoded("key"))
+
+
+def test_nobody_changes_a_layout_that_others_share() -> None:
+    specs = {"key": SPEC}
+    layout = layout_of(specs)
+    specs.clear()
+    with pytest.raises(TypeError):
+        layout.specs["value"] = SPEC  # type: ignore[index]
+    assert [*layout.specs] == ["key"]

@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from asynckv.protocol.frames import Offer
-from asynckv.protocol.values import TensorRecord
 from asynckv.tensors.blocks import KVBlocks, KVMemory
 from asynckv.tensors.copying import CopyPool
 from asynckv.tensors.views import spec_of
@@ -16,13 +15,14 @@ from asynckv.transfers.delivery import (
     moved_to_device,
     on_host,
 )
+from asynckv.transfers.layout import layout_of
 from asynckv.transfers.manifest import Manifest
 from harness.fake_devices import FakeDevice
 
 
 def delivered(**tensors: torch.Tensor) -> Delivery:
-    records = tuple(TensorRecord(n, spec_of(t)) for n, t in tensors.items())
-    manifest = Manifest(records, None, None, ())
+    layout = layout_of({name: spec_of(tensor) for name, tensor in tensors.items()})
+    manifest = Manifest(layout, (b"",) * len(tensors), None, None, ())
     delivery = Delivery(Offer(transfer=2, inline=False), manifest)
     delivery.tensors = dict(tensors)
     return delivery

@@ -19,7 +19,7 @@ from asynckv.protocol.transfer_frames import (
     Grant,
     Sent,
 )
-from asynckv.protocol.values import MappedOffer, TensorRecord
+from asynckv.protocol.values import MappedOffer
 from asynckv.protocol.wire import digest_of
 from asynckv.sharing.gpu_channel import NcclRoute
 from asynckv.tensors.cuda import DeviceMemory
@@ -30,16 +30,16 @@ from asynckv.testing.blocked import until, until_blocked
 from asynckv.testing.expectations import is_same
 from asynckv.testing.lookup_checks.values import MIB, noise
 from asynckv.transfers.delivery import Delivery, ReceiveBudget
-from asynckv.transfers.manifest import pack
 from asynckv.transfers.offers import OfferReceiver, read_offer, ready_memory
 from asynckv.types import TensorSpec
+from harness.bodies import body_with
 from harness.fake_gpus import FakeGpus
 from harness.fake_gpus.streams import Delay
 from harness.link_pairs import Hearer, LinkPair, linked
 from harness.nccl_buffer_pairs import NcclBuffers, open_nccl_buffers
 from harness.no_routes import NoRoutes
 
-BODY = pack([TensorRecord("key", TensorSpec((MIB,), "uint8"))], None, None, [])
+BODY = body_with({"key": TensorSpec((MIB,), "uint8")})
 
 
 class ByNccl(NoRoutes):
@@ -114,7 +114,7 @@ async def between_gpus(two_gpus: FakeGpus, ground: Ground) -> AsyncIterator[Grou
 
 def test_an_offer_says_what_will_land(ground: Ground) -> None:
     delivery = ground.offer()
-    assert list(delivery.manifest.specs) == ["key"] and not delivery.is_whole
+    assert list(delivery.manifest.layout.specs) == ["key"] and not delivery.is_whole
 
 
 @pytest.mark.parametrize(
@@ -156,7 +156,7 @@ async def test_what_was_granted_lands_and_is_verified(ground: Ground) -> None:
 
 
 async def test_what_is_small_comes_along(ground: Ground) -> None:
-    body = pack([TensorRecord("key", TensorSpec((8,), "uint8"))], None, None, [])
+    body = body_with({"key": TensorSpec((8,), "uint8")})
     receiver, delivery = ground.receiver(), ground.offer(body=body)
     await ground.accept(receiver, delivery)
     piece = bytes(bytes_of(noise(8)))

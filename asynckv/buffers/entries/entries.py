@@ -18,12 +18,12 @@ import msgspec
 
 from asynckv.abc import TokenIds
 from asynckv.buffers.entries.prefix_index import Place
-from asynckv.protocol.values import TensorRecord
 from asynckv.protocol.wire import digest_of
 from asynckv.tensors.arena import Region
 from asynckv.tensors.blocks import KVMemory, spec_in
 from asynckv.tensors.on_gpu import KVOnGpu
 from asynckv.tensors.slab_regions import SlabRegion
+from asynckv.transfers.layout import Layout, layout_of
 from asynckv.transfers.manifest import INLINE_NBYTES, content_digest, pack
 from asynckv.transfers.queries import (
     Query,
@@ -62,18 +62,13 @@ class Draft(msgspec.Struct, frozen=True, eq=False):
     entry_id: str
     input_tokens: Tokens | None
     roi: Tokens | None
-    specs: dict[str, TensorSpec]
+    layout: Layout
     fingerprint: KVFingerprint | None = None
     ttl_s: float | None = 600.0
     deliveries: int = 1
     streaming: bool = False
     lent: tuple[SlabRegion | None, ...] = ()
     """Memory of the arena's own that a tensor is in already, if any is."""
-
-    @property
-    def sizes(self) -> list[int]:
-        """Bytes of each tensor."""
-        return [spec.nbytes for spec in self.specs.values()]
 
     @property
     def charges(self) -> list[int]:
@@ -83,7 +78,7 @@ class Draft(msgspec.Struct, frozen=True, eq=False):
     @property
     def nbytes(self) -> int:
         """Bytes of its tensors and of its tokens."""
-        return sum(self.sizes) + sum(self.charges)
+        return self.layout.nbytes + sum(self.charges)
 
 
 async def specs_in(tensors: Mapping[str, KVMemory | KVOnGpu]) -> dict[str, TensorSpec]:
@@ -125,7 +120,7 @@ def make_draft(
         entry_id=entry_id,
         input_tokens=tokens,
         roi=as_mask(roi, tokens),
-        specs=dict(specs),
+        layout=layout_of(specs),
         fingerprint=fingerprint,
         ttl_s=ttl_s,
         deliveries=deliveries,
@@ -208,13 +203,13 @@ class StoredEntry:
         self.entry_id = draft.entry_id
         self.seq = seq
         self.state = EntryState.WAITING
-        self.parts = [Part(name, spec) for name, spec in draft.specs.items()]
+        self.parts = [Part(name, spec) for name, spec in draft.layout.specs.items()]
         self.regions: Sequence[Region] = ()
         """What it holds now: one a part, then those of the tokens and the roi."""
         self.input_tokens = draft.input_tokens
         self.roi = draft.roi
-        self.sizes, self.charges = draft.sizes, draft.charges
-        tensor_nbytes = sum(self.sizes)
+        self.sizes, self.charges = draft.layout.sizes, draft.charges
+        tensor_nbytes = draft.layout.nbytes
         self.nbytes = tensor_nbytes + sum(self.charges)
         self.account_nbytes = _ACCOUNT_NBYTES + _PART_NBYTES * len(self.parts)
         """What it costs beside its bytes, about."""
@@ -244,12 +239,9 @@ class StoredEntry:
         """Return ``input_tokens[roi]`` as bytes (computed: the index keeps it)."""
         return key_of(self.input_tokens, self.roi)
 
-    def records(self) -> list[TensorRecord]:
-        """Return the manifest of its tensors, with the digests known so far."""
-        return [
-            TensorRecord(part.name, part.spec, part.digest or b"")
-            for part in self.parts
-        ]
+    def digests(self) -> list[bytes]:
+        """Return the digests known so far; those of other parts are empty."""
+        return [part.digest or b"" for part in self.parts]
 
     def make_complete(self) -> None:
         """Every part has landed: what an offer begins with will not change."""
@@ -262,7 +254,7 @@ class StoredEntry:
         """Return its body up to the tensors, with the digests known so far."""
         if self._preamble is not None:
             return self._preamble
-        preamble = pack(self.records(), self.input_tokens, self.roi)
+        preamble = pack(self.draft.layout, self.digests(), self.input_tokens, self.roi)
         if self.complete and len(preamble) <= _KEPT_NBYTES:
             self._preamble = preamble
         return preamble
@@ -271,7 +263,9 @@ class StoredEntry:
         """Return the digest of the whole entry, once every part has landed."""
         if len(self.parts) == 1:  # nothing to sort: as content_digest, but cheap
             return digest_of(self.preamble())
-        return content_digest(self.records(), self.input_tokens, self.roi)
+        return content_digest(
+            self.draft.layout, self.digests(), self.input_tokens, self.roi
+        )
 
     def place_regions(self, regions: Sequence[Region]) -> None:
         """Give every part its memory; the tokens keep theirs, and are charged."""

@@ -20,7 +20,6 @@ from asynckv.buffers.entries.ledger import Ledger
 from asynckv.buffers.local.handover import tensors_of, view_of
 from asynckv.buffers.local.select import LocalSelect
 from asynckv.errors import EntryAborted, LeaseLost
-from asynckv.protocol.values import TensorRecord
 from asynckv.tensors.blocks import KVMemory, spec_in
 from asynckv.tensors.copying import CopyPool
 from asynckv.tensors.cuda import DeviceMemory
@@ -109,7 +108,7 @@ class LocalWriter(InsertWriter):
         self._entry = entry
         self._ledger = ledger
         self._pool = pool
-        self._declared = Declared(entry.draft.specs)
+        self._declared = Declared(entry.draft.layout.specs)
         self._is_closed = False
         self._indexes = {part.name: i for i, part in enumerate(entry.parts)}
 
@@ -151,13 +150,13 @@ class LocalStream(SelectStream):
         targets: Mapping[str, KVMemory],
     ) -> None:
         entry = lease.entry
-        match_targets(entry.draft.specs, targets)
+        match_targets(entry.draft.layout.specs, targets)
         self.entry_id = entry.entry_id
         self.attempt = lease.attempt
         self.matched_tokens = lease.matched_tokens
         self.input_tokens = tensor_of(entry.input_tokens)
         self.roi = tensor_of(entry.roi)
-        self.specs: Mapping[str, TensorSpec] = dict(entry.draft.specs)
+        self.specs: Mapping[str, TensorSpec] = entry.draft.layout.specs
         self._select = select
         self._lease = lease
         self._pool = pool
@@ -235,11 +234,7 @@ class LocalSource:
     async def digest(self, draft: Draft) -> bytes:
         """Return what the entry's digest will be."""
         digests = await self._pool.digest(self._tensors)
-        records = [
-            TensorRecord(name, spec, digest)
-            for (name, spec), digest in zip(draft.specs.items(), digests, strict=True)
-        ]
-        return content_digest(records, draft.input_tokens, draft.roi)
+        return content_digest(draft.layout, digests, draft.input_tokens, draft.roi)
 
     async def fill(self, entry: StoredEntry, landed: Landed) -> None:
         regions = [part.region for part in entry.parts if part.region is not None]

@@ -28,7 +28,6 @@ from asynckv.protocol.frames import (
     Retract,
 )
 from asynckv.protocol.transfer_frames import Grant, Sent
-from asynckv.protocol.values import TensorRecord
 from asynckv.protocol.wire import digest_of
 from asynckv.tensors.blocks import KVMemory
 from asynckv.tensors.runs import joined
@@ -179,17 +178,15 @@ def begin_insert(
     inline = sum([source.nbytes for source in sources]) <= INLINE_NBYTES
     is_digested = link.digest != "off"  # else equal names and shapes are equal
     views: list[memoryview] = []
-    records: list[TensorRecord] = []
-    are_known = True
-    for (name, spec), source in zip(draft.specs.items(), sources, strict=True):
+    for source in sources:
         if inline:
             views.append(view := joined(source.host()))
             if is_digested and not source.digest:
                 source.digest = digest_of(view)
-        are_known = are_known and bool(source.digest or not is_digested)
-        records.append(TensorRecord(name, spec, source.digest if is_digested else b""))
-    tokens = draft.input_tokens, draft.roi
-    head = pack(records, *tokens)
+    digests = [source.digest if is_digested else b"" for source in sources]
+    are_known = all(digests) or not is_digested
+    contents = draft.layout, digests, draft.input_tokens, draft.roi
+    head = pack(*contents)
     on_gpu = not inline and are_on_gpu([(one.nbytes, one.region) for one in sources])
     frame = Insert(
         entry_id=draft.entry_id,
@@ -197,7 +194,7 @@ def begin_insert(
         inline=inline,
         ttl_s=draft.ttl_s,
         deliveries=draft.deliveries,
-        digest=content_digest(records, *tokens, head) if are_known else b"",
+        digest=content_digest(*contents, head) if are_known else b"",
         on_gpu=on_gpu,
     )
     body = b"".join((head, *views))
@@ -261,8 +258,8 @@ class RemoteWriter(StagingWriter):
         self.entry_id = draft.entry_id
         self.routes = routes
         self._link = link
-        self._indexes = {name: i for i, name in enumerate(draft.specs)}
-        self._declared = Declared(draft.specs)
+        self._indexes = {name: i for i, name in enumerate(draft.layout.specs)}
+        self._declared = Declared(draft.layout.specs)
         self._is_closed = False
         self._transfer = link.new_transfer()
         self._answer: Reply[None] = Reply()
@@ -279,8 +276,8 @@ class RemoteWriter(StagingWriter):
             ttl_s=draft.ttl_s,
             deliveries=draft.deliveries,
         )
-        records = [TensorRecord(name, spec) for name, spec in draft.specs.items()]
-        body = pack(records, draft.input_tokens, draft.roi)
+        digests = [b""] * len(draft.layout.sizes)
+        body = pack(draft.layout, digests, draft.input_tokens, draft.roi)
         check_body(link.limits.max_body_bytes, body)
         self.stream = link.open_stream(self, frame, body)
 

@@ -310,7 +310,7 @@ class RemoteStream(SelectStream):
         self.matched_tokens = offer.matched_tokens
         self.input_tokens = tensor_of(manifest.input_tokens)
         self.roi = tensor_of(manifest.roi)
-        self.specs: Mapping[str, TensorSpec] = manifest.specs
+        self.specs: Mapping[str, TensorSpec] = manifest.layout.specs
         self._selecting = selecting
         self._delivery = delivery
         self._tensors: dict[str, torch.Tensor] = {}

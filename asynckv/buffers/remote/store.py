@@ -87,18 +87,18 @@ class Getting:
         delivery = await self._offer
         if delivery is None:
             return None
-        (record,) = delivery.manifest.records
+        ((name, spec),) = delivery.manifest.layout.specs.items()
         targets: dict[str, KVMemory] = {}
         if self._into is not None:
-            check_into(self._into, record.spec, self._key)
-            targets = {record.name: self._into}
+            check_into(self._into, spec, self._key)
+            targets = {name: self._into}
         if delivery.offer.inline:
             delivery.read_inline(targets)
             await move_to_device(delivery, targets, self._routes.pool)
         else:
             await self._receive(delivery, targets)
             self._stream.send(Took(b""))
-        return delivery.tensors[record.name]
+        return delivery.tensors[name]
 
     def release(self) -> None:
         """The tensor is the application's now, or nobody's. Never waits."""
@@ -136,7 +136,7 @@ class Getting:
     def _on_offer(self, offer: Offer, body: bytes) -> None:
         delivery = read_offer(self._link, offer, body, None)
         delivery.tensor_from = self._routes.budget.small.tensor
-        if len(delivery.manifest.records) != 1:
+        if len(delivery.manifest.digests) != 1:
             delivery.let_go()  # the error would keep it
             raise RemoteProtocolError("a value is one tensor")
         if not self._offer.is_in:  # else nobody wants it: let it go

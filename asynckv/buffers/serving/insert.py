@@ -27,7 +27,6 @@ from asynckv.protocol.frames import (
 )
 from asynckv.protocol.transfer_frames import Grant, Sent
 from asynckv.transfers.incoming import Incoming, hear_incoming
-from asynckv.transfers.layout import check_names
 from asynckv.transfers.manifest import Manifest, unpack, verify_inline
 from asynckv.transfers.queries import check_mask, check_tokens
 from asynckv.transfers.targets import fill_targets, target_in
@@ -51,10 +50,8 @@ logger = logging.getLogger(__name__)
 def draft_of(frame: Insert, manifest: Manifest, service: LookupRequests) -> Draft:
     """Check what a peer says about its entry.
 
-    :raises ValueError: tokens and roi do not fit each other, or a name is none
+    :raises ValueError: tokens and roi do not fit each other
     """
-    specs = manifest.specs
-    check_names(specs)
     tokens, roi = manifest.input_tokens, manifest.roi
     if tokens is not None:
         check_tokens(tokens)
@@ -64,7 +61,7 @@ def draft_of(frame: Insert, manifest: Manifest, service: LookupRequests) -> Draf
         entry_id=frame.entry_id,
         input_tokens=tokens,
         roi=roi,
-        specs=specs,
+        layout=manifest.layout,
         fingerprint=service.link.fingerprint,
         ttl_s=frame.ttl_s,
         deliveries=frame.deliveries,
@@ -74,7 +71,7 @@ def draft_of(frame: Insert, manifest: Manifest, service: LookupRequests) -> Draf
 
 def kept_nbytes(manifest: Manifest, body: bytes) -> int:
     """Return what an insert with this body keeps in memory until it ends."""
-    return REQUEST_NBYTES + _RECORD_NBYTES * len(manifest.records) + len(body)
+    return REQUEST_NBYTES + _RECORD_NBYTES * len(manifest.digests) + len(body)
 
 
 class ServedInsert:
@@ -108,7 +105,7 @@ class ServedInsert:
         nbytes = kept_nbytes(manifest, body)
         if frame.inline and not service.kept.inserts.fits(nbytes):
             # What rode along in vain is asked for by payload once there is room.
-            self._inline, nbytes = None, nbytes - manifest.nbytes
+            self._inline, nbytes = None, nbytes - manifest.layout.nbytes
         service.link.payload.announce(frame.transfer)
         self._task = service.run_insert(self._run, frame.entry_id, nbytes)
         self._task.add_done_callback(partial(answer, stream))

@@ -36,11 +36,11 @@ from asynckv.protocol.frames import (
     Took,
 )
 from asynckv.protocol.transfer_frames import Grant
-from asynckv.protocol.values import TensorRecord
 from asynckv.protocol.wire import digest_of
 from asynckv.tensors.runs import fill, joined
 from asynckv.tensors.views import dtype_of
 from asynckv.transfers.incoming import Incoming, hear_incoming
+from asynckv.transfers.layout import layout_of
 from asynckv.transfers.manifest import INLINE_NBYTES, pack
 from asynckv.transfers.outgoing import Outgoing
 from asynckv.transfers.source import RegionSource
@@ -94,11 +94,12 @@ class ServedGet:
             service.link.call_when_drained(self._offer_when_writable)
             return
         transfer, stream = service.link.new_transfer(), self._stream
-        record = TensorRecord("value", pinned.spec, pinned.digest)
+        layout = layout_of({"value": pinned.spec})
         source = RegionSource(pinned.region, pinned.spec, pinned.digest)
         inline = source.nbytes <= INLINE_NBYTES
         pieces = [joined(source.host())] if inline else []
-        stream.send(Offer(transfer, inline), pack([record], None, None, pieces))
+        body = pack(layout, [pinned.digest], None, None, pieces)
+        stream.send(Offer(transfer, inline), body)
         if inline:
             self._end(Result(1))
         else:

@@ -31,10 +31,11 @@ from asynckv.protocol.frames import (
     Refuse,
     Welcome,
 )
-from asynckv.protocol.values import Limits, PeerIdentity, TensorRecord
+from asynckv.protocol.values import Limits, PeerIdentity
 from asynckv.protocol.wire import encode_chunk_header
 from asynckv.testing.faults.places import place_of, prepared
 from asynckv.testing.faults.proxy import close_with_reset
+from asynckv.transfers.layout import layout_of
 from asynckv.transfers.manifest import pack
 from asynckv.transfers.queries import as_tokens
 from asynckv.types import TensorSpec
@@ -179,7 +180,8 @@ _numbers: Final = itertools.count(1)
 
 def claim(*shape: int, tokens: Sequence[int] = (1, 2, 3)) -> bytes:
     """Return the body of an insert, or an offer, of bytes of any ``shape`` at all."""
-    return pack([TensorRecord("key", spec_of(*shape))], as_tokens(tokens), None)
+    layout = layout_of({"key": spec_of(*shape)})
+    return pack(layout, [b""], as_tokens(tokens), None)
 
 
 def spec_of(*shape: int) -> TensorSpec:

@@ -17,7 +17,7 @@ def test_a_draft_without_an_id_gets_one_of_its_own() -> None:
         for _ in range(2)
     ]
     assert len({draft.entry_id for draft in drafts}) == 2
-    assert (drafts[0].sizes, drafts[0].charges) == ([12], [8, 8])
+    assert (drafts[0].layout.sizes, drafts[0].charges) == ((12,), [8, 8])
 
 
 @pytest.mark.parametrize(

@@ -6,9 +6,9 @@ import torch
 
 from asynckv.buffers.entries.entries import EntryState, Lease, StoredEntry, Waiter
 from asynckv.tensors.arena import HeapArena
+from asynckv.transfers.layout import layout_of
 from asynckv.transfers.manifest import content_digest
 from asynckv.transfers.queries import Query, as_tokens
-from asynckv.transfers.targets import Part
 from asynckv.types import TensorSpec
 from harness.holders import RecordingHolder, draft_of
 
@@ -16,7 +16,9 @@ from harness.holders import RecordingHolder, draft_of
 def placed(tokens: torch.Tensor) -> StoredEntry:
     draft = msgspec.structs.replace(draft_of("it"), input_tokens=as_tokens(tokens))
     entry = StoredEntry(draft, 1)
-    entry.place_regions(HeapArena(100).allocate(draft.sizes, draft.charges) or [])
+    entry.place_regions(
+        HeapArena(100).allocate(draft.layout.sizes, draft.charges) or []
+    )
     entry.complete = True
     return entry
 
@@ -71,7 +73,7 @@ def test_the_beginning_of_a_small_offer_is_made_before_it_is_asked_for(
 ) -> None:
     entry = StoredEntry(draft_of("it", tuple(range(tokens)), nbytes), 1)
     entry.make_complete()
-    entry.parts[0] = Part("other", entry.parts[0].spec)
+    entry.parts[0].digest = b"other"
     assert (b"other" not in entry.preamble()) is is_made
 
 
@@ -80,10 +82,10 @@ def test_an_offer_of_many_parts_is_not_made_before_it_is_asked_for(
     parts: int, is_made: bool
 ) -> None:
     specs = {str(number): TensorSpec((0,), "uint8") for number in range(parts)}
-    draft = msgspec.structs.replace(draft_of("it", (1, 2), 0), specs=specs)
+    draft = msgspec.structs.replace(draft_of("it", (1, 2), 0), layout=layout_of(specs))
     entry = StoredEntry(draft, 1)
     entry.make_complete()
-    entry.parts[0] = Part("other", entry.parts[0].spec)
+    entry.parts[0].digest = b"other"
     assert (b"other" not in entry.preamble()) is is_made
 
 
@@ -94,9 +96,8 @@ def test_the_digest_covers_tokens_and_tensors() -> None:
             entry = placed(torch.tensor(tokens))
             entry.parts[0].digest = digest
             digests.add(entry.digest())
-            records = entry.records()
             assert entry.digest() == content_digest(
-                records, entry.input_tokens, entry.roi
+                entry.draft.layout, [digest], entry.input_tokens, entry.roi
             )
     assert len(digests) == 4
 

@@ -25,7 +25,7 @@ POOL = CopyPool()
 
 def leased(deliveries: int = 1) -> Lease:
     entry = StoredEntry(draft_of("it", (1, 2), deliveries=deliveries), 1)
-    entry.place_regions(HeapArena(100).allocate(entry.draft.sizes) or [])
+    entry.place_regions(HeapArena(100).allocate(entry.draft.layout.sizes) or [])
     stored(entry).fill_(7)
     return Lease(entry, Waiter(Query(None), RecordingHolder(), 1, None), 2, 3, b"token")
 

@@ -24,13 +24,12 @@ from asynckv.protocol.frames import (
     Took,
 )
 from asynckv.protocol.transfer_frames import Grant, Sent
-from asynckv.protocol.values import TensorRecord
 from asynckv.protocol.wire import digest_of
 from asynckv.tensors.views import bytes_of, spec_of
 from asynckv.testing.blocked import until, until_blocked
 from asynckv.transfers.delivery import ReceiveBudget
-from asynckv.transfers.manifest import pack
 from asynckv.types import TensorSpec
+from harness.bodies import body_with
 from harness.link_pairs import LinkPair, linked
 from harness.no_routes import NoRoutes
 
@@ -42,8 +41,8 @@ def getting_on(link: Link, into: torch.Tensor | None = None) -> Getting:
 
 
 def offer(stream: LinkStream, *names: str) -> None:
-    records = [TensorRecord(name, TensorSpec((MIB,), "uint8")) for name in names]
-    stream.send(Offer(transfer=2, inline=False), pack(records, None, None))
+    body = body_with(dict.fromkeys(names, TensorSpec((MIB,), "uint8")))
+    stream.send(Offer(transfer=2, inline=False), body)
 
 
 async def granted(pair: LinkPair) -> LinkStream:
@@ -60,8 +59,8 @@ async def test_what_is_not_there_is_none() -> None:
 @pytest.mark.parametrize("lent", [False, True])
 async def test_few_bytes_ride_with_the_offer(*, lent: bool) -> None:
     source, into = torch.arange(3), torch.zeros(3, dtype=torch.int64)
-    record = TensorRecord("value", spec_of(source), digest_of(bytes_of(source)))
-    body = pack([record], None, None, [bytes_of(source)])
+    piece = bytes_of(source)
+    body = body_with({"value": spec_of(source)}, [piece], digests=[digest_of(piece)])
 
     def answer(stream: LinkStream, *_: object) -> None:
         stream.send(Offer(transfer=2, inline=True), body)
@@ -154,10 +153,10 @@ async def test_a_done_of_what_was_not_granted_is_ignored() -> None:
 
 @pytest.mark.usefixtures("no_slabs")
 async def test_a_value_for_which_there_is_no_memory_is_refused_alone() -> None:
-    record = TensorRecord("value", TensorSpec((2**48,), "uint8"))
+    body = body_with({"value": TensorSpec((2**48,), "uint8")})
 
     def answer(stream: LinkStream, *_: object) -> None:
-        stream.send(Offer(transfer=2, inline=False), pack([record], None, None))
+        stream.send(Offer(transfer=2, inline=False), body)
 
     async with linked("mem://", answer) as pair:
         budget = ReceiveBudget(2**49)

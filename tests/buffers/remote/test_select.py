@@ -26,14 +26,13 @@ from asynckv.protocol.frames import (
     Took,
 )
 from asynckv.protocol.transfer_frames import Eager, Grant, Sent
-from asynckv.protocol.values import TensorRecord
 from asynckv.protocol.wire import digest_of
 from asynckv.tensors.views import spec_of
 from asynckv.testing.blocked import until, until_blocked
 from asynckv.transfers.delivery import Delivery, ReceiveBudget
-from asynckv.transfers.manifest import pack
 from asynckv.transfers.queries import make_query
 from asynckv.types import TensorSpec
+from harness.bodies import body_with
 from harness.link_pairs import LinkPair, linked
 from harness.no_routes import NoRoutes
 
@@ -69,9 +68,11 @@ def offer(
     inline: bool,
     lent: Mapping[str, torch.Tensor] | None = None,
 ) -> None:
-    records = [TensorRecord("key", TensorSpec((nbytes,), "uint8"), b"wrong")]
-    records += [TensorRecord(n, spec_of(t)) for n, t in (lent or {}).items()]
-    body = pack(records, None, None, [memoryview(bytes(nbytes))] if inline else [])
+    specs = {"key": TensorSpec((nbytes,), "uint8")}
+    specs |= {n: spec_of(t) for n, t in (lent or {}).items()}
+    pieces = [memoryview(bytes(nbytes))] if inline else []
+    digests = [b"wrong"] + [b""] * (len(specs) - 1)
+    body = body_with(specs, pieces, digests=digests)
     stream.send(Offer(transfer=transfer, inline=inline, token=b"t"), body)
 
 
@@ -210,8 +211,7 @@ async def test_an_entry_may_be_complete_before_there_is_room_for_it() -> None:
     async with linked("mem://", lambda *_: None) as pair:
         selecting, delivered, stream = await begun(pair, budget)
         data = memoryview(bytearray(MIB))
-        records = [TensorRecord("key", TensorSpec((MIB,), "uint8"))]
-        body = pack(records, None, None, [])
+        body = body_with({"key": TensorSpec((MIB,), "uint8")})
         stream.send(Offer(2, inline=False, token=b"t", complete=False), body)
         stream.send(Complete(2))
         await until(lambda: selecting.delivery is not None)

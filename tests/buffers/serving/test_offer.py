@@ -31,7 +31,7 @@ SMALL, LARGE = 8, 2**20
 
 def leased(nbytes: int, *, complete: bool = True) -> Lease:
     entry = StoredEntry(draft_of("it", (1, 2), nbytes), 1)
-    entry.place_regions(HeapArena(2 * LARGE).allocate(entry.draft.sizes) or [])
+    entry.place_regions(HeapArena(2 * LARGE).allocate(entry.draft.layout.sizes) or [])
     entry.regions[0].view()[:] = b"k" * nbytes
     entry.complete = complete
     waiter = Waiter(Query(None), RecordingHolder(), 1, None)

@@ -116,7 +116,7 @@ async def test_parts_are_told_once_they_are_granted(pair: GpuPair) -> None:
     hearer, stream, offer, body = await offered(pair)
     assert offer.mapped is not None and offer.complete and not offer.inline
     manifest, places = unpack_mapped(body, offer.mapped.nbytes, inline=False)
-    assert [r.name for r in manifest.records] == ["key", "hidden"]
+    assert [*manifest.layout.specs] == ["key", "hidden"]
     assert places[0] is not None
     stream.send(Grant(offer.transfer - 2, "cuda_ipc", "off"))  # of none that stands
     stream.send(Grant(offer.transfer, "cuda_ipc", "off"))

@@ -11,6 +11,7 @@ import msgspec
 from asynckv.protocol.frames import OpeningFrame
 from asynckv.protocol.values import Contents
 from asynckv.protocol.wire import TYPE_CONTROL
+from asynckv.transfers.layout import read_layout
 from asynckv.transfers.manifest import pack
 from asynckv.transfers.queries import Tokens
 from asynckv.types import TensorSpec
@@ -46,8 +47,10 @@ def _entry_body(contents: Contents, inline: bool, rng: random.Random) -> bytes:
         None if spec is None else Tokens(_memory(spec, rng), spec)
         for spec in (contents.input_tokens, contents.roi)
     ]
-    views = [memoryview(_memory(r.spec, rng)) for r in contents.tensors if inline]
-    return pack(contents.tensors, rows[0], rows[1], views)
+    layout = read_layout(contents.layout)
+    specs = layout.specs.values() if inline else ()
+    views = [memoryview(_memory(spec, rng)) for spec in specs]
+    return pack(layout, contents.digests, rows[0], rows[1], views)
 
 
 def body_of(frame: Any, rng: random.Random) -> bytes:

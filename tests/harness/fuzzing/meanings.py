@@ -10,7 +10,6 @@ import msgspec
 
 from asynckv.errors import ChecksumError, RemoteProtocolError
 from asynckv.protocol.frames import Frame, Insert, Offer
-from asynckv.protocol.values import TensorRecord
 from asynckv.transfers.manifest import Manifest, unpack, verify_inline
 from harness.fuzzing.recording import Connection
 from harness.fuzzing.wire_frames import WireFrame
@@ -81,17 +80,12 @@ def _difference_of_entries(sent: Manifest, came: Manifest) -> str:
     ):
         if before != after:
             return name
-    return next(
-        (
-            f"a tensor's {_difference_of_records(before, after)}"
-            for before, after in zip(sent.records, came.records, strict=True)
-            if before != after
-        ),
-        "a tensor's bytes",
-    )
-
-
-def _difference_of_records(sent: TensorRecord, came: TensorRecord) -> str:
-    if sent.spec != came.spec:
-        return _difference(sent.spec, came.spec)
-    return _difference(sent, came)
+    if sent.digests != came.digests:
+        return "a tensor's digest"
+    specs = zip(sent.layout.specs.items(), came.layout.specs.items(), strict=True)
+    for (name, spec), (other_name, other) in specs:
+        if spec != other:
+            return f"a tensor's {_difference(spec, other)}"
+        if name != other_name:
+            return "a tensor's name"
+    return "a tensor's bytes"

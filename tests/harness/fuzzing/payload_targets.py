@@ -6,6 +6,8 @@ import random
 import struct
 from typing import Final
 
+import msgspec
+
 from asynckv.errors import ChecksumError, RemoteProtocolError
 from asynckv.protocol.wire import (
     CHUNK_HEADER_BYTES,
@@ -13,7 +15,7 @@ from asynckv.protocol.wire import (
     decode_chunk_header,
     encode_chunk_header,
 )
-from asynckv.transfers.layout import check_names
+from asynckv.transfers.layout import check_names, read_layout
 from asynckv.transfers.manifest import (
     Manifest,
     content_digest,
@@ -86,7 +88,12 @@ def _make_manifest(rng: random.Random, corpus: Corpus) -> bytes:
     body = item.payload
     if rng.random() < 0.8:
         end = _LENGTH_NBYTES + int.from_bytes(body[:_LENGTH_NBYTES], "big")
-        contents = change_tree(body[_LENGTH_NBYTES:end], rng)
+        contents = body[_LENGTH_NBYTES:end]
+        if rng.random() < 0.5:  # the layout is bytes in it
+            layout, *others = msgspec.msgpack.decode(contents)
+            contents = msgspec.msgpack.encode([change_tree(layout, rng), *others])
+        else:
+            contents = change_tree(contents, rng)
         length = len(contents).to_bytes(_LENGTH_NBYTES, "big")
         body = length + contents + body[end:]
     for _ in range(rng.choice((0, 0, 1, 2))):
@@ -103,12 +110,14 @@ def _check_manifest(data: bytes) -> None:
         return
     _check_sizes(manifest, is_inline)
     tokens, roi = manifest.input_tokens, manifest.roi
-    packed = pack(manifest.records, tokens, roi, manifest.inline)
+    layout, digests = manifest.layout, manifest.digests
+    packed = pack(layout, digests, tokens, roi, manifest.inline)
     again = unpack(packed, inline=is_inline)
     expect(again == manifest, "not the same when sent on", manifest, again)
-    content_digest(manifest.records, tokens, roi)
+    expect(read_layout(layout.encoded) == layout, "another layout", layout)
+    check_names(layout.specs)
+    content_digest(layout, digests, tokens, roi)
     try:
-        check_names(manifest.specs)
         if tokens is not None:
             check_tokens(tokens)
         if roi is not None:
@@ -123,9 +132,10 @@ def _check_sizes(manifest: Manifest, is_inline: bool) -> None:
     for row in (manifest.input_tokens, manifest.roi):
         if row is not None:
             expect(len(row.data) == row.spec.nbytes, "tokens cut short", row.spec)
-    expect(len(manifest.specs) == len(manifest.records), "a name twice", manifest)
-    for record, piece in zip(manifest.records, manifest.inline, strict=is_inline):
-        expect(piece.nbytes == record.spec.nbytes, "a tensor cut short", record)
+    specs, digests = manifest.layout.specs, manifest.digests
+    expect(len(specs) == len(digests), "not a digest a tensor", manifest)
+    for spec, piece in zip(specs.values(), manifest.inline, strict=is_inline):
+        expect(piece.nbytes == spec.nbytes, "a tensor cut short", spec)
 
 
 CHUNKS: Final = Target("chunks", _make_chunks, _check_chunks)

@@ -13,7 +13,8 @@ import msgspec
 import msgspec.inspect as inspect
 
 from asynckv.protocol.frames import Frame
-from asynckv.protocol.values import Contents, TensorRecord
+from asynckv.protocol.values import Contents
+from asynckv.transfers.layout import layout_of
 from asynckv.types import DTYPE_NBYTES, MAX_TENSOR_DIMENSIONS, TensorSpec
 
 __all__ = ("Maker", "frame_makers", "make_spec", "maker_of", "sample_contents")
@@ -21,12 +22,8 @@ __all__ = ("Maker", "frame_makers", "make_spec", "maker_of", "sample_contents")
 Maker: TypeAlias = Callable[[random.Random], Any]
 
 _NAMES: Final = (
-    "key",
-    "value",
-    "hidden",
-    "layers.0.key",
-    "layers.0.value",
-    "extras.logits",
+    ("key", "value", "hidden", "extras.logits"),
+    ("layers.0.key", "layers.0.value", "hidden", "extras.logits"),
 )
 _DTYPES: Final = tuple(DTYPE_NBYTES)
 _SMALL: Final = 70
@@ -65,11 +62,13 @@ def make_spec(rng: random.Random) -> TensorSpec:
 
 def sample_contents(rng: random.Random) -> Contents:
     """Return the manifest of an entry that makes sense."""
-    names = rng.sample(_NAMES, rng.randrange(len(_NAMES)))
+    names = rng.choice(_NAMES)
+    specs = {name: make_spec(rng) for name in names if rng.random() < 0.5}
     length = rng.randrange(12)
     has_tokens = rng.random() < 0.8
     return Contents(
-        tuple(TensorRecord(n, make_spec(rng), rng.randbytes(16)) for n in names),
+        layout_of(specs).encoded,
+        tuple(rng.randbytes(16) for _ in specs),
         TensorSpec((length,), "int64") if has_tokens else None,
         TensorSpec((length,), "bool") if has_tokens and rng.random() < 0.3 else None,
     )

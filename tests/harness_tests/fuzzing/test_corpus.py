@@ -57,4 +57,4 @@ def test_bodies_fit_their_frames() -> None:
     for _ in range(20):
         body = body_of(Insert("e", 1, inline=True), rng)
         manifest = unpack(body, inline=True)
-        assert sum(piece.nbytes for piece in manifest.inline) == manifest.nbytes
+        assert sum(piece.nbytes for piece in manifest.inline) == manifest.layout.nbytes

@@ -6,16 +6,15 @@ import msgspec
 import pytest
 
 from asynckv.protocol.frames import Accepted, Cancelled, Frame, Offer, Result
-from asynckv.protocol.values import TensorRecord
 from asynckv.protocol.wire import TYPE_CONTROL
-from asynckv.transfers.manifest import pack
 from asynckv.types import TensorSpec
+from harness.bodies import body_with
 from harness.fuzzing.fuzzer import TARGETS
 from harness.fuzzing.mutations import Item, join
 from harness.fuzzing.sides import SIDES
 
 SIDE = {side.name: number for number, side in enumerate(SIDES)}
-LARGE = pack([TensorRecord("key", TensorSpec((80_000,), "int8"))], None, None)
+LARGE = body_with({"key": TensorSpec((80_000,), "int8")})
 
 
 def said_to(side: str, *said: tuple[int, Frame, bytes]) -> bytes:

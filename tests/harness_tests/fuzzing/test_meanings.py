@@ -4,17 +4,21 @@ import pytest
 
 from asynckv.protocol.codec import encode_frame
 from asynckv.protocol.frames import Frame, Get, Insert, Select
-from asynckv.protocol.values import TensorRecord
 from asynckv.protocol.wire import digest_of
-from asynckv.transfers.manifest import pack
 from asynckv.transfers.queries import as_tokens
 from asynckv.types import TensorSpec
+from harness.bodies import body_with
 from harness.fuzzing.meanings import changed_meanings, meaning_of
 from harness.fuzzing.recording import Connection, Segment
 from harness.fuzzing.wire_frames import WireFrame, split
 
-RECORD = TensorRecord("key", TensorSpec((2, 2), "int8"), digest_of(b"abcd"))
-ENTRY = pack([RECORD], as_tokens([7, 8]), as_tokens([1, 0]), [memoryview(b"abcd")])
+ENTRY = body_with(
+    {"0.key": TensorSpec((2, 2), "int8")},
+    [memoryview(b"abcd")],
+    digests=[digest_of(b"abcd")],
+    tokens=as_tokens([7, 8]),
+    roi=as_tokens([1, 0]),
+)
 
 
 def wire(frame: Frame, body: bytes = b"") -> WireFrame:
@@ -26,9 +30,10 @@ def wire(frame: Frame, body: bytes = b"") -> WireFrame:
     [
         (b"\x07\0\0\0\0\0\0\0", b"\x06\0\0\0\0\0\0\0", "Insert body: tokens"),
         (b"\x01\0\0\0\0\0\0\0", b"\0\0\0\0\0\0\0\0", "Insert body: roi"),
-        (b"key", b"kez", "Insert body: a tensor's name"),
+        (b"0.key", b"1.key", "Insert body: a tensor's name"),
+        (b"0.key", b"0.kez", ""),
         (b"\x92\x02\x02", b"\x92\x04\x01", "Insert body: a tensor's shape"),
-        (b"\xa4int8", b"\xa5uint8", "Insert body: a tensor's dtype"),
+        (b"\xa4int8", b"\xa4bool", "Insert body: a tensor's dtype"),
         (b"abcd", b"abce", ""),
         (b"\x92\x02\x02", b"\x92\x02\x03", ""),
     ],

@@ -8,6 +8,7 @@ import pytest
 
 from asynckv.protocol.codec import FrameDecoder, encode_frame
 from asynckv.protocol.frames import Frame
+from asynckv.transfers.layout import read_layout
 from asynckv.transfers.manifest import pack, unpack
 from asynckv.types import TensorSpec
 from harness.fuzzing.samples import (
@@ -57,8 +58,9 @@ def test_contents_make_a_manifest() -> None:
     rng = random.Random(1)
     for _ in range(50):
         contents = sample_contents(rng)
-        body = pack(contents.tensors, None, None)
-        assert unpack(body, inline=False).records == contents.tensors
+        layout = read_layout(contents.layout)
+        manifest = unpack(pack(layout, contents.digests, None, None), inline=False)
+        assert (manifest.layout, manifest.digests) == (layout, contents.digests)
 
 
 def test_specs_are_possible() -> None:
