@@ -10,11 +10,14 @@ import json
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from asynckv.protocol.codec import BODY_PART_BYTES, FrameDecoder, encode_frame
 from asynckv.protocol.frames import PROTOCOL_MAJOR, Frame, Get
+from asynckv.protocol.values import Contents
 from asynckv.protocol.wire import WIRE_VERSION, encode_chunk_header
+from asynckv.types import TensorSpec
 
 WRITTEN: list[dict[str, Any]] = json.loads(
     Path(__file__).with_name("wire_2.json").read_text()
@@ -61,4 +64,18 @@ def test_a_long_body_goes_on_as_it_always_did() -> None:
             "8cf55346"
         )
         + last
+    )
+
+
+def test_a_manifest_is_written_as_it_always_was() -> None:
+    encode = msgspec.msgpack.encode
+    layout = encode([("0.key", TensorSpec((2, 3), "bfloat16"))])
+    assert layout == bytes.fromhex("9192a5302e6b657992920203a862666c6f61743136")
+    contents = Contents(layout, (b"d" * 16,), TensorSpec((4,), "int32"))
+    assert encode(contents) == (
+        bytes.fromhex("94c415")
+        + layout
+        + bytes.fromhex("91c410")
+        + b"d" * 16
+        + bytes.fromhex("929104a5696e743332c0")
     )

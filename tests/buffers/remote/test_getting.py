@@ -137,7 +137,9 @@ async def test_a_last_frame_that_is_no_value_is_raised(
 
 
 async def test_a_value_of_several_tensors_breaks_the_link() -> None:
-    async with linked("mem://", lambda stream, *_: offer(stream, "a", "b")) as pair:
+    async with linked(
+        "mem://", lambda stream, *_: offer(stream, "key", "value")
+    ) as pair:
         with pytest.raises(PeerLost, match="one tensor"):
             await getting_on(pair.near).value()
 
