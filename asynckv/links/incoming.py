@@ -53,7 +53,10 @@ AT_ONCE: Final = 128
 """So many frames of one link are heard before others have their turn."""
 
 _AT_A_TIME_S: Final = 0.75e-3
-"""After so long others of the loop have theirs: a millisecond, with the last frame."""
+"""After so long others of the loop have theirs: a millisecond, with the last frame.
+
+By no loop's time: that of uvloop stands still in a tick.
+"""
 
 _HEARD_S: Final = 0.05
 """For so long one who says little is likely to go on, after an answer."""
@@ -123,7 +126,7 @@ class Turns:
             # What is due for the time since the last turn: a loop may be slow.
             left = int((now_s - self._paused_s) * _BESIDE_OTHERS_PER_S)
             left = min(max(left, _BESIDE_OTHERS), _ALONE)
-        until_s = _until_s()
+        until_s = time.monotonic() + _AT_A_TIME_S
         while self._line and left > 0 and time.monotonic() < until_s:
             speaker = self._line.popleft()
             left -= max(1, speaker.go_on(min(left, AT_ONCE), until_s))
@@ -135,11 +138,6 @@ class Turns:
             self._loop.call_later(_PAUSE_S, self._next)
         else:
             self._loop.call_soon(self._next)
-
-
-def _until_s() -> float:
-    # Not the loop's time, which stands still in a tick of uvloop.
-    return time.monotonic() + _AT_A_TIME_S
 
 
 logger = logging.getLogger(__name__)
@@ -201,7 +199,7 @@ class Incoming:
         if self._is_behind:
             self._wait_turn()
         else:
-            self._hear(AT_ONCE, _until_s())
+            self._hear(AT_ONCE, time.monotonic() + _AT_A_TIME_S)
 
     def on_writable(self) -> None:
         """All that was written has left."""
@@ -222,7 +220,7 @@ class Incoming:
     def read_on(self) -> None:
         """Go on with what was received already, then with reading."""
         if not self._is_waiting:
-            self.go_on(AT_ONCE, _until_s())
+            self.go_on(AT_ONCE, time.monotonic() + _AT_A_TIME_S)
 
     def go_on(self, max_count: int, until_s: float) -> int:
         """Go on, by so many frames at most; return how many there were."""
@@ -289,7 +287,7 @@ class Incoming:
 
     def _hear_rest(self) -> None:
         """Hear what is not enough to wait in line with it."""
-        self.go_on(AT_ONCE - self._heard_count, _until_s())
+        self.go_on(AT_ONCE - self._heard_count, time.monotonic() + _AT_A_TIME_S)
 
     def _judge(self) -> None:
         session = self._session

@@ -73,7 +73,8 @@ class Admission:
         leaves as :meth:`Ledger.forsake` says.
         """
         self._ledger.check_open()
-        await self._until_decided(draft.entry_id)
+        if self._table.is_undecided(draft.entry_id):
+            await self._until_decided(draft.entry_id)
         entry = self._admit(draft, digest)
         if entry is None:
             return
@@ -127,10 +128,12 @@ class Admission:
         trace.
         """
         self._ledger.check_open()
-        await self._until_decided(draft.entry_id)
+        if self._table.is_undecided(draft.entry_id):
+            await self._until_decided(draft.entry_id)
         entry = self._table.admit(draft)
         try:
-            await self._wait_for_room(entry)
+            if not self._ledger.ask_for_room(entry):
+                await self._wait_for_room(entry)
         except BaseException:
             self._room.quit(entry)
             self._ledger.forsake(entry)
@@ -170,7 +173,8 @@ class Admission:
         self._ledger.abort_streaming(entry)
 
     async def _attempt(self, entry: StoredEntry, source: Source) -> bool:
-        await self._wait_for_room(entry)
+        if not self._ledger.ask_for_room(entry):
+            await self._wait_for_room(entry)
         if entry.state is EntryState.GONE:
             return True  # acknowledged already, without its bytes
         await source.fill(
@@ -188,7 +192,7 @@ class Admission:
         return entry.state in (EntryState.READY, EntryState.GONE)
 
     async def _wait_for_room(self, entry: StoredEntry) -> None:
-        """Wait until the entry has room, or was selected without.
+        """Wait in line until the entry has room, or was selected without.
 
         Cancelling leaves the entry in line: whoever cancels takes it out.
 
@@ -197,8 +201,6 @@ class Admission:
         :raises EntryTooLarge: it can never fit, since memory was refused
         """
         ledger, memory = self._ledger, self._table.memory
-        if ledger.ask_for_room(entry):
-            return
         if entry.state is EntryState.WAITING:
             who = f"insert of {entry.entry_id} ({entry.nbytes} bytes)"
             what = f"room in a buffer of {memory.max_bytes} bytes"
@@ -218,8 +220,6 @@ class Admission:
 
     async def _until_decided(self, entry_id: str) -> None:
         """Wait while another insert under that id is under way, or ending."""
-        if not self._table.is_undecided(entry_id):
-            return
         what = "the end of another insert under that id"
         with LoggedWait(f"insert of {entry_id}", what, "its commit or its cancel"):
             await self._room.until(
