@@ -151,7 +151,7 @@ class ReadAhead(Generic[_T]):
         """The application asks for the next tensor."""
         self._was_asked, self._count = True, 1
         self._wants_into = into
-        if not into:
+        if self._waiting and not into:
             self._begin_some(len(self._waiting))
 
     def stop(self) -> None:

@@ -130,7 +130,8 @@ class Outbound:
         """
         if self._queue or self._link.outgoing_bytes >= _MAX_OUTGOING_BYTES:
             return False
-        parcel, nbytes = Parcel(spec), len(body)
+        nbytes = len(body)
+        parcel = Parcel(spec, nbytes)
         if not (self._credit.allows(nbytes) and self.room.take_at_once(parcel)):
             return False
         parcel.is_copied = parcel.is_sent = True
@@ -243,7 +244,8 @@ class Outbound:
             self.room.release(parcel)
             if parcel.watchers:
                 parcel.settle(is_verified=True)
-        self.room.advance()
+        if self.room:
+            self.room.advance()
 
     def end(self, error: PeerLost) -> None:
         """Nothing leaves any more. Never waits; only the first call counts."""

@@ -42,9 +42,11 @@ class Parcel:
         "watchers",
     )
 
-    def __init__(self, spec: TensorSpec | None) -> None:
+    def __init__(self, spec: TensorSpec | None, nbytes: int | None = None) -> None:
         self.spec = spec
-        self.nbytes = 0 if spec is None else spec.nbytes
+        if nbytes is None:
+            nbytes = 0 if spec is None else spec.nbytes
+        self.nbytes = nbytes
         self.source: Source | None = None
         self.outgoing: Outgoing | None = None
         self.is_sent = self.is_lent = self.is_copied = self.has_room = False
