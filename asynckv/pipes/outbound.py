@@ -27,9 +27,7 @@ from asynckv.pipes.sharing import MapSharing
 from asynckv.protocol.codec import Buffer
 from asynckv.protocol.frames import Push
 from asynckv.protocol.transfer_frames import Grant, Sent
-from asynckv.protocol.values import Place
 from asynckv.shielding import wait_shielded
-from asynckv.tensors.device_regions import DeviceRegion
 from asynckv.tensors.growth import Growth
 from asynckv.tensors.runs import joined
 from asynckv.tensors.slab_regions import SlabRegion
@@ -349,21 +347,14 @@ class Outbound:
         )
         outgoing.add(0, source)
         self._offered[transfer] = parcel
-        shown = self._show(source, outgoing)
+        # What is received on a GPU is sent from there, and no memory is mapped.
+        sharing = self.mapping if self.gpus is None else self.gpus.sharing
+        shown = None if sharing is None else sharing.show(source, outgoing)
         parcel.is_sent = shown is not None
         place, digest = shown or (None, b"")
         on_gpu = source.is_on_gpu and not shown
         push = Push(transfer, 0, False, parcel.spec, digest, on_gpu, place)
         self._stream.send(push)
-
-    def _show(self, source: Source, outgoing: Outgoing) -> tuple[Place, bytes] | None:
-        """Let the peer read it where it lies, if it can: return what it is told."""
-        region = source.region
-        if self.gpus is not None and isinstance(region, DeviceRegion):
-            return self.gpus.sharing.show(region, source, outgoing)
-        if self.mapping is not None and isinstance(region, SlabRegion):
-            return self.mapping.show(region, source, outgoing)
-        return None
 
     def _sent(self, parcel: Parcel, frame: Sent) -> None:
         parcel.is_sent = True

@@ -47,12 +47,12 @@ from asynckv.sharing.handshake import Handshake
 from asynckv.sharing.imports import PeerMemory
 from asynckv.sharing.peer_files import PeerFile, edges_at, import_file
 from asynckv.sharing.peer_imports import check_same_host
+from asynckv.tensors.arena import Region
 from asynckv.tensors.copying import CopyPool
 from asynckv.tensors.device_copying import DeviceCopyPool
 from asynckv.tensors.device_regions import DeviceRegion
 from asynckv.tensors.growth import Growth
 from asynckv.tensors.runs import joined
-from asynckv.tensors.slab_regions import SlabRegion
 from asynckv.tensors.views import tensor_over
 from asynckv.transfers.outgoing import Outgoing
 from asynckv.transfers.read_route import IpcRoute, MapRoute, ReadRoute
@@ -144,17 +144,17 @@ class Sharing(abc.ABC):
             handshake.prove(nonce)
             handshake.accept()
 
-    def show(
-        self, region: SlabRegion, source: Source, outgoing: Outgoing
-    ) -> tuple[Place, bytes] | None:
+    def show(self, source: Source, outgoing: Outgoing) -> tuple[Place, bytes] | None:
         """Let the peer read what is sent where it lies, if it can: return where.
 
         And the digest of it that the peer compares.
         """
-        place, importer = place_of(region), self._importer
-        if place is None or importer is None or not self.is_open:
+        region, importer = source.region, self._importer
+        if region is None or importer is None or not self.is_open:
             return None
         if region.is_read_by_peers or not importer.is_usable:
+            return None
+        if (place := place_of(region)) is None:
             return None
         # What is filled again is new to the peer, which is shown nothing twice.
         place = msgspec.structs.replace(place, generation=next(self._numbers))
@@ -211,7 +211,7 @@ class Sharing(abc.ABC):
         """Return by what a tensor comes that the peer shows there, if it can."""
 
     @abc.abstractmethod
-    def _edges(self, region: SlabRegion, source: Source, place: Place) -> bytes:
+    def _edges(self, region: Region, source: Source, place: Place) -> bytes:
         """Return the digest of the first and last bytes; empty if nobody knows it."""
 
     @abc.abstractmethod
@@ -351,7 +351,7 @@ class MapSharing(Sharing):
                 peer = self._link.peer.id
                 logger.info("payload of the pipe to %s goes by lanes: %s", peer, reason)
 
-    def _edges(self, region: SlabRegion, source: Source, place: Place) -> bytes:
+    def _edges(self, region: Region, source: Source, place: Place) -> bytes:
         read = numpy.frombuffer(joined(source.host()), numpy.uint8)
         return edges_at(read, place.generation)
 
@@ -398,6 +398,10 @@ class GpuSharing(Sharing):
         self.peer_memory = PeerMemory(self.lose, digest)
         self._pool = pool
 
+    def show(self, source: Source, outgoing: Outgoing) -> tuple[Place, bytes] | None:
+        # A copy in memory of the host lies nowhere that the peer has open.
+        return super().show(source, outgoing) if source.is_on_gpu else None
+
     def claim(self, place: Place, nbytes: int) -> None:
         if len(place.runs) != 1:
             raise RemoteProtocolError("a tensor of a GPU in several places")
@@ -414,7 +418,7 @@ class GpuSharing(Sharing):
             *(self.peer_memory, self._pool, self._link.progress, self.digest), told=told
         )
 
-    def _edges(self, region: SlabRegion, source: Source, place: Place) -> bytes:
+    def _edges(self, region: Region, source: Source, place: Place) -> bytes:
         return region.edges if isinstance(region, DeviceRegion) else b""
 
     async def _import(self, exposed: Exposed) -> bytes:

@@ -18,6 +18,7 @@ import numpy.typing
 import torch
 
 from asynckv.tensors.allocator import Run
+from asynckv.tensors.blocks import tensor_in
 from asynckv.tensors.cuda import DeviceMemory
 from asynckv.tensors.runs import Memory, Runs, fill, joined
 from asynckv.tensors.slabs import PAGE_NBYTES
@@ -113,6 +114,11 @@ class Region:
         self._holds = 0
         self._is_released = False
 
+    @property
+    def is_read_by_peers(self) -> bool:
+        """Was it shown to a peer that may read it still?"""
+        return False
+
     def view(self) -> memoryview:
         """Return the bytes, writable, without a copy.
 
@@ -148,8 +154,7 @@ class Region:
 
         As :meth:`memory` for :class:`~asynckv.tensors.copying.CopyPool`.
         """
-        memory = self.memory()
-        return memory if isinstance(memory, Runs) else tensor_over(memory, spec)
+        return tensor_in(self.memory(), spec)
 
     def hold(self) -> Hold:
         """Keep the memory as it is, also when it is released, until the hold ends."""

@@ -20,6 +20,7 @@ from asynckv.tensors.views import (
     check_landing_place,
     check_sendable,
     spec_of,
+    tensor_over,
 )
 from asynckv.types import TensorSpec
 
@@ -33,6 +34,7 @@ __all__ = (
     "rows_of",
     "spec_in",
     "tensor_at",
+    "tensor_in",
 )
 
 _ONLY_BLOCK: Final = numpy.zeros(1, numpy.int64)
@@ -197,6 +199,11 @@ def memory_of(memory: KVMemory | Runs) -> Memory:
     if isinstance(memory, Runs):
         return memory
     return memory.memory() if isinstance(memory, KVBlocks) else bytes_of(memory)
+
+
+def tensor_in(memory: Memory, spec: TensorSpec) -> torch.Tensor | Runs:
+    """Return what copies take of host memory: a tensor, or its places as they are."""
+    return memory if isinstance(memory, Runs) else tensor_over(memory, spec)
 
 
 def spec_in(memory: KVMemory | KVOnGpu) -> TensorSpec:

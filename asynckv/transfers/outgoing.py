@@ -33,11 +33,11 @@ from asynckv.protocol.transfer_frames import (
 from asynckv.protocol.wire import digest_of
 from asynckv.sharing.exporter import Importer
 from asynckv.sharing.gpu_channel import GpuLink
+from asynckv.tensors.arena import Region
 from asynckv.tensors.device_copying import DeviceCopyPool
 from asynckv.tensors.device_regions import DeviceRegion
 from asynckv.tensors.feeds import Feed
 from asynckv.tensors.runs import Memory, joined
-from asynckv.tensors.slab_regions import SlabRegion
 from asynckv.transfers.host_copies import D2HCopier, HostCopy
 from asynckv.transfers.manifest import is_eager
 from asynckv.transfers.source import Source
@@ -268,7 +268,7 @@ class Outgoing:
         sources = map(self._sources.__getitem__, parts)
         self._send([*zip(parts, sources, strict=True)])
 
-    def pin(self, importer: Importer, regions: Sequence[SlabRegion]) -> None:
+    def pin(self, importer: Importer, regions: Sequence[Region]) -> None:
         """Let the peer read there, until :meth:`release`. Never waits."""
         self._pin = importer, importer.pin(regions).number
 

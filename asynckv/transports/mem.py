@@ -13,9 +13,9 @@ from asynckv.abc import PayloadTransport
 from asynckv.errors import LocalProtocolError, PeerLost, RemoteProtocolError
 from asynckv.protocol.wire import Chunk
 from asynckv.shielding import wait_shielded
+from asynckv.tensors.blocks import tensor_in
 from asynckv.tensors.copying import CopyPool
 from asynckv.tensors.runs import Memory, Runs
-from asynckv.tensors.views import tensor_over
 from asynckv.transports.ending import Ending
 from asynckv.transports.inline import DEFAULT_CHUNK_BYTES
 from asynckv.transports.parts import DoneCallback, Part, PartTable, PendingParts
@@ -258,6 +258,4 @@ class _Copies:
 
 
 def _tensor(part: Part) -> torch.Tensor | Runs:
-    if isinstance(part.memory, Runs):
-        return part.memory
-    return tensor_over(part.memory, TensorSpec((part.memory.nbytes,), "uint8"))
+    return tensor_in(part.memory, TensorSpec((part.memory.nbytes,), "uint8"))

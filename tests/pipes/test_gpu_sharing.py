@@ -36,7 +36,7 @@ from asynckv.testing.pipe_checks import (
     send_many,
 )
 from asynckv.transfers.read_route import IpcRoute
-from asynckv.transfers.source import StagedTensor
+from asynckv.transfers.source import RegionSource, StagedTensor
 from asynckv.types import TensorSpec
 from harness.fake_gpus import FakeGpus
 from harness.fake_gpus.cuda import FakeCuda
@@ -423,5 +423,6 @@ async def test_memory_that_nobody_reads_is_not_pinned(pair: IpcPipes) -> None:
     assert not idle.is_open
     region = gpu_side_of(pair.near).spare(LARGE)
     assert region is not None
-    assert idle.show(region, None, None) is None  # type: ignore[arg-type]
+    source = RegionSource(region, TensorSpec((LARGE,), "uint8"))
+    assert idle.show(source, None) is None  # type: ignore[arg-type]
     region.release()
