@@ -13,7 +13,7 @@ from asynckv.buffers.entries.entries import StoredEntry
 from asynckv.buffers.lookup import LookupBuffer
 from asynckv.buffers.remote.peer import Peer, connect
 from asynckv.buffers.serve import serve
-from asynckv.buffers.serving import offer
+from asynckv.buffers.serving import select as offer
 from asynckv.errors import ChecksumError, EntryAborted, GPUFailed, LeaseLost, PeerLost
 from asynckv.links.fd_socket import has_fd_sockets
 from asynckv.links.options import Digest

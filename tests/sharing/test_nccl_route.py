@@ -7,7 +7,7 @@ import asyncio
 import pytest
 import torch
 
-from asynckv.buffers.serving.offer import Offering
+from asynckv.buffers.serving.select import Offering
 from asynckv.errors import ChecksumError, GPUFailed, PeerLost, RemoteProtocolError
 from asynckv.links.options import Digest
 from asynckv.protocol.transfer_frames import Grant, Sent

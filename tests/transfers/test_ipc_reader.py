@@ -8,7 +8,7 @@ import torch
 from asynckv.buffers.lookup import LookupBuffer
 from asynckv.buffers.remote.peer import Peer, connect
 from asynckv.buffers.serve import serve
-from asynckv.buffers.serving import offer as serve_mapped, offer as serve_shown
+from asynckv.buffers.serving import select as serve_mapped, select as serve_shown
 from asynckv.errors import PeerLost
 from asynckv.links.fd_socket import has_fd_sockets
 from asynckv.protocol.values import Place

@@ -14,7 +14,7 @@ from asynckv.abc import KVEntry
 from asynckv.buffers.lookup import LookupBuffer
 from asynckv.buffers.remote.peer import Peer, connect
 from asynckv.buffers.serve import Server, serve
-from asynckv.buffers.serving import offer as offer_module
+from asynckv.buffers.serving import select as offer_module
 from asynckv.buffers.serving.select import ServedSelect
 from asynckv.buffers.store import StoreBuffer
 from asynckv.errors import (

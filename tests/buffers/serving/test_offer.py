@@ -6,7 +6,7 @@ from typing import NamedTuple
 import pytest
 
 from asynckv.buffers.entries.entries import Lease, StoredEntry, Waiter
-from asynckv.buffers.serving.offer import Offering, make_offer, may_begin
+from asynckv.buffers.serving.select import Offering, make_offer, may_begin
 from asynckv.errors import EntryTooLarge, RemoteProtocolError
 from asynckv.links.link import Link, LinkStream
 from asynckv.protocol.frames import (

@@ -86,7 +86,7 @@ async def test_an_offer_that_is_too_long_pins_nothing(
 
     await local.insert([1], None, LARGE, None, None)
     await mapper.map()
-    monkeypatch.setattr("asynckv.buffers.serving.offer.check_body", refuse)
+    monkeypatch.setattr("asynckv.buffers.serving.select.check_body", refuse)
     hearer = Hearer()
     mapper.link.open_stream(hearer, Select(has_key=False))
     assert isinstance((await hearer.next())[0], Failure)

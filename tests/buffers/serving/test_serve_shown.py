@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from asynckv.buffers.entries.entries import StoredEntry
-from asynckv.buffers.serving.offer import show
+from asynckv.buffers.serving.select import show
 from asynckv.errors import PeerLost
 from asynckv.links.fd_socket import has_fd_sockets
 from asynckv.links.link import LinkStream
