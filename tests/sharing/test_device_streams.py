@@ -134,6 +134,17 @@ async def test_what_comes_after_a_refusal_is_heard_by_nobody() -> None:
     assert not heard
 
 
+async def test_who_is_detached_hears_nothing_more() -> None:
+    heard: list[object] = []
+    channel = DeviceStream(answers=True)
+    channel.attach(heard.append, heard.append)
+    channel.detach()
+    channel.on_frame(DeviceReady(), b"")
+    channel.on_lost(PeerLost("gone"))
+    await asyncio.sleep(0)
+    assert not heard
+
+
 @pytest.mark.parametrize(
     ("frame", "body"),
     [(Ping(1), b""), (DeviceReady(), b"x"), (Devices(b""), b"")],

@@ -57,6 +57,16 @@ async def test_whatever_gpu_the_peer_has_is_told_which_one_this_is(
     shown.close()
 
 
+async def test_a_peer_of_another_host_is_shown_no_gpu(
+    gpu: FakeDevice, growth: Growth, pair: LinkPair
+) -> None:
+    shown = Exporter(growth.arena)
+    pair.far.peer_host = "192.0.2.1"
+    with pytest.raises(ConfigError, match="no memory of a GPU"):
+        shown.export(pair.far, "edges", gpu.process.cuda.uuid(0))
+    shown.close()
+
+
 async def test_of_too_little_memory_nothing_is_left_open(
     gpu: FakeDevice, growth: Growth, pair: LinkPair
 ) -> None:

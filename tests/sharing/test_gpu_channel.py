@@ -8,6 +8,7 @@ import threading
 import weakref
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
+from typing import Any
 
 import pytest
 import torch
@@ -15,11 +16,12 @@ import torch
 from asynckv.buffers.lookup import LookupBuffer
 from asynckv.buffers.remote.peer import Peer, connect
 from asynckv.buffers.serve import serve
-from asynckv.errors import GPUFailed, PeerLost
+from asynckv.errors import ConfigError, GPUFailed, PeerLost
 from asynckv.links import progress
+from asynckv.links.link import LinkStream
 from asynckv.protocol.transfer_frames import Devices
 from asynckv.sharing import gpu_channel
-from asynckv.sharing.gpu_channel import GpuLink
+from asynckv.sharing.gpu_channel import DeviceStream, GpuLink
 from asynckv.testing.blocked import until, until_blocked
 from asynckv.testing.cancellation import (
     CancelMode,
@@ -297,6 +299,27 @@ async def test_one_that_was_not_opened_is_closed_at_once(unopened: GpuLink) -> N
     assert called
     await unopened.aclose()
     assert unopened.transport.is_quiet
+
+
+async def refuse() -> None:
+    raise ConfigError("no room for it")
+
+
+async def test_who_has_asked_hears_why_it_is_not_opened(two_gpus: FakeGpus) -> None:
+    def answer(stream: LinkStream, frame: Any, body: bytes) -> None:
+        channel = DeviceStream.answer(stream)
+        answering.set_result(far.answer(channel, frame.description, refuse))
+
+    answering = asyncio.get_running_loop().create_future()
+    gpus = [fake_device_of(two_gpus.process(), n).device for n in range(2)]
+    async with linked(answer=answer) as links:
+        near = await GpuLink.make(links.near, gpus[0], "off")
+        far = await GpuLink.make(links.far, gpus[1], "off")
+        asking = asyncio.create_task(near.ask())
+        for one in (await answering, asking):
+            with pytest.raises(ConfigError, match="no room"):
+                await one
+        await asyncio.gather(near.closed(), far.closed())
 
 
 async def test_what_is_opened_for_nobody_is_not_waited_for_but_closes_itself(

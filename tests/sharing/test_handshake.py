@@ -165,20 +165,20 @@ async def test_a_lost_link_ends_the_wait() -> None:
 @pytest.mark.parametrize(
     ("answers", "error", "frame"),
     [
-        (False, ValueError("-"), Cancel),
-        (False, asyncio.CancelledError(), Cancel),
-        (True, ValueError("-"), Failure),
-        (True, asyncio.CancelledError(), Cancelled),
+        (False, ValueError("-"), Cancel()),
+        (False, asyncio.CancelledError(), Cancel()),
+        (True, ValueError("-"), Failure("ValueError", "-")),
+        (True, asyncio.CancelledError(), Cancelled()),
     ],
 )
 async def test_whoever_leaves_by_an_error_says_so_and_hears_nothing_more(
-    answers: bool, error: BaseException, frame: type[Frame]
+    answers: bool, error: BaseException, frame: Frame
 ) -> None:
     handshake, said = make(answers=answers)
     with pytest.raises(type(error)), handshake:
         raise error
     handshake.on_frame(Ping(1), b"")
-    assert [type(one) for one in said.frames] == [frame]
+    assert said.frames == [frame]
 
 
 async def test_what_comes_after_a_cancelled_wait_makes_sense() -> None:

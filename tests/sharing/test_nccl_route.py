@@ -228,3 +228,21 @@ async def test_what_cannot_come_any_more_is_told(two_gpus: FakeGpus) -> None:
         await until(lambda: bool(told))
         assert isinstance(told[0], RouteLost)
         arrivals.stop(1)
+
+
+async def test_a_part_that_has_come_is_not_lost_with_the_way(
+    two_gpus: FakeGpus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with open_nccl_buffers(two_gpus, digest="full") as pair:
+        assert isinstance(pair.peer.pool, DeviceCopyPool)
+        told: list[BaseException | None] = []
+        arrivals = NcclRoute(pair.near_way, pair.peer.pool)
+        place = pair.peer.pool.memory_of(pair.theirs.tensor(noise(8)))
+        transport = pair.near_way.transport
+        monkeypatch.setattr(transport, "receive", lambda *_: _[-1](b"", None))
+        arrivals.receive(1, 0, place, lambda digest, error: told.append(error))
+        arrivals.sent(Sent(1, 0, b"", "full", "nccl"))
+        arrivals.fail(RouteLost(PeerLost("gone")))
+        await until(lambda: bool(told))
+        assert isinstance(told[0], ChecksumError) and not arrivals.is_awaited
+        await arrivals.quiesce(1)
