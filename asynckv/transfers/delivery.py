@@ -23,7 +23,7 @@ from asynckv.tensors.device_copying import DeviceCopyPool
 from asynckv.tensors.device_tensors import gpu_of
 from asynckv.tensors.growth import Growth
 from asynckv.tensors.runs import fill
-from asynckv.tensors.views import dtype_of, tensor_from
+from asynckv.tensors.views import tensor_from, tensor_in
 from asynckv.transfers.incoming import Incoming
 from asynckv.transfers.layout import unflatten
 from asynckv.transfers.manifest import INLINE_NBYTES, Manifest, verify
@@ -62,8 +62,7 @@ class SmallTensors:
         for spec, made in self._made.items():
             if made is None:
                 raw = bytearray(spec.nbytes)
-                flat = torch.frombuffer(raw, dtype=dtype_of(spec.dtype))
-                self._made[spec] = flat.view(spec.shape), memoryview(raw)
+                self._made[spec] = tensor_in(raw, spec), memoryview(raw)
 
     def tensor(self, piece: bytes | memoryview, spec: TensorSpec) -> torch.Tensor:
         """Return a tensor of its own memory that holds a copy of ``piece``."""
