@@ -130,7 +130,7 @@ class PipeEnd:
 
     def _answer_mapping(self, handshake: Handshake) -> None:
         if self._mapping is None:
-            handshake.leave(ConfigError("this side of the pipe has a GPU"))
+            handshake.leave(ConfigError("this side of the pipe shares no host memory"))
         else:
             self._mapping.open_soon(handshake)
 
