@@ -9,8 +9,8 @@ import pytest
 from asynckv.errors import PeerLost
 from asynckv.links.link import LinkStream
 from asynckv.links.streams import StreamHandler
-from asynckv.pipes import group
-from asynckv.pipes.group import Callers
+from asynckv.pipes import joining
+from asynckv.pipes.joining import Callers
 from asynckv.protocol.frames import Failure, OpeningFrame, OpenPipe
 from asynckv.testing.blocked import until, until_blocked
 from harness.link_pairs import Hearer, LinkPair, ScriptedService, linked
@@ -90,7 +90,7 @@ async def test_when_the_group_has_ended_nobody_is_waited_for(calling: Calling) -
 async def test_a_second_pipe_of_a_rank_and_one_too_many_are_refused(
     monkeypatch: pytest.MonkeyPatch, calling: Calling, most: int
 ) -> None:
-    monkeypatch.setattr(group, "_MAX_CALLERS", most)
+    monkeypatch.setattr(joining, "_MAX_CALLERS", most)
     calling.call("group/1")
     frame, _ = await calling.call("group/1" if most > 1 else "group/2").next()
     assert isinstance(frame, Failure) and "already" in frame.message

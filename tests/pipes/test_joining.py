@@ -15,7 +15,7 @@ from asynckv.links.options import new_identity
 from asynckv.links.sockets import prepare
 from asynckv.links.streams import StreamHandler
 from asynckv.pipes.end import PipeEnd
-from asynckv.pipes.group import Joining
+from asynckv.pipes.joining import Joining
 from asynckv.pipes.pipe import Pipe
 from asynckv.protocol.frames import JoinGroup, Members, OpeningFrame, Peek
 from asynckv.testing import until_blocked
