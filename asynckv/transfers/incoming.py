@@ -438,8 +438,7 @@ class Incoming:
         verdict = state.came(part, digest)
         if not state.routed:
             self._forget_route()
-        if verdict != "waits":
-            self._act(part, verdict)
+        self._act(part, verdict)
 
     async def _fall_back(self, route: Route, lost: RouteLost) -> None:
         """Let all come by the link that the route was to bring.

@@ -263,8 +263,7 @@ class Outgoing:
                 self._eager.stop()
             self._halt()
             self.release()
-        by_link = frame.route == "link"
-        self._send = self._send_by_link if by_link else self._route(frame)
+        self._send = self._route(frame)
         sources = map(self._sources.__getitem__, parts)
         self._send([*zip(parts, sources, strict=True)])
 

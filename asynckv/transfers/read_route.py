@@ -10,7 +10,7 @@ from __future__ import annotations
 import abc
 from collections.abc import Awaitable, Callable
 from functools import partial
-from typing import ClassVar, TypeAlias
+from typing import ClassVar, TypeAlias, cast
 
 from asynckv.errors import ChecksumError, GPUFailed, RemoteProtocolError
 from asynckv.links.progress import Progress
@@ -154,8 +154,8 @@ class IpcRoute(ReadRoute):
     def _read(
         self, frame: Sent, target: Memory | DeviceMemory, done: DoneCallback
     ) -> None:
-        if not isinstance(target, DeviceMemory) or frame.offset is None:
-            raise TypeError("a part that lies, or belongs, on no GPU")
+        # Nothing else was received, or is there.
+        place, offset = cast(DeviceMemory, target), cast(int, frame.offset)
         found = list[bytes]()
 
         def read(error: Exception | None) -> None:
@@ -167,7 +167,7 @@ class IpcRoute(ReadRoute):
                 done(b"", RouteLost(error))
 
         copy = partial(self._copy, frame, found)
-        self._reading.adopt(self._memory.read(frame.offset, target, copy, read))
+        self._reading.adopt(self._memory.read(offset, place, copy, read))
 
     async def _copy(
         self,

@@ -21,7 +21,7 @@ from asynckv.tensors.device_regions import DeviceRegion
 from asynckv.tensors.device_tensors import gpu_of
 from asynckv.tensors.growth import Growth
 from asynckv.tensors.on_gpu import KVOnGpu
-from asynckv.tensors.runs import Memory, Runs, joined
+from asynckv.tensors.runs import Memory, Runs
 from asynckv.tensors.views import empty_tensor, packed, tensor_over
 from asynckv.transfers.manifest import INLINE_NBYTES, is_eager
 from asynckv.transfers.targets import device_memory
@@ -73,9 +73,6 @@ class Source(Protocol):
     def host(self) -> Memory:
         """Return where they lie in memory of the host."""
 
-    def read(self) -> memoryview | None:
-        """Return them in one piece; ``None`` of a GPU's, which are not here."""
-
     def place(self) -> Place:
         """Return where they lie, for whoever copies or digests them."""
 
@@ -108,9 +105,6 @@ class HostSource:
     def host(self) -> Memory:
         return memory_of(self._memory)
 
-    def read(self) -> memoryview | None:
-        return joined(memory_of(self._memory))
-
     def place(self) -> KVMemory:
         return self._memory
 
@@ -133,9 +127,6 @@ class CopiedSource:
         self._copy = copy
 
     def host(self) -> Memory:
-        return memoryview(self._copy)
-
-    def read(self) -> memoryview | None:
         return memoryview(self._copy)
 
     def place(self) -> torch.Tensor:
@@ -168,9 +159,6 @@ class GpuSource:
     def host(self) -> Memory:
         raise TypeError("the memory of a GPU has no view for this process")
 
-    def read(self) -> memoryview | None:
-        return None
-
     def place(self) -> KVOnGpu:
         return self._memory
 
@@ -198,9 +186,6 @@ class RegionSource:
 
     def host(self) -> Memory:
         return self.region.memory()
-
-    def read(self) -> memoryview | None:
-        return self.region.read()
 
     def place(self) -> Place:
         return self.region.place(self.spec)

@@ -23,6 +23,7 @@ from asynckv.transfers.source import (
     copied_sources,
     dense,
     lendable,
+    release_staged,
     source_of,
     until_made,
 )
@@ -144,6 +145,8 @@ def test_few_plain_bytes_are_copied_where_they_are_looked_at(
     assert bytes(joined(source.host())) == is_now
     assert bytes(bytes_of(source.place())) == is_now  # type: ignore[arg-type]
     assert source.spec == spec_in(tensor)
+    release_staged([source])
+    assert bytes(joined(source.host())) == is_now
 
 
 @pytest.mark.parametrize(

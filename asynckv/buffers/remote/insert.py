@@ -368,8 +368,8 @@ class RemoteWriter(StagingWriter):
         if self._answer.is_in:
             return  # acknowledged early: nobody needs the rest, nor would grant it
         transfer = self._link.new_transfer()
-        view = source.read() if source.nbytes <= INLINE_NBYTES else None
-        if view is not None:
+        if source.nbytes <= INLINE_NBYTES and not source.is_on_gpu:
+            view = joined(source.host())
             digest = b"" if self._link.digest == "off" else digest_of(view)
             inline = Push(transfer=transfer, part=part, inline=True, digest=digest)
             self.stream.send(inline, view)
