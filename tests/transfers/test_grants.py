@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from types import SimpleNamespace
 from typing import Any
@@ -209,6 +209,24 @@ async def test_of_what_was_not_sent_the_peer_hears_nothing(
     await until(lambda: bool(errors))
     assert errors[0] is not None and await ends.said(outgoing) == []
     outgoing.stop()
+
+
+async def test_of_what_was_sent_when_nobody_needed_it_any_more_nothing_is_said(
+    ends: Ends, gpu: FakeDevice, pool: DeviceCopyPool
+) -> None:
+    sent = list[Callable[[bytes, None], None]]()
+    transport = SimpleNamespace(
+        send=lambda *part: sent.append(part[-1]), stop=lambda transfer: None
+    )
+    nccl: Any = SimpleNamespace(digest="off", transport=transport)
+    with open_device_arena(gpu) as arena:
+        source = await on_gpu(arena, pool, MIB)
+        outgoing = ends.outgoing(source, routes=ByNccl(pool, nccl), is_on_gpu=True)
+        outgoing.on_grant(Grant(ends.transfer, "nccl", "off"))
+        outgoing.stop()
+        sent[0](b"", None)
+        assert await ends.said(outgoing) == []
+        arena.free([source.region])
 
 
 def shown(digest: DigestMode) -> Importer:

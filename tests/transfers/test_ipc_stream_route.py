@@ -131,6 +131,8 @@ async def test_what_makes_no_sense_is_refused(ground: Ground) -> None:
         ground.arrivals.sent(Sent(2, 0, b"", "off", "cuda_ipc"))
     with pytest.raises(RemoteProtocolError, match="granted otherwise"):
         ground.arrivals.sent(Sent(2, 0, b"", "edges", "cuda_ipc", 0))
+    with pytest.raises(RemoteProtocolError, match="sent by nccl, granted otherwise"):
+        ground.arrivals.sent(Sent(2, 0, b"", "edges", "nccl"))
     assert not ground.arrivals.landed_bytes(2)
     with pytest.raises(ValueError, match="does not lie there"):
         ground.parts.source(1)

@@ -102,7 +102,9 @@ async def test_a_grant_of_what_was_never_shown_breaks_the_link(
 
 async def test_a_peer_without_a_gpu_shows_nothing() -> None:
     async with linked("tcp://127.0.0.1:0") as pair:
-        assert connect(pair.listener.url).routes.importer(pair.near) is None
+        routes = connect(pair.listener.url).routes
+        assert routes.importer(pair.near) is None
+        assert routes.sends_from(pair.near) == "cpu"
 
 
 async def test_what_is_not_where_the_peer_reads_waits_for_another_grant() -> None:

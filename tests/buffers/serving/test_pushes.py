@@ -164,15 +164,18 @@ async def test_memory_of_retracted_tensors_is_quiet_at_the_end(
     assert local.statistics().entries == 0
 
 
+@pytest.mark.parametrize("is_retracted", [False, True])
 async def test_an_insert_that_is_cancelled_twice_lets_go_of_all_its_tensors(
-    local: LookupBuffer, monkeypatch: pytest.MonkeyPatch
+    local: LookupBuffer, monkeypatch: pytest.MonkeyPatch, is_retracted: bool
 ) -> None:
     quiet = asyncio.get_running_loop().create_future()
     async with linked_to(local) as (near, far):
         raw = RawInsert(near, MIB, MIB, streaming=True)
         await raw.granted()
-        for part in (0, 1):
-            await raw.push(part)
+        pushed = [await raw.push(part) for part in (0, 1)]
+        if is_retracted:
+            for transfer in pushed:
+                raw.stream.send(Retract(transfer))
         monkeypatch.setattr(far.payload, "quiesce", lambda _: wait_shielded(quiet))
         for _ in range(2):
             raw.stream.send(Cancel())

@@ -9,7 +9,7 @@ from asynckv.buffers.store import StoreBuffer
 from asynckv.links.dial import dial
 from asynckv.links.link import Link, LinkStream
 from asynckv.protocol.frames import Cancel, Cancelled, Get, Offer
-from asynckv.protocol.transfer_frames import Grant
+from asynckv.protocol.transfer_frames import Grant, Sent
 from asynckv.testing.blocked import until
 from asynckv.testing.lookup_checks.values import MIB, noise
 from harness.link_pairs import Hearer, name_of
@@ -44,8 +44,16 @@ async def test_a_get_that_is_given_up_is_read_no_further(
     stream, hearer, transfer = await offered(link)
     stream.send(Grant(transfer))
     stream.send(Cancel())
-    assert await hearer.next() == (Cancelled(), b"")
+    # It may have left before the cancel was heard.
+    await until(lambda: hearer.frames[-1] == (Cancelled(), b""))
     await store.put("other", noise(8 * MIB))  # which needs all of the room
+
+
+async def test_what_only_a_sender_says_breaks_the_link(link: Link) -> None:
+    stream, _, transfer = await offered(link)
+    stream.send(Sent(transfer, 0, b""))
+    await until(lambda: not link.is_open)
+    assert "no Sent belongs here" in str(link.error)
 
 
 async def test_a_grant_of_memory_of_a_gpu_breaks_the_link(link: Link) -> None:
