@@ -49,6 +49,13 @@ def test_every_link_to_a_file_leads_somewhere(page: Path) -> None:
     assert [t for t in targets if not (page.parent / t).exists()] == []
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.name))
+def test_every_source_file_that_a_page_names_exists(page: Path) -> None:
+    named = set(re.findall(r"\basynckv[/.][\w./]+\.py\b", page.read_text()))
+    example = {"asynckv/x/y.py"}  # CONTRIBUTING.md says where its test would lie
+    assert [path for path in named - example if not (ROOT / path).exists()] == []
+
+
 def test_the_fastapi_snippet_is_an_app() -> None:
     snippet = next(text for text in python_snippets() if "FastAPI(" in text)
     code = snippet + "print(*app.openapi()['paths'])"

@@ -52,7 +52,11 @@ MAX_EAGER: Final = 1024
 """So many parts come with one frame."""
 
 RouteName: TypeAlias = Literal["link", "nccl", "cuda_ipc"]
-"""By what large parts come: the link's payload, or from one GPU to another."""
+"""By what large parts come: the link's payload, or beside it.
+
+By ``nccl`` from one GPU to another. By ``cuda_ipc`` the receiver reads them in memory
+that it was shown: of a GPU of the host, or, by a map, of the host's own.
+"""
 
 
 class Grant(Base, frozen=True, tag="grant"):
@@ -60,7 +64,8 @@ class Grant(Base, frozen=True, tag="grant"):
 
     By ``cuda_ipc`` it is read where it lies. ``digest`` is what the receiver wants to
     be compared of what comes from a GPU; the stricter one counts. A later grant asks
-    for all that was not verified once more, by another route.
+    for all of it once more: by the link, after another route was lost or after all
+    has left. Another route is granted once, and what is lost there comes by the link.
     """
 
     transfer: Count

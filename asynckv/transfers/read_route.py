@@ -123,11 +123,11 @@ class ReadRoute(abc.ABC):
 
 
 class IpcRoute(ReadRoute):
-    """What lies in ``memory`` of the peer's GPU, into this side's own on the same one.
+    """What lies in ``memory`` of the peer's GPU, into memory of this side's own.
 
-    With ``is_kept`` the digest of a part that has landed is of all its bytes, whatever
-    was compared. It is lost where the peer does not have a part there, or that cannot
-    be read.
+    That is the same GPU, or another one of the host. With ``is_kept`` the digest of a
+    part that has landed is of all its bytes, whatever was compared. It is lost where
+    the peer does not have a part there, or that cannot be read.
     """
 
     def __init__(

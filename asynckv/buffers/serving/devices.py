@@ -137,8 +137,8 @@ class DeviceService(Service):
     inserted; ``copies`` are in host memory, for what goes another way. ``digest`` is
     what this side wants to be compared of what goes there.
 
-    ``peer_import`` is what a peer on the same GPU inserts from, and a ``map_digest`` is
-    compared of.
+    ``peer_import`` is what a peer on the same GPU, or another one of the host, inserts
+    from, and a ``map_digest`` is compared of.
     """
 
     def __init__(
