@@ -12,6 +12,8 @@ from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import ClassVar, TypeAlias, cast
 
+import msgspec
+
 from asynckv.errors import ChecksumError, GPUFailed, RemoteProtocolError
 from asynckv.links.progress import Progress
 from asynckv.protocol.handshake import DigestMode, strictest
@@ -65,7 +67,9 @@ class ReadRoute(abc.ABC):
             raise TypeError("memory of the host, or of a GPU, does not come this way")
         self._awaited[part] = target, done
         if self._told is not None:
-            self._on_sent(self._told)
+            # What was told before has no number yet that its progress goes by.
+            told = msgspec.structs.replace(self._told, transfer=transfer, part=part)
+            self._on_sent(told)
 
     def sent(self, frame: Sent) -> None:
         """The peer says that a part lies there, and what its digest is of.

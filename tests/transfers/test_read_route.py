@@ -241,6 +241,17 @@ async def test_a_copy_that_takes_its_time_is_not_the_peers_delay() -> None:
     transfer.progress.stop()
 
 
+async def test_a_slow_copy_of_what_was_told_before_is_not_the_peers_delay() -> None:
+    transfer = Transfer("off", is_kept=False, before=Sent(0, 0, b"", "off", offset=64))
+    transfer.progress.expect(1)
+    transfer.pool.works.clear()
+    await until(lambda: bool(transfer.progress._working))
+    assert not is_owed(transfer.progress)
+    transfer.pool.works.set()
+    await transfer.told
+    transfer.progress.stop()
+
+
 def is_owed(progress: Progress) -> bool:
     """Would the watch blame the peer now?"""
     return progress._is_owed(asyncio.get_running_loop().time())
