@@ -84,6 +84,8 @@ class ServedPushes:
         comes = any(push.part == part for push in self._pushes.values())
         if comes or part in self._verified:
             raise RemoteProtocolError("a tensor was pushed twice")
+        if frame.transfer in self._pushes or frame.transfer in self._to_grant:
+            raise RemoteProtocolError("two tensors were pushed under one number")
         region = self.entry.parts[part].region
         if region is None:  # the entry has left
             self._stream.send(Retract(frame.transfer))

@@ -77,6 +77,15 @@ async def test_a_tensor_pushed_twice_breaks_the_link(link: Link) -> None:
     assert "pushed twice" in str(link.error)
 
 
+async def test_two_tensors_under_one_number_break_the_link(link: Link) -> None:
+    raw = RawInsert(link, MIB, 3, streaming=True)
+    await raw.granted()
+    transfer = await raw.push()
+    raw.stream.send(Push(transfer, 1, inline=True), b"abc")
+    await until(lambda: not link.is_open)
+    assert "under one number" in str(link.error)
+
+
 @pytest.mark.parametrize(
     ("part", "body", "why"),
     [(7, b"abc", "never declared"), (0, b"four", "declared size")],
