@@ -106,11 +106,17 @@ class ReadRoute(abc.ABC):
         if is_there and strictest(own, frame.kind) != frame.kind:
             raise RemoteProtocolError(f"digests of {frame.kind}, not of {own}")
         del self._awaited[part]
-        if is_there:
-            self.progress.note(target.nbytes)
-            self._read(frame, target, done)
-        else:
+        if not is_there:
             done(b"", RouteLost(GPUFailed("the peer has it elsewhere")))
+            return
+        nbytes = target.nbytes
+
+        def read(digest: bytes, error: BaseException | None) -> None:
+            if error is None:
+                self.progress.note(nbytes)
+            done(digest, error)
+
+        self._read(frame, target, read)
 
     @abc.abstractmethod
     def _is_there(self, frame: Sent, nbytes: int) -> bool:

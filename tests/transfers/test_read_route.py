@@ -252,6 +252,17 @@ async def test_a_slow_copy_of_what_was_told_before_is_not_the_peers_delay() -> N
     transfer.progress.stop()
 
 
+async def test_a_part_is_progress_once_it_was_copied() -> None:
+    transfer = Transfer("off", is_kept=False)
+    transfer.pool.works.clear()
+    transfer.arrivals.sent(Sent(1, 0, b"", "off", "cuda_ipc", 64))
+    await until(lambda: bool(transfer.progress._working))
+    assert not transfer.progress._noted_bytes
+    transfer.pool.works.set()
+    await transfer.told
+    assert transfer.progress._noted_bytes == TARGET.nbytes
+
+
 def is_owed(progress: Progress) -> bool:
     """Would the watch blame the peer now?"""
     return progress._is_owed(asyncio.get_running_loop().time())
