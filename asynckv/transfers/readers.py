@@ -236,6 +236,7 @@ class _Job:
         self._views = views
         self._from: list[torch.Tensor] = []
         self._to: list[torch.Tensor] = []
+        self._owners: list[str] = []  # which tensor each of these is a piece of
         self._scattered: list[CopyJob] = []
         self._digests = dict[str, bytes]()
         self._places: list[KVMemory] = []
@@ -282,6 +283,7 @@ class _Job:
             some = TensorSpec((source.nbytes,), _BYTES)
             self._from.append(tensor_over(source, some))
             self._to.append(tensor_over(there, some))
+            self._owners.append(name)
             start += source.nbytes
 
     def take(self) -> dict[str, torch.Tensor]:
@@ -296,8 +298,8 @@ class _Job:
 
     async def run(self, pool: CopyPool, *, is_full: bool) -> None:
         """Copy what is to be copied; with ``is_full`` verify every byte."""
-        if is_full and len(self._from) == len(self._digests):
-            # While they are hot, where each tensor lies in one piece.
+        if is_full and self._owners == list(self._digests):
+            # While they are hot, where each tensor is copied in one piece.
             digests = await pool.copy(self._from, self._to)
         else:
             if self._from or self._scattered:

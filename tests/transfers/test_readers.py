@@ -217,6 +217,24 @@ async def test_pages_that_lie_apart_are_one_tensor(
         del entry
 
 
+async def test_pages_that_lie_apart_and_blocks_are_verified_each_as_one_tensor(
+    local: LookupBuffer, mappable: Server
+) -> None:
+    ids = [await insert(local) for _ in range(7)]
+    for entry_id in ids[:5:2]:
+        await local.withdraw(entry_id)
+    key, blocks = noise(2 * MIB), noise(MIB, seed=1).view(4, -1)
+    entry_id = await local.insert([7], None, key, blocks, None)
+    pages = local.ledger.table.entries[entry_id].regions[0].pages
+    assert pages is not None and len(pages.runs) == 2
+    del pages
+    found, pool = torch.zeros_like(key), torch.zeros_like(blocks)
+    async with connect(mappable.url, digest="full") as peer:
+        where = KVBlocks(pool, [3, 1, 0, 2])
+        await peer.lookup.drop_select([7], into={"key": found, "value": where})
+    assert torch.equal(found, key) and torch.equal(pool[[3, 1, 0, 2]], blocks)
+
+
 async def test_many_tensors_are_read_in_steps_of_the_loop(
     monkeypatch: pytest.MonkeyPatch, local: LookupBuffer, peer: Peer
 ) -> None:
