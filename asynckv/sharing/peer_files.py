@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import os
 import socket
+from bisect import bisect_left
 from collections.abc import Iterator
 from typing import Final, TypeAlias
 
@@ -78,7 +79,8 @@ class PeerFile(ProcessBound):
         self.nbytes = nbytes
         self._memory: _Bytes | None = stitch(fd, [(0, nbytes)], writable=False)
         self._sock, self._fd = sock, fd
-        self._is_claimed = bytearray(nbytes // PAGE_NBYTES)
+        self._claimed: list[tuple[int, int]] = []
+        """Where each run begins and ends, in order: none reaches into another one."""
         self._generations: dict[int, int] = {}
         self._reads = 0
         self._is_over = False
@@ -110,20 +112,24 @@ class PeerFile(ProcessBound):
         first = place.runs[0][0]
         if place.generation <= self._generations.get(first, -1):
             raise RemoteProtocolError("a tensor that lies where it was shown before")
-        pages = [(at // PAGE_NBYTES, n // PAGE_NBYTES) for at, n in place.runs]
-        for start, count in pages:
-            if self._is_claimed.find(1, start, start + count) >= 0:
+        for start, length in place.runs:
+            end = start + length
+            index = bisect_left(self._claimed, (start, end))
+            beside = self._claimed[max(index - 1, 0) : index + 1]
+            if any(start < other_end and other < end for other, other_end in beside):
                 raise RemoteProtocolError("a tensor that lies where another one does")
-            self._is_claimed[start : start + count] = b"\1" * count
+            self._claimed.insert(index, (start, end))
         if len(self._generations) >= _MAX_REMEMBERED:
             self._generations.clear()
         self._generations[first] = place.generation
 
     def release(self, place: Place) -> None:
-        """What lies there is not read any more: something else may."""
-        for at, nbytes in place.runs:
-            start, count = at // PAGE_NBYTES, nbytes // PAGE_NBYTES
-            self._is_claimed[start : start + count] = bytes(count)
+        """What lies there is not read any more: something else may. Twice is once."""
+        for start, length in place.runs:
+            run = start, start + length
+            index = bisect_left(self._claimed, run)
+            if self._claimed[index : index + 1] == [run]:
+                del self._claimed[index]
 
     @contextlib.contextmanager
     def reading(self, place: Place, nbytes: int) -> Iterator[_Bytes]:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import os
 import socket
+import tracemalloc
 from collections.abc import Iterator
 
 import numpy
@@ -22,6 +24,7 @@ pytestmark = pytest.mark.skipif(not has_slabs(), reason="no memory files here")
 
 PAGES = 64
 NBYTES = 4 * PAGE_NBYTES
+SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 PLACE = Place(((8 * PAGE_NBYTES, NBYTES),), 0, 5)
 
 
@@ -132,6 +135,37 @@ async def test_what_is_over_may_be_somebody_elses(shown: SharedFile) -> None:
     with pytest.raises(RemoteProtocolError, match="before"):
         file.claim(PLACE, NBYTES)
     file.claim(Place(PLACE.runs, 0, 6), NBYTES)
+    await closed(file, peer)
+
+
+async def test_what_a_claim_costs_does_not_grow_with_what_is_claimed() -> None:
+    nbytes = 2**40
+    written = os.memfd_create("huge", os.MFD_ALLOW_SEALING)
+    os.ftruncate(written, nbytes)
+    fcntl.fcntl(written, fcntl.F_ADD_SEALS, SEALS)
+    ours, theirs = socket.socketpair()
+    fd = os.open(f"/proc/self/fd/{written}", os.O_RDONLY)
+    os.close(written)
+    tracemalloc.start()
+    file = PeerFile(ours, fd, nbytes)
+    file.claim(Place(((0, nbytes - PAGE_NBYTES),), 0, 1), nbytes - PAGE_NBYTES)
+    assert tracemalloc.get_traced_memory()[1] < 2**20
+    tracemalloc.stop()
+    await closed(file, theirs)
+
+
+async def test_what_lies_between_two_others_is_no_matter(shown: SharedFile) -> None:
+    file, peer = opened(shown)
+    page = PAGE_NBYTES
+    for generation, first in enumerate((16, 8, 12)):
+        file.claim(Place(((first * page, NBYTES),), 0, generation), NBYTES)
+    middle = Place(((12 * page, NBYTES),), 0, 2)
+    for _ in range(2):
+        file.release(middle)
+    for first, count in ((7, 2), (11, 2), (15, 2), (4, 32), (19, 1)):
+        with pytest.raises(RemoteProtocolError, match="another"):
+            file.claim(Place(((first * page, count * page),), 0, 9), page)
+    file.claim(Place(((12 * page, NBYTES),), 0, 9), NBYTES)
     await closed(file, peer)
 
 
