@@ -27,7 +27,7 @@ from asynckv.protocol.frames import (
 )
 from asynckv.protocol.transfer_frames import Grant, Sent
 from asynckv.transfers.incoming import Incoming, hear_incoming
-from asynckv.transfers.manifest import Manifest, unpack, verify_inline
+from asynckv.transfers.manifest import INLINE_NBYTES, Manifest, unpack, verify_inline
 from asynckv.transfers.queries import check_mask, check_tokens
 from asynckv.transfers.targets import fill_targets, target_in
 from asynckv.waits.replies import Reply
@@ -90,8 +90,10 @@ class ServedInsert:
         self._task: asyncio.Task[None] | None = None
         manifest = unpack(body, inline=frame.inline)
         self._draft = draft_of(frame, manifest, service)
-        self._inline = manifest.inline if frame.inline else None
-        self._digests = verify_inline(manifest) if frame.inline else []
+        # More than rides along by the rules is too much to be looked at on the loop.
+        rides = frame.inline and manifest.layout.nbytes <= INLINE_NBYTES
+        self._inline = manifest.inline if rides else None
+        self._digests = verify_inline(manifest) if rides else []
         if service.link.digest == "off":
             # As those that come by payload: of a link without digests none is known.
             self._digests = [b""] * len(self._digests)
@@ -103,7 +105,7 @@ class ServedInsert:
             _answer_failure(stream, error)
             return
         nbytes = kept_nbytes(manifest, body)
-        if frame.inline and not service.kept.inserts.fits(nbytes):
+        if frame.inline and not (rides and service.kept.inserts.fits(nbytes)):
             # What rode along in vain is asked for by payload once there is room.
             self._inline, nbytes = None, nbytes - manifest.layout.nbytes
         service.link.payload.announce(frame.transfer)

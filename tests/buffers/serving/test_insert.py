@@ -16,7 +16,7 @@ from asynckv.protocol.frames import (
     Commit,
     Failure,
 )
-from asynckv.protocol.transfer_frames import Sent
+from asynckv.protocol.transfer_frames import Grant, Sent
 from asynckv.protocol.wire import digest_of
 from asynckv.testing.blocked import until
 from asynckv.testing.pairs import Peers
@@ -45,6 +45,19 @@ async def test_inline_bytes_that_changed_are_not_committed(
     last = await RawInsert(link, inline=b"abc", digest=b"wrong").last()
     assert isinstance(last, Failure) and last.code == "ChecksumError"
     assert local.statistics().used_bytes == 0 and link.is_open
+
+
+async def test_more_than_rides_along_by_the_rules_is_asked_for_by_payload(
+    local: LookupBuffer, link: Link
+) -> None:
+    raw = RawInsert(link, inline=bytes(MIB))
+    assert await raw.hearer.next() == (Grant(raw.transfer), b"")
+    good = memoryview(b"x" * MIB)
+    link.payload.send(raw.transfer, 0, good, lambda *_: None)
+    raw.stream.send(Sent(raw.transfer, 0, digest_of(good)))
+    assert await raw.last() == Accepted()
+    entry = await local.drop_select()
+    assert bool((entry.key["0"] == ord("x")).all())  # type: ignore[index]
 
 
 async def test_an_entry_without_tensors_waits_for_no_bytes(
