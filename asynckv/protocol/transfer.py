@@ -16,9 +16,17 @@ from asynckv.errors import RemoteProtocolError
 from asynckv.protocol.handshake import DigestMode
 from asynckv.protocol.transfer_frames import Eager, Grant, RouteName, Sent
 
-__all__ = ("NEVER_OFFERED", "ReceiveState", "SendState", "Verdict")
+__all__ = (
+    "NEVER_OFFERED",
+    "STILL_LEAVING",
+    "ReceiveState",
+    "SendState",
+    "Verdict",
+)
 
 NEVER_OFFERED: Final = "a grant of what was never offered"
+
+STILL_LEAVING: Final = "a second grant of what is still leaving by the link"
 
 Verdict: TypeAlias = Literal["waits", "verified", "again", "differs", "confirm", "read"]
 """What becomes of a part.
@@ -34,7 +42,8 @@ class SendState:
     """The parts of one transfer that is sent: held until it is granted, then leaving.
 
     It may be granted by ``routes``. A later grant asks for all parts anew, but for
-    eager ones that have left beside a route between GPUs: the link has lost none.
+    eager ones that have left beside a route between GPUs: the link has lost none. What
+    the link is still bringing is not granted once more: it loses nothing.
     """
 
     __slots__ = (
@@ -70,8 +79,8 @@ class SendState:
         """Return which parts are to leave now by its route, or None: it is of no
         interest.
 
-        :raises RemoteProtocolError: it was never offered, not by that route, or a
-            GPU's memory was granted before
+        :raises RemoteProtocolError: it was never offered, not by that route, a GPU's
+            memory was granted before, or it is leaving by the link now
         """
         if grant.transfer > self.transfer:
             raise RemoteProtocolError(NEVER_OFFERED)
@@ -82,6 +91,8 @@ class SendState:
         is_beside = self.route != "link"
         if is_beside and grant.route != "link":
             raise RemoteProtocolError("a second grant of a GPU's memory")
+        if not is_beside and self._leaving:
+            raise RemoteProtocolError(STILL_LEAVING)
         leaving = list(self._parts)
         if is_beside:
             leaving = [part for part in leaving if part not in self._gone]

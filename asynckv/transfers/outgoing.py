@@ -22,7 +22,7 @@ from asynckv.errors import GPUFailed, RemoteProtocolError
 from asynckv.links.link import Link, LinkStream
 from asynckv.protocol.codec import BODY_PART_BYTES
 from asynckv.protocol.handshake import DigestMode, strictest
-from asynckv.protocol.transfer import NEVER_OFFERED, SendState
+from asynckv.protocol.transfer import NEVER_OFFERED, STILL_LEAVING, SendState
 from asynckv.protocol.transfer_frames import (
     MAX_EAGER,
     Eager,
@@ -113,6 +113,11 @@ class EagerParts:
         if not self._is_due:
             self._is_due = True
             self._loop.call_soon(self._go)
+
+    @property
+    def are_queued(self) -> bool:
+        """Are there any that have not left yet?"""
+        return bool(self._parts)
 
     def stop(self) -> None:
         """Send no more of them: their memory is not read any more."""
@@ -259,8 +264,8 @@ class Outgoing:
         if (parts := state.on_grant(frame)) is None:
             return
         if is_anew:  # what is queued for the lanes would mix with what leaves now
-            if is_by_link and self._eager is not None:
-                self._eager.stop()
+            if is_by_link and self._eager is not None and self._eager.are_queued:
+                raise RemoteProtocolError(STILL_LEAVING)
             self._halt()
             self.release()
         self._send = self._route(frame)

@@ -11,7 +11,13 @@ from hypothesis import given, settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from asynckv.errors import RemoteProtocolError
-from asynckv.protocol.transfer import NEVER_OFFERED, ReceiveState, SendState, Verdict
+from asynckv.protocol.transfer import (
+    NEVER_OFFERED,
+    STILL_LEAVING,
+    ReceiveState,
+    SendState,
+    Verdict,
+)
 from asynckv.protocol.transfer_frames import Eager, Grant, RouteName, Sent
 from harness.simulation.transfers import tell_transfer
 
@@ -97,6 +103,7 @@ def test_what_left_beside_a_route_has_not_left_beside_the_next() -> None:
     assert state.on_grant(Grant(4, "nccl")) == [0, 1]
     state.left(1)
     assert state.on_grant(Grant(4)) == [0]
+    assert state.sent(0, b"digest") is not None
     assert state.on_grant(Grant(4, "nccl")) == [0, 1]
     assert state.on_grant(Grant(4)) == [0, 1]
 
@@ -106,7 +113,21 @@ def test_what_was_granted_by_the_link_leaves_anew_whole() -> None:
     for _ in range(2):
         assert state.on_grant(Grant(4)) == [0, 1]
         state.left(1)
+        assert state.sent(0, b"digest") is not None
     assert state.on_grant(Grant(4, "nccl")) == [0, 1]
+
+
+@pytest.mark.parametrize("route", EVERY)
+def test_what_still_leaves_by_the_link_is_not_granted_once_more(
+    route: RouteName,
+) -> None:
+    state = holding(2)
+    assert state.on_grant(Grant(4)) == [0, 1]
+    assert state.sent(0, b"digest") is not None
+    before = inside(state)
+    with pytest.raises(RemoteProtocolError, match=f"^{STILL_LEAVING}"):
+        state.on_grant(Grant(4, route))
+    assert inside(state) == before
 
 
 @pytest.mark.parametrize(("transfer", "raises"), [(3, False), (4, False), (5, True)])

@@ -17,7 +17,7 @@ from asynckv.buffers.remote.insert import Sending
 from asynckv.buffers.remote.peer import Peer, connect
 from asynckv.buffers.remote.store import begin_put
 from asynckv.buffers.serve import serve
-from asynckv.errors import GPUFailed
+from asynckv.errors import GPUFailed, RemoteProtocolError
 from asynckv.protocol.frames import Accepted, Cancel, Frame, Put
 from asynckv.protocol.transfer_frames import (
     Eager,
@@ -139,29 +139,26 @@ def held_lanes(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
             goes.set()
 
 
-async def test_what_is_queued_when_it_is_granted_again_leaves_once(
+async def test_what_is_queued_is_not_granted_again_and_does_not_leave(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async with asked(None, "tcp://127.0.0.1:0") as one:
         leaving = one.pair.near.payload._leaving  # type: ignore[attr-defined]
-        target, landed = memoryview(bytearray(MIB)), list[object]()
         with held_lanes(monkeypatch):
             await one.grant("link")
             await until(lambda: bool(leaving))
-            (first,) = leaving._parts[one.transfer]
             await one.grant("link")
-            await until(lambda: leaving._parts[one.transfer] != {first})
-            payload = one.pair.far.payload
-            payload.receive(one.transfer, 0, target, lambda *end: landed.append(end))
-        await until(lambda: bool(landed) and bool(one.said()) and not leaving)
-        assert is_same(torch.frombuffer(target, dtype=torch.uint8), one.value)
-        assert first.stopped and [type(frame) for frame in one.said()] == [Sent]
+            await until(lambda: not one.pair.near.is_open)
+        await until(lambda: not leaving)
+        assert "still leaving" in str(one.pair.near.error) and not one.said()
 
 
-async def test_what_is_to_ride_when_it_is_granted_again_rides_once() -> None:
+async def test_what_is_to_ride_is_not_granted_again_and_rides_once() -> None:
     async with asked(None, nbytes=8 * 1024) as one:
-        one.sending.on_frame(Grant(one.sending._transfer), b"")
-        one.sending.on_frame(Grant(one.sending._transfer), b"")
+        grant = Grant(one.sending._transfer)
+        one.sending.on_frame(grant, b"")
+        with pytest.raises(RemoteProtocolError, match="still leaving"):
+            one.sending.on_frame(grant, b"")
         await until(lambda: bool(one.pair.service.hearers))
         one.sending.cancel()
         await until(lambda: Cancel() in one.said())

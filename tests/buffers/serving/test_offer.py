@@ -104,7 +104,8 @@ async def test_parts_follow_the_grant_of_this_very_offer(ends: Ends) -> None:
     lease.entry.landed.append(0)
     ends.grant(offering, offering.transfer - 2)  # of what has ended
     assert offering.outgoing is not None and not offering.outgoing.is_busy
-    for _ in range(2):
+    ends.grant(offering)
+    with pytest.raises(RemoteProtocolError, match="still leaving"):
         ends.grant(offering)
     await until(lambda: len(hearer.frames) == 2)
     assert isinstance(hearer.frames[1][0], Sent)
