@@ -35,8 +35,14 @@ __all__ = (
 _KEPT_TENSORS: Final = 512
 """Layouts of more tensors are made anew each time."""
 
-_SHORT_NBYTES, _LONG_NBYTES = 512, 8 * 1024
-"""Peers choose what is kept: 64 short layouts and four long ones, in 64 KiB."""
+_KEPT_LAYOUTS: Final = 16
+"""Of those made here: of 512 tensors each they take some 4 MiB, with usual names."""
+
+_SHORT_NBYTES, _LONG_NBYTES = 512, 16 * 1024
+"""Peers choose what is kept: 64 short layouts and four long ones.
+
+They are 96 KiB as encoded; the objects made of them take up to some 2 MiB.
+"""
 
 _encode: Final = msgspec.msgpack.Encoder().encode
 _decode: Final = msgspec.msgpack.Decoder[NamedSpecs](NamedSpecs).decode
@@ -97,7 +103,7 @@ def _read(encoded: bytes) -> Layout:
 
 
 # What raises is not kept, and raises each time.
-_kept_layout = lru_cache(maxsize=64)(_make_layout)
+_kept_layout = lru_cache(maxsize=_KEPT_LAYOUTS)(_make_layout)
 _read_short = lru_cache(maxsize=64)(_read)
 _read_long = lru_cache(maxsize=4)(_read)
 
@@ -191,7 +197,7 @@ def _check_names(names: Sequence[str]) -> None:
         raise ValueError(f"{min(both)} is either one tensor or one a layer, not both")
 
 
-_check_kept = lru_cache(maxsize=64)(_check_names)
+_check_kept = lru_cache(maxsize=_KEPT_LAYOUTS)(_check_names)
 
 
 def unflatten(

@@ -111,6 +111,24 @@ def test_the_same_layout_is_made_and_read_once() -> None:
     assert read_layout(layers) is read_layout(layers)
 
 
+def test_the_layout_of_a_model_of_eighty_layers_is_read_once() -> None:
+    spec = TensorSpec((16, 8, 128), "bfloat16")
+    prefixes = [f"model.layers.{layer}.self_attn.attn" for layer in range(80)]
+    named = [(f"{p}.{field}", spec) for p in prefixes for field in ("key", "value")]
+    layers = msgspec.msgpack.encode(named)
+    assert read_layout(layers) is read_layout(layers)
+
+
+def test_only_the_last_few_layouts_that_were_made_here_are_kept() -> None:
+    kept = layout_of({"0.key": SPEC})
+    for other in range(1, 16):
+        layout_of({f"{other}.key": SPEC})
+    assert layout_of({"0.key": SPEC}) is kept
+    for other in range(1, 17):
+        layout_of({f"{other}.key": SPEC})
+    assert layout_of({"0.key": SPEC}) is not kept
+
+
 def test_a_peer_cannot_make_us_keep_many_layouts_nor_a_very_long_one() -> None:
     first, many = encoded("0.key"), encoded(*(f"{n}.key" for n in range(1000)))
     kept = read_layout(first)
