@@ -473,8 +473,10 @@ class IpcReader(MapReader):
         shown = list[DeviceMemory]()
         origins, places = list[DeviceMemory | torch.Tensor](), list[KVMemory]()
         specs, digests = manifest.layout.specs, manifest.digests
-        every = zip(specs.items(), digests, sources, strict=True)
-        for (name, spec), digest, source in every:
+        # No name for the zip: it would keep the last of the sources that it gave.
+        for (name, spec), digest, source in zip(
+            specs.items(), digests, sources, strict=True
+        ):
             target = targets.get(name)
             if source is not None and target is None and self.views:
                 over = self._imported.gpus.tensors.tensor_over

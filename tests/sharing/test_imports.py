@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+from collections.abc import Iterator
+
 import pytest
 import torch
 
@@ -22,6 +25,15 @@ from harness.gpu_pairs import GpuPair
 DTYPES = sorted(DTYPE_NBYTES.keys() - MISSING_DTYPES)
 
 pytestmark = pytest.mark.skipif(not has_fd_sockets(), reason="no sockets for handles")
+
+
+@pytest.fixture
+def no_collector() -> Iterator[None]:
+    """What is in use until it is collected stays in use."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
 
 
 async def test_an_entry_is_copied_from_one_process_to_the_other_on_the_gpu(
@@ -117,7 +129,10 @@ async def test_an_allocation_is_open_once_however_many_peers_want_it(
     assert len(pair.theirs.process.cuda._opened) == 1
 
 
-async def test_a_cancelled_select_gives_the_entry_back(pair: GpuPair) -> None:
+@pytest.mark.usefixtures("no_collector")
+async def test_a_cancelled_select_gives_the_entry_and_its_memory_back(
+    pair: GpuPair,
+) -> None:
     async def check(k: int, mode: CancelMode, outcome: Outcome[KVEntry]) -> None:
         if outcome.cancelled:
             entry = await pair.peer.lookup.drop_select([1])
