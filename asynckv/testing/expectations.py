@@ -44,7 +44,9 @@ def is_same(found: torch.Tensor | None, expected: torch.Tensor) -> bool:
     dense = expected.cpu().resolve_conj().resolve_neg().contiguous()
     if found is None or (found.dtype, found.shape) != (dense.dtype, dense.shape):
         return False
-    return numpy.array_equal(bytes_of(found.cpu()), bytes_of(dense))
+    if not found.is_cpu:  # as bytes: torch warns of any new memory of complex32
+        found = found.contiguous().reshape(-1).view(torch.uint8).cpu()
+    return numpy.array_equal(bytes_of(found), bytes_of(dense))
 
 
 def only(tensor: object) -> torch.Tensor:

@@ -26,7 +26,8 @@ pytestmark = [
     ),
 ]
 
-_PROMPT = torch.arange(400) % 250
+# Without 0, which pads: generate() would not attend to it.
+_PROMPT = 1 + torch.arange(400) % 249
 
 
 def _demo(*options: object) -> dict[str, Any]:

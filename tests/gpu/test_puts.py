@@ -37,7 +37,7 @@ async def main():
     async with asynckv.connect(
         sys.argv[1], device="cuda:0", max_bytes="256MiB"
     ) as peer:
-        await peer.lookup.insert([1], None, noise(LARGE, 1).cuda(), noise(9), None)
+        await peer.lookup.insert([1], None, noise(LARGE, 1).cuda(), noise(9, 1), None)
         specs = {"key": TensorSpec((LARGE,), "uint8")}
         async with peer.lookup.open_insert([2], None, specs) as writer:
             await writer.put("key", noise(LARGE, 2).cuda())

@@ -27,6 +27,8 @@ _PARTS_AHEAD: Final = 4
 """So many parts wait in host memory, so that copies to it and from it overlap."""
 TOKENS: Final = (1,)
 _SPARE_BYTES: Final = 2**20
+_GIVEN_BACK: Final = 1000
+"""As often the bench gives an entry back at most."""
 
 
 def content_of(nbytes: int) -> torch.Tensor:
@@ -44,7 +46,9 @@ async def serve_gpu(device: Device, nbytes: int, parts: int) -> None:
         raise TypeError("no GPU was named")
     part_nbytes = nbytes // parts
     async with (
-        asynckv.LookupBuffer(nbytes + _SPARE_BYTES, device=device) as whole,
+        asynckv.LookupBuffer(
+            nbytes + _SPARE_BYTES, device=device, max_deliver=_GIVEN_BACK
+        ) as whole,
         asynckv.LookupBuffer(_PARTS_AHEAD * part_nbytes + _SPARE_BYTES) as layered,
         asynckv.serve("tcp://127.0.0.1:0", lookup=whole) as one,
         asynckv.serve("tcp://127.0.0.1:0", lookup=layered) as other,

@@ -8,7 +8,9 @@ import pytest
 from asynckv.cli.bench.command import bench
 from asynckv.cli.bench.device import DeviceRow, device_number, run_device_bench
 from asynckv.errors import GPUUnavailable
+from asynckv.tensors.cuda_cupy import open_cuda
 from asynckv.tensors.devices import Device
+from asynckv.transports.nccl.api import open_nccl
 from harness.fake_devices import fake_device
 from harness.gpu_processes import BEGIN
 
@@ -62,11 +64,22 @@ async def test_two_processes_measure_every_case_but_nccl_on_a_fake_gpu() -> None
         assert words in found
 
 
+@pytest.fixture(scope="module")
+def used_gpu() -> None:
+    """CUDA and NCCL were used once: what they open for the process stays open."""
+    cuda, nccl = open_cuda(), open_nccl()
+    cuda.use_device(0)
+    stream = cuda.stream()
+    stream.synchronize()
+    stream.close()
+    nccl.open_comm(1, nccl.unique_id(), 0).destroy()
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(
     importlib.util.find_spec("cupy") is None, reason="CuPy is not installed"
 )
-async def test_every_case_has_its_row() -> None:
+async def test_every_case_has_its_row(used_gpu: None) -> None:
     rows: list[DeviceRow] = []
     await run_device_bench(Device(0), rows.append, blocks=256, ticks=200)
     assert rows[-1].name == "NCCL, to itself" and all(row.value > 0 for row in rows)
