@@ -158,10 +158,10 @@ class StoredValues:
         self.counters.room_waits += not self._is_growing_for(spec)
         who = f"put of {key!r} ({spec.nbytes} bytes)"
         try:
-            if not self.room.join(ticket):
-                await self.room.until_through(
-                    ticket, who, "room", "the end of a get or put, or aclose"
-                )
+            self.room.join(ticket)
+            await self.room.until_through(
+                ticket, who, "room", "the end of a get or put, or aclose"
+            )
             if self.closed:
                 raise BufferClosed("the buffer was closed while the put waited")
         except BaseException:

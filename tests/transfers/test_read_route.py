@@ -6,17 +6,19 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+import numpy
 import pytest
 
 from asynckv.errors import ChecksumError, RemoteProtocolError
 from asynckv.links.progress import Progress
 from asynckv.protocol.handshake import DigestMode
 from asynckv.protocol.transfer_frames import Sent
-from asynckv.sharing.gpu_channel import RouteLost
+from asynckv.sharing.gpu_channel import RouteLost, other_bytes
 from asynckv.shielding import wait_shielded
 from asynckv.tensors.cuda import DeviceMemory
+from asynckv.tensors.runs import runs_in
 from asynckv.testing.blocked import cancel_before_each, until
-from asynckv.transfers.read_route import IpcRoute
+from asynckv.transfers.read_route import IpcRoute, MapRoute
 
 TARGET = DeviceMemory(4096, 100, 0)
 WHOLE, EDGES = b"of all bytes", b"of the edges"
@@ -221,6 +223,63 @@ async def test_all_reads_are_waited_for_however_often_the_wait_is_cancelled(
     quiescing = asyncio.create_task(transfer.arrivals.quiesce(1))
     await cancel_before_each(quiescing, reading[::order])
     assert quiescing.cancelled() and not transfer.arrivals._reading
+
+
+class HostTransfer:
+    """One tensor that lies in a file of the peer's, which ``read`` copies."""
+
+    def __init__(self, read: Callable[[memoryview], Awaitable[None]]) -> None:
+        self.lost = list[Exception]()
+        self.target = memoryview(bytearray(4))
+        progress = Progress(Payload(), refuse)  # type: ignore[arg-type]
+        told = Sent(0, 0, route="cuda_ipc")
+        self.route = MapRoute(read, self.lost.append, progress, "off", told)
+        self.told = asyncio.get_running_loop().create_future()
+
+    async def outcome(self) -> tuple[bytes, BaseException | None]:
+        """Receive it, and return what is told."""
+        self.route.receive(
+            *(1, 0, self.target), lambda *told: self.told.set_result(told)
+        )
+        assert self.route.grant(1) is None
+        return await self.told  # type: ignore[no-any-return]
+
+
+async def test_a_tensor_of_the_peers_host_is_copied_where_it_belongs() -> None:
+    async def read(target: memoryview) -> None:
+        target[:] = b"part"
+
+    transfer = HostTransfer(read)
+    assert await transfer.outcome() == (b"", None)
+    assert bytes(transfer.target) == b"part" and not transfer.lost
+
+
+async def test_other_bytes_than_lie_there_lose_no_route() -> None:
+    async def read(target: memoryview) -> None:
+        raise other_bytes(0)
+
+    transfer = HostTransfer(read)
+    _, error = await transfer.outcome()
+    assert isinstance(error, ChecksumError) and not transfer.lost
+
+
+async def test_what_cannot_be_read_in_the_peers_host_loses_the_route() -> None:
+    async def read(target: memoryview) -> None:
+        raise OSError("gone")
+
+    transfer = HostTransfer(read)
+    _, error = await transfer.outcome()
+    assert isinstance(error, RouteLost) and "gone" in str(error)
+    assert [str(one) for one in transfer.lost] == ["gone"]
+
+
+async def test_a_tensor_of_the_peers_host_comes_in_one_piece() -> None:
+    async def read(target: memoryview) -> None:
+        raise AssertionError("nothing is read")
+
+    apart = runs_in(memoryview(bytearray(4)), numpy.array([0, 2]), 1)
+    with pytest.raises(TypeError, match="one place"):
+        HostTransfer(read).route.receive(1, 0, apart, lambda *_: None)
 
 
 async def test_memory_of_the_host_does_not_come_this_way() -> None:

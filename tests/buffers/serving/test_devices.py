@@ -147,6 +147,25 @@ async def test_what_a_lost_way_did_not_send_is_not_said_to_be_sent(
         assert len(hearer.frames) == 1 and link.is_open
 
 
+async def test_who_has_opened_no_way_cannot_grant_memory_for_one(
+    gpus: FakeGpus,
+) -> None:
+    device = fake_device_of(gpus.process()).device
+    async with (
+        LookupBuffer("4MiB", device=device, drain_s=0) as buffer,
+        serve("tcp://127.0.0.1:0", lookup=buffer) as server,
+    ):
+        await buffer.insert([1], None, noise(MIB), None, None)
+        link = await dial(server.url, identity=name_of("consumer"))
+        stream = link.open_stream(hearer := Hearer(), Select(has_key=False))
+        offer, _ = await hearer.next()
+        assert isinstance(offer, Offer) and offer.on_gpu
+        stream.send(Grant(offer.transfer, "nccl", "off"))
+        assert "nothing leads to" in str((await hearer.loss()).__cause__)
+        await link.aclose()
+        await until(lambda: not buffer.statistics().leased)
+
+
 async def test_what_rides_alone_cannot_be_granted_a_gpus_memory(
     two_gpus: FakeGpus,
 ) -> None:
