@@ -51,9 +51,10 @@ def test_both_processes_of_the_demo_share_one_gpu(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def model(tmp_path: Path) -> Any:
+def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     from asynckv.cli.demo.models import load_model, prepare_model
 
+    monkeypatch.setattr("tqdm.tqdm.monitor_interval", 0)  # else its thread stays
     return load_model(prepare_model("random", tmp_path).folder, "cuda:0")
 
 
