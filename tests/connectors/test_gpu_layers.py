@@ -305,7 +305,7 @@ async def one_of_two_by_host(patch: pytest.MonkeyPatch) -> AsyncIterator[P2PGrou
             return None if routes is second else staging(routes, link, nbytes)
 
         patch.setattr(GpuRoutes, "staging", of_first)
-        spec = TensorSpec((first.room._arena.pages.free_bytes,), "uint8")
+        spec = TensorSpec((first.room._growth.arena.pages.free_bytes,), "uint8")
         (filler,) = await first.room.take([spec], set())
         yield ground
         filler.release()

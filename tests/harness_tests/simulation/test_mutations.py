@@ -21,7 +21,7 @@ from asynckv.transports.inline import InlineTransport
 from asynckv.waits.line import FairLine
 from harness.simulation.verdict import simulate
 
-MAX_SEEDS: Final = 40
+MAX_SEEDS: Final = 120
 
 Mutation = Callable[[pytest.MonkeyPatch], None]
 
