@@ -20,6 +20,7 @@ from asynckv.protocol.wire import digest_of
 from asynckv.shielding import wait_shielded
 from asynckv.tensors.arena import Region
 from asynckv.transfers.incoming import Incoming
+from asynckv.transfers.manifest import INLINE_NBYTES
 from asynckv.transfers.targets import target_in
 
 __all__ = ("ServedPushes",)
@@ -143,6 +144,8 @@ class ServedPushes:
             return
         if len(body) != region.nbytes:
             raise RemoteProtocolError("a pushed tensor has not its declared size")
+        if len(body) > INLINE_NBYTES:  # too much to be looked at on the loop
+            raise RemoteProtocolError(f"{len(body)} bytes came along with a push")
         digest = digest_of(body)
         if frame.digest and frame.digest != digest:
             self.failed(ChecksumError("a pushed tensor changed on its way"))

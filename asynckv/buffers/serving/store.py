@@ -176,8 +176,10 @@ class ServedPut:
         self._stream = stream
         self._frame = frame
         self._spec = frame.spec
-        # What rode along in vain is asked for by payload once there is room.
-        fits = frame.inline and service.kept.inserts.fits(REQUEST_NBYTES + len(body))
+        # What rode along in vain is asked for by payload once there is room: also more
+        # than may ride along, which is too much to be looked at on the loop.
+        rides = frame.inline and len(body) <= INLINE_NBYTES
+        fits = rides and service.kept.inserts.fits(REQUEST_NBYTES + len(body))
         self._inline = body if fits else None
         nbytes = REQUEST_NBYTES + (len(body) if fits else 0)
         service.link.payload.announce(frame.transfer)

@@ -100,6 +100,16 @@ async def test_a_tensor_that_was_not_declared_so_breaks_the_link(
     assert why in str(link.error)
 
 
+async def test_a_push_takes_no_more_along_than_the_loop_may_look_at(
+    link: Link,
+) -> None:
+    raw = RawInsert(link, MIB, streaming=True)
+    await raw.granted()
+    raw.push_inline(bytes(MIB))
+    await until(lambda: not link.is_open)
+    assert "came along with a push" in str(link.error)
+
+
 async def test_the_last_byte_of_what_was_retracted_does_not_matter(link: Link) -> None:
     raw = RawInsert(link, MIB, 3, streaming=True)
     await raw.granted()

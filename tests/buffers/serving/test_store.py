@@ -11,6 +11,7 @@ from asynckv.buffers.store import StoreBuffer
 from asynckv.links.dial import dial
 from asynckv.links.link import Link, LinkStream
 from asynckv.protocol.frames import (
+    Accepted,
     Cancel,
     Cancelled,
     Commit,
@@ -98,6 +99,20 @@ async def test_inline_bytes_that_changed_are_not_stored(link: Link) -> None:
     link.open_stream(hearer, put, b"abc")
     last, _ = await hearer.next()
     assert isinstance(last, Failure) and last.code == "ChecksumError"
+
+
+async def test_more_than_may_ride_along_is_asked_for_by_payload(
+    store: StoreBuffer, link: Link
+) -> None:
+    hearer, transfer = Hearer(), link.new_transfer()
+    put = Put("new", transfer, inline=True, spec=TensorSpec((MIB,), "uint8"))
+    stream = link.open_stream(hearer, put, bytes(MIB))
+    assert (await hearer.next())[0] == Grant(transfer)
+    link.payload.send(transfer, 0, memoryview(b"x" * MIB), lambda *_: None)
+    stream.send(Sent(transfer, 0, digest_of(b"x" * MIB)))
+    assert (await hearer.next())[0] == Accepted()
+    value = await store.get("new")
+    assert value is not None and bool((value == ord("x")).all())
 
 
 async def test_a_body_that_is_not_the_tensor_breaks_the_link(link: Link) -> None:
