@@ -38,6 +38,8 @@ from harness.shared_puts import SharedPuts
 CHAOS = pytest.mark.chaos
 ONE = ToyModel(layers=1, head_dim=96)
 DEEP = ToyModel(layers=5, head_dim=768)
+ENDS_S = 20
+"""Far more than the fake takes, piece by piece, on a busy machine."""
 DEEP_NBYTES = 2 * 3 * 16 * 4 * 768 * 4
 LARGE_NBYTES = 2 * 3 * 16 * 4 * 96 * 4
 """Keys and values of three blocks, in a layer."""
@@ -245,7 +247,7 @@ async def test_what_finds_no_room_when_its_step_is_over_goes_on_from_the_host(
         before = staged_in_host(ground)
         with puts_held(monkeypatch) as go_on:
             ground.begin_save(name := ground.new_name())
-            async with asyncio.timeout(2):
+            async with asyncio.timeout(ENDS_S):
                 await worker_of(ground).wait_for_save()
             ground.prefill.caches[0].spoil()
             assert taken_on_gpu(ground) == 2 * DEEP_NBYTES
@@ -285,7 +287,7 @@ async def test_blocks_that_are_wanted_back_go_on_from_the_host(
             waiting = asyncio.create_task(worker.wait_for_save())
             await until_blocked(waiting)
             worker.let_go_of_blocks({f"p {name}"})
-            async with asyncio.timeout(2):
+            async with asyncio.timeout(ENDS_S):
                 await waiting
             ground.prefill.caches[0].spoil()
             go_on.set()
@@ -320,7 +322,7 @@ async def test_blocks_are_not_left_while_one_target_takes_what_came_to_the_host(
         worker = hold_blocks(ground) if is_held else worker_of(ground)
         (first, _) = [line._peer.routes for line in lines_of(ground)]
         ground.begin_save(name := ground.new_name())
-        async with asyncio.timeout(2):
+        async with asyncio.timeout(ENDS_S):
             await worker.wait_for_save()
         assert not first.room._line  # what is there is not gathered any more
         ground.prefill.caches[0].spoil()
