@@ -126,6 +126,9 @@ class Getting:
                 if incoming is not None:  # else nothing was granted
                     incoming.on_frame(frame, body)
             case Result():
+                # Nothing follows it: who waits for what was offered would wait on.
+                if self._delivery is not None and not self._delivery.offer.inline:
+                    raise RemoteProtocolError("a Result before the value has come")
                 self._offer.give(None)
             case _:
                 fail_by(frame, "get", self._fail)

@@ -115,6 +115,15 @@ async def test_a_link_lost_before_the_last_byte_ends_the_wait(url: str) -> None:
             await value
 
 
+async def test_an_answer_before_the_value_has_come_ends_the_wait() -> None:
+    async with linked("mem://", lambda stream, *_: offer(stream, "value")) as pair:
+        value = asyncio.create_task(getting_on(pair.near).value())
+        (await granted(pair)).send(Result(1))
+        with pytest.raises(PeerLost):
+            await value
+        assert not pair.near.is_open
+
+
 async def test_bytes_that_changed_are_refused() -> None:
     async with linked("mem://", lambda stream, *_: offer(stream, "value")) as pair:
         value = asyncio.create_task(getting_on(pair.near).value())
