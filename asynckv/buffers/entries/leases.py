@@ -375,6 +375,15 @@ class Leases:
         if self._max_hold_s is not None and lease.is_valid:
             lease.hold(self._max_hold_s, self._lapse)
 
+    def keep_for_ack(self, lease: Lease, late: Callable[[Lease], None]) -> None:
+        """Its acknowledgement was answered: it is not given back for being held.
+
+        The application may have it, though that is not known yet. If that stays so for
+        ``max_hold_s`` more, ``late`` is called: it counts, as if the link were lost.
+        """
+        if self._max_hold_s is not None:
+            lease.hold(self._max_hold_s, late)
+
     def leave_to_consumers(self, entry: StoredEntry) -> None:
         """Nobody else gets the entry any more."""
         entry.owner_gone = True

@@ -380,6 +380,7 @@ class ServedSelect(msgspec.Struct, eq=False):
             self._fail(LeaseLost("the entry was taken back before it was acknowledged"))
         elif confirm:
             self._settling = lease
+            self.payer.leases.keep_for_ack(lease, self._acknowledge)
             self._stream.send(Noted())
         else:
             self._acknowledge(lease)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from asynckv.protocol.frames import (
     Commit,
     Failure,
     Nack,
+    Noted,
     Offer,
     Reached,
     Retract,
@@ -141,6 +143,22 @@ async def test_a_loss_while_it_settles_counts_as_reached(
     link.abort()
     await until(lambda: local.statistics().acknowledged == 1)
     assert local.statistics().entries == 0
+
+
+async def test_what_is_not_known_to_be_reached_in_time_counts_as_reached() -> None:
+    async with LookupBuffer("1MiB", max_hold_s=0.05, drain_s=0) as local:
+        await insert(local)
+        async with serve("mem://", lookup=local) as server:
+            link = await dial(server.url, identity=name_of("consumer"))
+            hearer, stream, offer = await selected(link)
+            stream.send(Ack(offer.token, confirm=True))
+            assert await hearer.next() == (Noted(), b"")
+            waiting = asyncio.create_task(local.drop_select([1]))
+            await until(lambda: local.statistics().acknowledged == 1)
+            assert local.statistics().entries == local.statistics().lapsed == 0
+            waiting.cancel()
+            await asyncio.wait({waiting})
+            await link.aclose()
 
 
 async def test_only_what_the_application_had_counts_towards_max_deliver(
