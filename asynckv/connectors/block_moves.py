@@ -16,8 +16,8 @@ import torch
 from asynckv.connectors.caches import PagedCaches
 from asynckv.errors import GPUFailed, GPUUnavailable
 from asynckv.tensors.blocks import KVBlocks
-from asynckv.tensors.copying import CopyPool
 from asynckv.tensors.cuda import DeviceMemory, Event
+from asynckv.tensors.device_copying import CopyPool
 from asynckv.tensors.device_tensors import gpu_of
 from asynckv.tensors.gpu_pools import GpuPools, gpu_mark
 from asynckv.tensors.on_gpu import at_once
@@ -41,7 +41,7 @@ class BlockMoves:
         self._marks = StreamMarks()
         self._followed: object = _NOT_FOLLOWED
         pools = [one for layer in caches.layers for one in caches.pools(layer)]
-        self._gpu = GpuPools(pools, pool.stagings) if caches.is_on_gpu else None
+        self._gpu = GpuPools(pools, pool.lanes) if caches.is_on_gpu else None
         self._any_pool = pools[0]
         self._is_open = False
 
@@ -72,7 +72,7 @@ class BlockMoves:
         """
         if self._gpu is None:
             return None
-        return gpu_mark(self._any_pool, self.pool.stagings.tensors)
+        return gpu_mark(self._any_pool, self.pool.lanes.tensors)
 
     def follow(self, mark: object) -> None:
         """Let :meth:`now` be ``mark``, which another thread made of its stream.
@@ -110,13 +110,13 @@ class BlockMoves:
             return list(tensors)
         found = {at: one for at, one in enumerate(tensors) if gpu_of(one) is not None}
         copies = [empty_tensor(spec_of(one)) for one in found.values()]
-        sources = [at_once(one, self.pool.stagings.tensors) for one in found.values()]
+        sources = [at_once(one, self.pool.lanes.tensors) for one in found.values()]
         await self.pool.copy(sources, copies, digest=False)
         copied = dict(zip(found, copies, strict=True))
         return [copied.get(at, one) for at, one in enumerate(tensors)]
 
     async def open(self) -> None:
-        """Have ready what a GPU takes its time for: kernels, and memory for them.
+        """Have ready what a GPU takes its time for: kernels of torch, memory for them.
 
         CUDA may keep who allocates waiting for an operation that waits for a peer. A
         cancelled call leaves it to the first gathering.
@@ -125,7 +125,7 @@ class BlockMoves:
         :raises GPUUnavailable: CuPy or a driver is missing
         """
         if self._gpu is not None and len(self._any_pool):
-            block = KVBlocks(self._any_pool, (0,))
+            block = KVBlocks(self._any_pool, (0, 0))  # two: one is not gathered
             await self.gather([block], [empty_tensor(block.spec)], None)
         self._is_open = True
 

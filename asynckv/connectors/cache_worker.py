@@ -22,9 +22,9 @@ from asynckv.connectors.engine import KVEngine
 from asynckv.connectors.options import ConnectorOptions
 from asynckv.connectors.transfers import Transfers
 from asynckv.loops import LoopBound
-from asynckv.tensors.copying import CopyPool
 from asynckv.tensors.cuda import Event
-from asynckv.tensors.staging import Stagings
+from asynckv.tensors.device_copying import CopyPool
+from asynckv.tensors.device_lanes import DeviceLanes
 
 __all__ = ("CacheWorker",)
 
@@ -58,12 +58,12 @@ class CacheWorker(
         config: KVTransferConfig,
         engine: KVEngine,
         *,
-        stagings: Stagings | None = None,
+        lanes: DeviceLanes | None = None,
     ) -> None:
         self.config = config
         self.engine = engine
         self.options = ConnectorOptions.of(config)
-        self._pool = CopyPool(stagings=stagings)
+        self._pool = CopyPool(lanes=lanes)
         self._moves: BlockMoves | None = None
         self._transfers = Transfers()
 

@@ -27,8 +27,8 @@ from asynckv.connectors.p2p_routes import P2PRoutes
 from asynckv.connectors.p2p_saving import P2PSaving
 from asynckv.connectors.staging import Staging
 from asynckv.errors import ConfigError
+from asynckv.tensors.device_lanes import DeviceLanes
 from asynckv.tensors.devices import Device, device_named
-from asynckv.tensors.staging import Stagings
 
 __all__ = ("P2PWorker", "P2PWorkerStatistics")
 
@@ -77,11 +77,11 @@ class P2PWorker(CacheWorker, SupportsHandshake, SupportsHeldBlocks, SupportsLaye
         config: KVTransferConfig,
         engine: KVEngine,
         *,
-        stagings: Stagings | None = None,
+        lanes: DeviceLanes | None = None,
         device: Device | None = None,
     ) -> None:
         """``device`` is the GPU of the caches, where it is not told by its name."""
-        super().__init__(config, engine, stagings=stagings)
+        super().__init__(config, engine, lanes=lanes)
         self._device = device
         self.routes = P2PRoutes(config, engine)
         self._staging = Staging(config.max_bytes)

@@ -22,7 +22,7 @@ from asynckv.connectors.store_orders import StoreMetadata
 from asynckv.connectors.store_rank import StoreRank
 from asynckv.connectors.store_saving import StoreSaving
 from asynckv.tensors.cuda import Event
-from asynckv.tensors.staging import Stagings
+from asynckv.tensors.device_lanes import DeviceLanes
 
 __all__ = ("StoreWorker", "StoreWorkerStatistics")
 
@@ -65,9 +65,9 @@ class StoreWorker(CacheWorker):
         engine: KVEngine,
         store: KVStoreBuffer | None = None,
         *,
-        stagings: Stagings | None = None,
+        lanes: DeviceLanes | None = None,
     ) -> None:
-        super().__init__(config, engine, stagings=stagings)
+        super().__init__(config, engine, lanes=lanes)
         self._line = StoreLine(config, engine, store, str(engine.rank))
         self._spool: Spool | None = None
         self._orders: StoreMetadata | None = None

@@ -24,9 +24,9 @@ from asynckv.protocol.values import Place
 from asynckv.sharing.exporter import LEAST_NBYTES
 from asynckv.sharing.gpu_channel import DeviceStream, GpuLink, NcclRoute
 from asynckv.sharing.handshake import Handshake
-from asynckv.tensors.copying import CopyPool
 from asynckv.tensors.device_calls import DeviceCalls
-from asynckv.tensors.device_copying import DeviceCopyPool
+from asynckv.tensors.device_copying import CopyPool
+from asynckv.tensors.device_lanes import DeviceLanes
 from asynckv.tensors.device_regions import DeviceRegion
 from asynckv.tensors.devices import Device
 from asynckv.tensors.growth import Growth
@@ -200,11 +200,11 @@ class GpuSide:
         self._tensors = opened.gpus.tensors
         max_nbytes = max(2 * max_bytes, LEAST_NBYTES)
         self._growth = Growth(max_nbytes, device=opened.device)
-        self.pool = DeviceCopyPool(
-            *(opened.device, lambda: opened.gpus), empty=self._growth.lending.spare
+        self.pool = CopyPool(
+            device=opened.device,
+            empty=self._growth.lending.spare,
+            lanes=DeviceLanes.of(lambda: opened.gpus),
         )
-        if (pages := self._growth.device_pages) is not None:
-            pages.call_when_dropped(self.pool.lanes.close)
         self.sharing = GpuSharing(
             *(link, opened.uuid, self._growth, self.pool, map_digest(digest))
         )

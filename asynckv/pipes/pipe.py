@@ -18,7 +18,7 @@ from asynckv.pipes.end import PipeEnd
 from asynckv.pipes.gpu_side import Placing
 from asynckv.pipes.parcels import INLINE_NBYTES, Parcel
 from asynckv.protocol.wire import digest_of
-from asynckv.tensors.copying import CopyPool
+from asynckv.tensors.device_copying import CopyPool
 from asynckv.tensors.on_gpu import KVOnGpu
 from asynckv.tensors.open_device import OpenDevice
 from asynckv.tensors.views import bytes_of, check_into, packed, spec_like, spec_of

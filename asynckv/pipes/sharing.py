@@ -48,8 +48,7 @@ from asynckv.sharing.imports import PeerMemory
 from asynckv.sharing.peer_files import PeerFile, edges_at, import_file
 from asynckv.sharing.peer_imports import check_same_host
 from asynckv.tensors.arena import Region
-from asynckv.tensors.copying import CopyPool
-from asynckv.tensors.device_copying import DeviceCopyPool
+from asynckv.tensors.device_copying import CopyPool
 from asynckv.tensors.device_regions import DeviceRegion
 from asynckv.tensors.growth import Growth
 from asynckv.tensors.runs import joined
@@ -391,7 +390,7 @@ class GpuSharing(Sharing):
         link: Link,
         uuid: str,
         growth: Growth,
-        pool: DeviceCopyPool,
+        pool: CopyPool,
         digest: DigestMode,
     ) -> None:
         super().__init__(link, growth, digest, uuid)

@@ -39,7 +39,7 @@ from asynckv.protocol.transfer_frames import (
 )
 from asynckv.shielding import wait_shielded
 from asynckv.tensors.cuda import DeviceMemory
-from asynckv.tensors.device_copying import DeviceCopyPool
+from asynckv.tensors.device_copying import CopyPool
 from asynckv.tensors.devices import Device
 from asynckv.tensors.runs import Memory
 from asynckv.transports.nccl.connecting import DeviceDescription, check_peer
@@ -480,7 +480,7 @@ class NcclRoute:
     reads_peer: ClassVar[bool] = False
 
     def __init__(
-        self, gpus: GpuLink, pool: DeviceCopyPool, digest: DigestMode | None = None
+        self, gpus: GpuLink, pool: CopyPool, digest: DigestMode | None = None
     ) -> None:
         self.gpus = gpus
         self.pool = pool

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from typing import Final
 
 import torch
@@ -15,8 +15,8 @@ from asynckv.tensors.block_copies import (
     CopyDirection,
     block_copy_jobs,
 )
-from asynckv.tensors.copying import CopyPool
 from asynckv.tensors.cuda import Event
+from asynckv.tensors.device_copying import CopyPool
 from asynckv.tensors.jobs import CopyJob
 
 __all__ = ("BlockCopier",)
@@ -95,7 +95,7 @@ class BlockCopier:
         for cache in caches.values():
             if cache.is_cuda:
                 nothing = cache.detach().as_strided((0,), (1,))
-                ready = self._pool.stagings.tensors.memory_of(nothing).ready
+                ready = self._pool.lanes.tensors.memory_of(nothing).ready
                 if ready is not None:
                     yield ready
             return
@@ -120,7 +120,7 @@ class BlockCopier:
             dst_block_ids,
             direction,
             block_dim=self._block_dim,
-            stagings=self._pool.stagings if operation is None else None,
+            lanes=self._pool.lanes if operation is None else None,
         )
         if operation is None or not jobs:
             return jobs
@@ -154,6 +154,6 @@ class _Operation(CopyJob):
     def nbytes(self) -> int:
         return _NEVER_AT_ONCE
 
-    def steps(self) -> Iterator[None]:
+    def steps(self) -> Generator[None, None, None]:
         self._operation()
         yield

@@ -5,16 +5,21 @@ What stages KV in host memory: from a device's cache into the host's, or back.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import dataclasses
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from typing import Final, Literal, TypeAlias
 
 import numpy
 import numpy.typing
 import torch
 
-from asynckv.tensors.gpu_block_jobs import LayerBlocks, gpu_block_job
+from asynckv.tensors.device_copying import DeviceCopy
+from asynckv.tensors.device_lanes import DeviceLanes, DeviceRows
+from asynckv.tensors.device_tensors import gpu_of
 from asynckv.tensors.jobs import CopyJob, Pace, run_jobs
-from asynckv.tensors.staging import Stagings
+from asynckv.tensors.on_gpu import at_once
+from asynckv.tensors.runs import Memory, runs_in
+from asynckv.tensors.views import bytes_of
 
 __all__ = (
     "BlockIds",
@@ -92,12 +97,12 @@ def block_copy_jobs(
     direction: CopyDirection | None = None,
     *,
     block_dim: int = 0,
-    stagings: Stagings | None = None,
+    lanes: DeviceLanes | None = None,
 ) -> list[CopyJob]:
     """Return what :func:`copy_kv_blocks` does, a job a layer, for a ``CopyPool``.
 
-    With ``stagings`` blocks of a GPU are one job: gathered and scattered by a kernel
-    for all layers, through pinned memory. Torch does it without, or where it must.
+    With ``lanes`` blocks of a GPU are one job: gathered and scattered there for all
+    layers, through pinned memory. Torch does it without, or where it must.
     They take milliseconds to be made: see ``make_and_run`` there.
 
     :raises ValueError: as that does
@@ -113,7 +118,7 @@ def block_copy_jobs(
         return []
     if len(numpy.unique(targets)) != len(targets):
         raise ValueError("a block is there twice: what should land in it?")
-    ends: list[tuple[LayerBlocks, LayerBlocks]] = []
+    ends: list[tuple[_LayerBlocks, _LayerBlocks]] = []
     runs = _runs(sources, targets)
     extremes = [(int(ids.min()), int(ids.max())) for ids in (sources, targets)]
     pace = Pace()
@@ -127,16 +132,68 @@ def block_copy_jobs(
                 raise IndexError(f"a block id is outside of the {count} of {layer}")
         ends.append(
             (
-                LayerBlocks(source, sources, block_dim),
-                LayerBlocks(target, targets, block_dim),
+                _LayerBlocks(source, sources, block_dim),
+                _LayerBlocks(target, targets, block_dim),
             )
         )
-    is_on_gpu = any(end.cache.is_cuda for pair in ends for end in pair)
-    if stagings is not None and is_on_gpu:
-        job = gpu_block_job([at for at, _ in ends], [to for _, to in ends], stagings)
-        if job is not None:
-            return [job]
+    if lanes is not None and _may_use_lanes(ends):
+        pairs = [(at.end(lanes), to.end(lanes)) for at, to in ends]
+        return [DeviceCopy(lanes, pairs)]
     return [_layer_copy(at, to, runs) for at, to in ends]
+
+
+@dataclasses.dataclass(frozen=True)
+class _LayerBlocks:
+    """Some blocks of a layer: their ids, and the dimension that counts them."""
+
+    cache: torch.Tensor
+    ids: _Ids
+    block_dim: int
+
+    @property
+    def piece_nbytes(self) -> int:
+        """Bytes of a block that lie together."""
+        tail = self.cache.shape[self.block_dim + 1 :]
+        return tail.numel() * self.cache.element_size()
+
+    def pieces(self) -> _Ids:
+        """Return which pieces of the cache they are, in the order of its elements."""
+        outer = self.cache.shape[: self.block_dim].numel()
+        of_outer = numpy.arange(outer, dtype=numpy.int64)[:, None]
+        return (of_outer * self.cache.shape[self.block_dim] + self.ids).ravel()
+
+    def end(self, lanes: DeviceLanes) -> DeviceRows | Memory:
+        """Return where they lie, on a GPU or on the host. The cache is contiguous."""
+        pieces, nbytes = self.pieces(), self.piece_nbytes
+        if gpu_of(self.cache) is None:
+            starts = pieces * nbytes
+            return runs_in(bytes_of(self.cache), starts, nbytes)
+        memory = at_once(self.cache.detach(), lanes.tensors).memory
+        table = self.cache.detach().view(-1, nbytes // self.cache.element_size())
+        return DeviceRows(table.view(torch.uint8), pieces, memory)
+
+
+def _may_use_lanes(ends: Sequence[tuple[_LayerBlocks, _LayerBlocks]]) -> bool:
+    """Are blocks of one GPU read or written, and none of them read and written?
+
+    Their caches are contiguous, and in no dimension empty.
+    """
+    layers = [layer for pair in ends for layer in pair]
+    devices = {gpu_of(layer.cache) for layer in layers} - {None}
+    if len(devices) != 1 or not all(one.piece_nbytes for one in layers):
+        return False
+    if not all(layer.cache.is_contiguous() for layer in layers):
+        return False
+    if any(gpu_of(layer.cache) is None for layer in layers):
+        return True
+    read, written = (_places_of(side) for side in zip(*ends, strict=True))
+    return not len(numpy.intersect1d(read, written))
+
+
+def _places_of(layers: Sequence[_LayerBlocks]) -> _Ids:
+    return numpy.concatenate(
+        [one.cache.data_ptr() + one.pieces() * one.piece_nbytes for one in layers]
+    )
 
 
 def _ids(block_ids: BlockIds) -> _Ids:
@@ -198,7 +255,7 @@ def _runs(sources: _Ids, targets: _Ids) -> list[tuple[int, int, int]]:
 
 
 def _layer_copy(
-    source: LayerBlocks, target: LayerBlocks, runs: Sequence[tuple[int, int, int]]
+    source: _LayerBlocks, target: _LayerBlocks, runs: Sequence[tuple[int, int, int]]
 ) -> CopyJob:
     at = source.cache.movedim(source.block_dim, 0)
     to = target.cache.movedim(target.block_dim, 0)
@@ -225,7 +282,7 @@ class _LayerCopy(CopyJob):
     def nbytes(self) -> int:
         return self._block_nbytes * len(self._sources)
 
-    def steps(self) -> Iterator[None]:
+    def steps(self) -> Generator[None, None, None]:
         if self._source.device != self._target.device:
             yield from self._across_devices()
         elif self._overlaps():

@@ -13,7 +13,8 @@ import itertools
 import os
 import sys
 import threading
-from collections.abc import Callable, Generator, Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from typing import Final, NamedTuple, TypeAlias, TypeVar
 
 import numpy
@@ -23,18 +24,18 @@ from asynckv.processes import ProcessBound
 from asynckv.protocol.wire import Digester
 from asynckv.shielding import wait_or_stop
 from asynckv.tensors.blocks import KVMemory, memory_of
-from asynckv.tensors.cuda import DeviceMemory
 from asynckv.tensors.jobs import CopyJob
-from asynckv.tensors.on_gpu import KVOnGpu
-from asynckv.tensors.runs import AnyMemory, Runs, copied, landed, pieces_of
-from asynckv.tensors.staging import Stagings
+from asynckv.tensors.runs import Runs, copied, landed, pieces_of
 from asynckv.tensors.views import bytes_of, check_sendable, empty_tensor
 from asynckv.types import TensorSpec
 
-__all__ = ("CopyPool",)
+__all__ = ("HostCopyPool",)
 
 _PIECE_NBYTES: Final = 2**20
 """A thread asks whether to go on after as much; it also stays in the cache."""
+
+_LATE_S: Final = 1.0
+"""So often it is looked whether a thread has got on, and so long after its limit."""
 
 _IDLE_S: Final = 0.5
 """A thread without work for as long ends; the next work starts another."""
@@ -47,9 +48,7 @@ _AT_ONCE_TENSORS: Final = 16
 
 _names = itertools.count(1)
 
-_HostPlace: TypeAlias = KVMemory | Runs
-_CaughtPlace: TypeAlias = _HostPlace | KVOnGpu
-_Place: TypeAlias = _CaughtPlace | DeviceMemory
+_Place: TypeAlias = KVMemory | Runs
 
 _T = TypeVar("_T")
 
@@ -73,16 +72,16 @@ class _Call:
         sources: Sequence[_Place] | Sequence[CopyJob] | Sequence[_Making],
         targets: Sequence[_Place] | None,
         digest: bool,
-        stagings: Stagings,
     ) -> None:
         self._sources = sources
         self._targets = targets
-        self._stagings = stagings
         self._digest = digest
         self._made: Sequence[CopyJob] = ()
         self.next_index = 0
         self.busy_threads = 0
         self.stopped = False
+        self.is_given_up = False
+        self.beat_s = time.monotonic()
         self.error: BaseException | None = None
         self.digests = [b""] * len(sources)
 
@@ -90,6 +89,28 @@ class _Call:
         """It is over: keep no tensor alive, whoever keeps the call."""
         if not self.busy_threads:
             self._sources = self._targets = ()
+
+    @property
+    def may_be_late(self) -> bool:
+        """Does it have, or make, jobs that may only take so long to get on?"""
+        return self._targets is None and not self._digest
+
+    @property
+    def late_job(self) -> CopyJob | None:
+        """One that has not got on for longer than it may, while threads are at it."""
+        source = self._sources[0] if self.busy_threads and len(self._sources) else None
+        if not isinstance(source, CopyJob) or source.limit_s is None:
+            return None
+        late_s = time.monotonic() - self.beat_s
+        return source if late_s > source.limit_s + _LATE_S else None
+
+    def give_up(self, job: CopyJob) -> None:
+        """Let its threads go, wherever they are: they keep what they are at."""
+        self.stopped = self.is_given_up = True
+        self.error = job.give_up()
+        for other in self._sources:
+            if isinstance(other, CopyJob) and other is not job:
+                other.give_up()
 
     @property
     def is_taken(self) -> bool:
@@ -129,30 +150,29 @@ class _Call:
             self._made = source.make()
             return b""
         if isinstance(source, CopyJob):
-            for _ in source.steps():
-                if self.stopped:
-                    raise _Stopped
+            # Closed by hand: an error that somebody keeps would keep it open, and a
+            # GPU at its memory.
+            with contextlib.closing(source.steps()) as steps:
+                for _ in steps:
+                    self.beat_s = time.monotonic()
+                    if self.stopped:
+                        raise _Stopped
             return b""
-        if isinstance(source, DeviceMemory) or isinstance(target, DeviceMemory):
-            raise TypeError("memory of a GPU is a DeviceCopyPool's to copy")
         digester = Digester()
-        # Closed by hand: an error that somebody keeps would keep it open, and a GPU
-        # at its memory.
-        with contextlib.closing(_pieces(source, target, self._stagings)) as pieces:
-            for piece in pieces:
-                if self._digest:
-                    digester.update(piece)
-                if self.stopped:
-                    raise _Stopped
+        for piece in _pieces(source, target):
+            if self._digest:
+                digester.update(piece)
+            if self.stopped:
+                raise _Stopped
         return digester.digest() if self._digest else b""
 
 
-class CopyPool(ProcessBound):
+class HostCopyPool(ProcessBound):
     """A few threads that copy tensors and digest them.
 
     They are started when there is work for them, and end soon after there is none.
     ``empty`` makes tensors to copy into, ``host_empty`` those that lanes can read.
-    Tensors of GPUs go through ``stagings``, which the pool closes.
+    Memory of GPUs is for :class:`~asynckv.tensors.device_copying.CopyPool`.
     """
 
     def __init__(
@@ -160,11 +180,9 @@ class CopyPool(ProcessBound):
         threads: int = 2,
         *,
         empty: Callable[[TensorSpec], torch.Tensor] = empty_tensor,
-        stagings: Stagings | None = None,
     ) -> None:
         self._own()
         self.empty = self.host_empty = empty
-        self.stagings = stagings or Stagings()
         self._max_threads = threads
         self._threads = 0
         self._closed = False
@@ -172,15 +190,6 @@ class CopyPool(ProcessBound):
         self._waiting: collections.deque[tuple[_Call, Callable[[], None]]] = (
             collections.deque()
         )
-
-    def catch(self, memory: _T, *, is_written: bool = False) -> _T | KVOnGpu:
-        """Return what stands for a tensor of a GPU; anything else as it is.
-
-        See :meth:`Stagings.catch`.
-        """
-        if not isinstance(memory, torch.Tensor) or not memory.is_cuda:
-            return memory
-        return self.stagings.catch(memory, is_written=is_written)
 
     async def copy(
         self,
@@ -196,25 +205,17 @@ class CopyPool(ProcessBound):
         contiguous. Without ``digest`` the digests are empty. Up to 64 KiB in all are
         copied at once, more in the threads.
 
-        Either may be on a GPU, in the caller's current stream: copied through pinned
-        memory, never at once. Then all of it has come to the host or to the GPU.
-
         A cancelled call stops at the next piece (1 MiB) and ends when no thread
-        touches a source or a target, nor does a GPU; targets may hold part of the copy
-        then, as they may after an error.
+        touches a source or a target; targets may hold part of the copy then, as they
+        may after an error.
 
         :raises ValueError: a source and its target differ, or cannot be copied
-        :raises GPUUnavailable: one is on a GPU, and CuPy or a driver is missing
-        :raises GPUFailed: CUDA failed
         :raises RuntimeError: the pool is closed, or the process can have no thread
         """
         if len(sources) != len(targets):
             raise ValueError(f"{len(sources)} sources and {len(targets)} targets")
-        catch = self.catch
-        sources = [catch(source) for source in sources]
-        targets = [catch(target, is_written=True) for target in targets]
-        is_small = _is_small(sources) and not _are_on_gpus(targets)
-        call = _Call(sources, targets, digest, self.stagings)
+        is_small = _is_small(sources)
+        call = _Call(sources, targets, digest)
         del sources, targets  # an error's traceback would keep them alive
         return await self._run(call, is_small=is_small)
 
@@ -224,13 +225,10 @@ class CopyPool(ProcessBound):
         A cancelled call ends when no thread reads the tensors any more.
 
         :raises ValueError: a tensor has no bytes to be read
-        :raises GPUUnavailable: as :meth:`copy` does
-        :raises GPUFailed: as :meth:`copy` does
         :raises RuntimeError: the pool is closed, or the process can have no thread
         """
-        tensors = [self.catch(tensor) for tensor in tensors]
         is_small = _is_small(tensors)
-        call = _Call(tensors, None, True, self.stagings)
+        call = _Call(tensors, None, True)
         del tensors
         return await self._run(call, is_small=is_small)
 
@@ -243,7 +241,7 @@ class CopyPool(ProcessBound):
         :raises Exception: what a job raises; the others may be half done
         :raises RuntimeError: the pool is closed, or the process can have no thread
         """
-        call, is_small = _Call(jobs, None, False, self.stagings), _is_small(jobs)
+        call, is_small = _Call(jobs, None, False), _is_small(jobs)
         del jobs
         await self._run(call, is_small=is_small)
 
@@ -258,7 +256,7 @@ class CopyPool(ProcessBound):
         :raises Exception: what ``make`` raises: no job was begun; or what a job raises
         :raises RuntimeError: the pool is closed, or the process can have no thread
         """
-        call = _Call([_Making(make)], None, False, self.stagings)
+        call = _Call([_Making(make)], None, False)
         await self._run(call, is_small=False)
 
     def free(self, tensors: list[torch.Tensor]) -> None:
@@ -275,7 +273,7 @@ class CopyPool(ProcessBound):
         if nbytes <= _PIECE_NBYTES or self._closed:
             tensors.clear()
             return
-        call = _Call([_Making(empty)], None, False, self.stagings)
+        call = _Call([_Making(empty)], None, False)
         try:
             self._submit(call, call.forget)
         except RuntimeError:  # no thread can be had
@@ -289,7 +287,7 @@ class CopyPool(ProcessBound):
             self._closed = True
             self._changed.notify_all()
             if not self._threads:
-                self.stagings.close()
+                self._end_of_threads()
 
     async def _run(self, call: _Call, *, is_small: bool) -> list[bytes]:
         if self._closed:
@@ -304,13 +302,24 @@ class CopyPool(ProcessBound):
             with contextlib.suppress(RuntimeError):  # the loop is closed
                 loop.call_soon_threadsafe(_set_done, future)
 
+        watch: asyncio.TimerHandle | None = None
+
+        def look() -> None:
+            nonlocal watch
+            self._give_up_if_late(call, end_soon)
+            watch = loop.call_later(_LATE_S, look)
+
         self._submit(call, end_soon)
+        if call.may_be_late:
+            watch = loop.call_later(_LATE_S, look)
         try:
             await wait_or_stop(future, lambda: self._stop(call))
         except BaseException:
             call.error = None  # nobody is told, and its traceback keeps tensors alive
             raise
         finally:
+            if watch is not None:
+                watch.cancel()
             call.forget()
         if call.error is not None:
             raise call.error
@@ -343,6 +352,20 @@ class CopyPool(ProcessBound):
                     self._waiting.remove((waiting, end))
                     self._end_if_over(call, end)
 
+    def _give_up_if_late(self, call: _Call, end: Callable[[], None]) -> None:
+        with self._changed:
+            job = None if call.is_given_up else call.late_job
+            if job is None:
+                return
+            if (call, end) in self._waiting:
+                self._waiting.remove((call, end))
+            call.give_up(job)
+            self._threads -= call.busy_threads  # others may take their place
+            end()
+
+    def _end_of_threads(self) -> None:
+        """The pool is closed, and no thread is left. Called under the lock."""
+
     def _work(self) -> None:
         _step_back()
         with self._changed:
@@ -353,13 +376,15 @@ class CopyPool(ProcessBound):
                 if not self._waiting:
                     self._threads -= 1
                     if self._closed and not self._threads:
-                        self.stagings.close()
+                        self._end_of_threads()
                     return
                 call, end = self._waiting.popleft()
                 indices = call.take()
                 if not call.is_taken:
                     self._waiting.append((call, end))
                 self._run_unlocked(call, indices)
+                if call.is_given_up:
+                    return
                 if call.grow():
                     self._waiting.append((call, end))
                     self._changed.notify_all()
@@ -367,6 +392,7 @@ class CopyPool(ProcessBound):
 
     def _run_unlocked(self, call: _Call, indices: range) -> None:
         call.busy_threads += 1
+        call.beat_s = time.monotonic()
         self._changed.release()
         try:
             call.run(indices)
@@ -401,44 +427,20 @@ def _set_done(future: asyncio.Future[None]) -> None:
 
 
 def _is_small(tensors: Sequence[_Place] | Sequence[CopyJob]) -> bool:
-    if len(tensors) > _AT_ONCE_TENSORS or _are_on_gpus(tensors):
+    if len(tensors) > _AT_ONCE_TENSORS:
         return False
     return sum(tensor.nbytes for tensor in tensors) <= _AT_ONCE_NBYTES
 
 
-def _are_on_gpus(places: Sequence[object]) -> bool:
-    return any(isinstance(place, KVOnGpu) for place in places)
-
-
-def _pieces(
-    source: _CaughtPlace, target: _CaughtPlace | None, stagings: Stagings
-) -> Generator[memoryview, None, None]:
+def _pieces(source: _Place, target: _Place | None) -> Iterator[memoryview]:
     """Copy piece by piece, and yield each piece's bytes while they are hot."""
     if isinstance(source, torch.Tensor) and isinstance(target, torch.Tensor | None):
         yield from _tensor_pieces(source, target)
-    elif isinstance(source, KVOnGpu) or isinstance(target, KVOnGpu):
-        if target is not None:
-            _check_equal(source, target)
-        yield from stagings.pieces(
-            _bytes_at(_dense(source)), None if target is None else _bytes_at(target)
-        )
     else:
         yield from _block_pieces(source, target)
 
 
-def _bytes_at(place: _CaughtPlace) -> AnyMemory | KVOnGpu:
-    return place if isinstance(place, KVOnGpu) else memory_of(place)
-
-
-def _dense(source: _CaughtPlace) -> _CaughtPlace:
-    if isinstance(source, torch.Tensor):
-        return source.resolve_conj().resolve_neg().contiguous()
-    return source
-
-
-def _block_pieces(
-    source: _HostPlace, target: _HostPlace | None
-) -> Iterator[memoryview]:
+def _block_pieces(source: _Place, target: _Place | None) -> Iterator[memoryview]:
     if target is None:
         origin = memory_of(source)
         for start in range(0, origin.nbytes, _PIECE_NBYTES):
@@ -455,7 +457,7 @@ def _block_pieces(
         yield from copied(memory_of(source), memory_of(target), _PIECE_NBYTES)
 
 
-def _check_equal(source: _CaughtPlace, target: _CaughtPlace) -> None:
+def _check_equal(source: _Place, target: _Place) -> None:
     if isinstance(source, Runs) or isinstance(target, Runs):
         if source.nbytes != target.nbytes:
             raise ValueError(f"{source.nbytes} bytes are not {target.nbytes}")

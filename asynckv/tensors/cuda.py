@@ -147,26 +147,6 @@ class CudaApi(Protocol):
         Other host memory would make it wait: it goes through pinned memory.
         """
 
-    def copy_blocks(
-        self,
-        table: DeviceMemory,
-        count: int,
-        nbytes: int,
-        stream: Stream,
-        *,
-        grid: int = 16,
-    ) -> None:
-        """Queue ``count`` copies of ``nbytes`` each, in one kernel. Never waits.
-
-        ``table`` holds 64-bit addresses: of ``count`` sources, then of as many
-        targets, all on its device, and no two targets overlap. So blocks are
-        gathered into one place, or scattered from it. It runs on ``grid``
-        multiprocessors at most: decoding needs the others.
-        """
-
-    def compile_kernels(self) -> None:
-        """Make :meth:`copy_blocks` ready on this thread's device. Slow: once, first."""
-
     def export(self, memory: DeviceMemory) -> bytes:
         """Return the handle of an allocation, that is of its very beginning.
 

@@ -13,8 +13,6 @@ import importlib
 from collections.abc import Callable, Iterator
 from typing import Any, Final
 
-import numpy
-
 from asynckv.errors import GPUFailed, GPUUnavailable
 from asynckv.tensors.cuda import CudaApi, DeviceMemory, Event, PinnedMemory, Stream
 from asynckv.tensors.cuda_driver import CudaDriver, open_driver
@@ -27,31 +25,6 @@ _STREAM_NON_BLOCKING: Final = 1
 _EVENT_DISABLE_TIMING: Final = 2
 _HOST_PORTABLE: Final = 1
 _MEMCPY_DEFAULT: Final = 4  # CUDA tells device and pinned addresses apart
-_THREADS: Final = 256
-
-_COPY_BLOCKS: Final = r"""
-extern "C" __global__ void copy_blocks(
-    const unsigned long long* table,
-    const unsigned long long count,
-    const unsigned long long nbytes)
-{
-    for (unsigned long long i = blockIdx.x; i < count; i += gridDim.x) {
-        const unsigned long long source = table[i];
-        const unsigned long long target = table[count + i];
-        if (((source | target | nbytes) & 15) == 0) {
-            const uint4* from = (const uint4*) source;
-            uint4* to = (uint4*) target;
-            for (unsigned long long k = threadIdx.x; k < nbytes / 16; k += blockDim.x)
-                to[k] = from[k];
-        } else {
-            const unsigned char* from = (const unsigned char*) source;
-            unsigned char* to = (unsigned char*) target;
-            for (unsigned long long k = threadIdx.x; k < nbytes; k += blockDim.x)
-                to[k] = from[k];
-        }
-    }
-}
-"""
 
 
 def import_cupy() -> Any:
@@ -133,10 +106,6 @@ class CupyStream:
         self._runtime = runtime
         self.handle = handle
 
-    def __cuda_stream__(self) -> tuple[int, int]:
-        """Name it to other libraries: the protocol's version, and the handle."""
-        return 0, self.handle
-
     def wait(self, event: Event) -> None:
         if not isinstance(event, CupyEvent):
             raise TypeError(f"not an event of CuPy's: {event!r}")
@@ -163,7 +132,6 @@ class CupyCuda:
         self._cupy = cupy
         self._driver = driver
         self._runtime = cupy.cuda.runtime
-        self._kernel: Any = None
 
     def device_count(self) -> int:
         with _mapped(self._runtime, "count GPUs"):
@@ -216,38 +184,6 @@ class CupyCuda:
             self._runtime.memcpyAsync(
                 target, source, nbytes, _MEMCPY_DEFAULT, stream.handle
             )
-
-    def copy_blocks(
-        self,
-        table: DeviceMemory,
-        count: int,
-        nbytes: int,
-        stream: Stream,
-        *,
-        grid: int = 16,
-    ) -> None:
-        if not count or not nbytes:
-            return
-        if self._kernel is None:
-            self.compile_kernels()
-        values = (table.address, count, nbytes)
-        arguments = tuple(numpy.uint64(value) for value in values)
-        with (
-            _mapped(self._runtime, f"copy {count} blocks"),
-            self._cupy.cuda.Stream.from_external(stream),
-        ):
-            self._kernel((min(grid, count),), (_THREADS,), arguments)
-
-    def compile_kernels(self) -> None:
-        kernel = self._cupy.RawKernel(_COPY_BLOCKS, "copy_blocks")
-        try:
-            kernel.compile()
-        except Exception as exc:  # NVRTC's own, or that it cannot be loaded
-            raise GPUFailed(
-                f"no kernel for copies of blocks: {exc}",
-                hint="NVRTC comes with the CUDA toolkit, or with cupy's extra [ctk]",
-            ) from exc
-        self._kernel = kernel
 
     def export(self, memory: DeviceMemory) -> bytes:
         with _mapped(self._runtime, "export memory of a GPU"):

@@ -1,4 +1,4 @@
-"""Copies between memory of a GPU and any other, and digests, off the event loop.
+"""Copies between memory of GPUs and any other, and digests, off the event loop.
 
 Between two places of a GPU the bytes never leave it, but to be digested. To and from
 the host they go through pinned memory, piece by piece, so that one piece is digested
@@ -7,77 +7,96 @@ while the next is on its way.
 
 from __future__ import annotations
 
-import dataclasses
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Generator, Iterator, Mapping, Sequence
 from typing import Final, TypeAlias, TypeVar
 
-import numpy
 import torch
 
+from asynckv.errors import GPUFailed
 from asynckv.protocol.wire import Digester, digest_of
 from asynckv.tensors.blocks import KVBlocks, KVMemory, memory_of
-from asynckv.tensors.copying import CopyPool
+from asynckv.tensors.copying import HostCopyPool
 from asynckv.tensors.cuda import DeviceMemory, Event
-from asynckv.tensors.device_lanes import SLOT_NBYTES, DeviceLane, DeviceLanes
+from asynckv.tensors.device_lanes import (
+    STUCK,
+    DeviceLane,
+    DeviceLanes,
+    DevicePlace,
+    DeviceRows,
+    keep_for_ever,
+)
 from asynckv.tensors.device_regions import region_behind
-from asynckv.tensors.device_tensors import Gpus, gpu_of
+from asynckv.tensors.device_tensors import gpu_of
 from asynckv.tensors.devices import Device
 from asynckv.tensors.jobs import CopyJob
-from asynckv.tensors.on_gpu import KVOnGpu, caught
-from asynckv.tensors.runs import Memory, Runs, copied, landed, pieces_of
+from asynckv.tensors.on_gpu import KVOnGpu
+from asynckv.tensors.runs import Memory, Runs, put_at
 from asynckv.tensors.views import empty_tensor, spec_of
 from asynckv.types import TensorSpec
 
-__all__ = ("EDGE_NBYTES", "DeviceCopyPool")
+__all__ = (
+    "EDGE_NBYTES",
+    "CopyPool",
+    "DeviceCopy",
+    "device_rows_of",
+    "pool_memory",
+)
 
 EDGE_NBYTES: Final = 4096
-_DEVICE_PIECE_NBYTES: Final = 64 * 2**20
-"""A thread asks whether to go on after as much: some ten microseconds of a GPU."""
+_LEAST_NBYTES: Final = 2**20
 
-_FIRST_PAUSE_S: Final = 20e-6
-_LAST_PAUSE_S: Final = 1e-3
-
-_Place: TypeAlias = KVMemory | Runs | KVOnGpu | DeviceMemory
+_HostPlace: TypeAlias = KVMemory | Runs
+_Place: TypeAlias = _HostPlace | KVOnGpu | DeviceMemory
+_End: TypeAlias = _HostPlace | memoryview | DevicePlace
 _T = TypeVar("_T")
 
 
-class DeviceCopyPool(CopyPool):
-    """A :class:`CopyPool` whose sources and targets may be on ``device``.
+class CopyPool(HostCopyPool):
+    """A :class:`HostCopyPool` whose sources and targets may be on GPUs.
 
     Memory of a GPU is read and written once what it waits for has ended, and a call
-    ends when the GPU is done with it, also when it is cancelled. Tensors there are
-    contiguous. What has no byte on a GPU is done as ever.
+    ends when the GPU is done with it, also when it is cancelled. What has no byte on a
+    GPU is done as ever. ``device`` is that of a buffer's memory, which ``empty`` makes
+    tensors in; ``lanes`` are closed with the pool.
     """
 
     def __init__(
         self,
-        device: Device,
-        opened: Callable[[], Gpus],
         threads: int = 2,
         *,
-        empty: Callable[[TensorSpec], torch.Tensor],
+        empty: Callable[[TensorSpec], torch.Tensor] = empty_tensor,
+        device: Device | None = None,
+        lanes: DeviceLanes | None = None,
     ) -> None:
         super().__init__(threads, empty=empty)
-        self.host_empty = empty_tensor
-        self._device = device
-        self._opened = opened
-        self.lanes = DeviceLanes(opened)
+        self.device = device
+        self.lanes = lanes or DeviceLanes()
+        if device is not None:
+            self.host_empty = empty_tensor
 
     def catch(self, memory: _T, *, is_written: bool = False) -> _T | KVOnGpu:
-        if not isinstance(memory, torch.Tensor) or gpu_of(memory) is None:
+        """Return what stands for a tensor of a GPU; anything else as it is.
+
+        Never waits. Its bytes are what the caller's stream was given to make until now.
+        What is only read may have any strides: it is copied on its GPU first, in the
+        caller's stream.
+
+        :raises ValueError: what is to be written is not contiguous
+        :raises GPUFailed: CUDA refused
+        """
+        if not isinstance(memory, torch.Tensor) or not memory.is_cuda:
             return memory
         tensor = memory.detach()
         if not is_written:
             tensor = self._dense(tensor)
-        return caught(tensor, self._opened().tensors) or memory
+        return KVOnGpu(tensor, self.lanes.tensors.memory_of(tensor))
 
     def memory_of(self, tensor: torch.Tensor) -> DeviceMemory:
-        """Return the bytes of a tensor of the GPU. Never waits.
+        """Return the bytes of a contiguous tensor of a GPU. Never waits.
 
         :raises GPUFailed: CUDA refused
         """
-        return self._opened().tensors.memory_of(tensor)
+        return self.lanes.tensors.memory_of(tensor)
 
     async def copy(
         self,
@@ -86,387 +105,338 @@ class DeviceCopyPool(CopyPool):
         *,
         digest: bool = True,
     ) -> list[bytes]:
+        """Copy each source into its target; return the targets' digests.
+
+        As :meth:`HostCopyPool.copy`; what is on a GPU is only to be as many bytes, and
+        is never copied at once. A tensor of a GPU is read as the caller's current
+        stream makes it, and written when that has read it. On return all of it is
+        there, and no GPU is at a source or a target.
+
+        :raises ValueError: a source and its target differ, or cannot be copied
+        :raises GPUUnavailable: one is on a GPU, and CuPy or a driver is missing
+        :raises GPUFailed: CUDA failed, or has not ended in time
+        :raises RuntimeError: the pool is closed, or the process can have no thread
+        """
         if len(sources) != len(targets):
             raise ValueError(f"{len(sources)} sources and {len(targets)} targets")
-        hosts = [p for p in (*sources, *targets) if not isinstance(p, DeviceMemory)]
-        if len(hosts) == 2 * len(sources) and not any(map(_is_on_gpu, hosts)):
-            return await super().copy(sources, targets, digest=digest)
         pairs = list(zip(sources, targets, strict=True))
-        jobs = [self._job(source, target, digest) for source, target in pairs]
-        del sources, targets, pairs, hosts  # a traceback would keep them alive
-        return await self._do(jobs)
+        jobs = {
+            number: self._job(*pair, digest)
+            for number, pair in enumerate(pairs)
+            if any(map(_is_on_gpu, pair))
+        }
+        here = [pair for number, pair in enumerate(pairs) if number not in jobs]
+        at = _hosts([one for one, _ in here]), _hosts([one for _, one in here])
+        on_host = super().copy(*at, digest=digest)
+        del sources, targets, pairs, here, at  # a traceback would keep them alive
+        return await self._do(jobs, on_host)
 
     async def digest(self, tensors: Sequence[_Place]) -> list[bytes]:
-        if not any(isinstance(t, DeviceMemory) or _is_on_gpu(t) for t in tensors):
-            return await super().digest(tensors)
-        jobs = [self._job(tensor, None, True) for tensor in tensors]
-        del tensors
-        return await self._do(jobs)
+        """Return the digest of each tensor's elements in order, dense or not.
+
+        A cancelled call ends when no thread, and no GPU, reads the tensors any more.
+
+        :raises ValueError: a tensor has no bytes to be read
+        :raises GPUUnavailable: as :meth:`copy` does
+        :raises GPUFailed: as :meth:`copy` does
+        :raises RuntimeError: the pool is closed, or the process can have no thread
+        """
+        jobs = {
+            number: self._job(tensor, None, True)
+            for number, tensor in enumerate(tensors)
+            if _is_on_gpu(tensor)
+        }
+        here = [one for number, one in enumerate(tensors) if number not in jobs]
+        on_host = super().digest(_hosts(here))
+        del tensors, here
+        return await self._do(jobs, on_host)
 
     async def edges(self, places: Sequence[DeviceMemory]) -> list[bytes]:
         """Return the digest of the first and last bytes of each place, read back.
 
         A cancelled call ends when the GPU is done with it.
         """
-        job = _EdgesRead(self.lanes, self._device.index, list(places))
-        del places
-        try:
-            await self.make_and_run(lambda: [job])
-        finally:
-            job.places = []
+        ends = [
+            (place.part(start, start + edge), None)
+            for place in places
+            for edge in (min(place.nbytes, EDGE_NBYTES),)
+            for start in (0, place.nbytes - edge)
+        ]
+        if not ends:
+            return []
+        job = _EdgesRead(self.lanes, ends)
+        del places, ends
+        await self._do({0: job})
         return job.edges
 
-    async def _do(self, jobs: list[_DeviceCopy]) -> list[bytes]:
-        # Never on the loop, however few bytes there are: a GPU may keep one waiting.
+    async def _do(
+        self,
+        jobs: Mapping[int, DeviceCopy],
+        on_host: Coroutine[object, object, list[bytes]] | None = None,
+    ) -> list[bytes]:
+        """Do what needs no GPU, then the jobs; return the digests in order."""
         try:
-            await self.make_and_run(lambda: jobs)
+            digests = [] if on_host is None else await on_host
+            if jobs:
+                await self.make_and_run(lambda: list(jobs.values()))
         finally:
-            for job in jobs:  # those too that were never begun
+            for job in jobs.values():  # those too that were never begun
                 job.forget()
-        return [job.digest for job in jobs]
+        for number, job in jobs.items():  # in rising order
+            digests[number:number] = job.digests
+        return digests
 
-    def _job(self, source: _Place, target: _Place | None, digest: bool) -> _DeviceCopy:
+    def _end_of_threads(self) -> None:
+        self.lanes.close_soon()
+
+    def _job(self, source: _Place, target: _Place | None, digest: bool) -> DeviceCopy:
         if target is not None and source.nbytes != target.nbytes:
             raise ValueError(f"{source.nbytes} bytes are not {target.nbytes}")
-        ends = self._end(source), None if target is None else self._end(target)
-        # A mark that somebody else has made is his: he may copy once more.
-        made = [
-            event
-            for place, end in zip((source, target), ends, strict=True)
-            if not isinstance(place, KVOnGpu) and (event := _mark_of(end)) is not None
-        ]
-        return _DeviceCopy(
-            *(self.lanes, self._device.index, *ends),
-            nbytes=source.nbytes,
-            digest=digest,
-            made=made,
-        )
+        made: list[Event] = []
+        end = self._end(source, made, is_written=False)
+        to = None if target is None else self._end(target, made, is_written=True)
+        return DeviceCopy(self.lanes, [(end, to)], digest=digest, made=made)
+
+    def _end(self, place: _Place, made: list[Event], *, is_written: bool) -> _End:
+        if isinstance(place, KVBlocks) and gpu_of(place.pool) is not None:
+            memory = pool_memory(place.pool, self.lanes)
+            found: _End = device_rows_of(place, memory)
+        elif isinstance(place, KVOnGpu):
+            return place.memory  # a mark that somebody else has made is his
+        elif isinstance(caught := self.catch(place, is_written=is_written), KVOnGpu):
+            found = memory = caught.memory
+        else:
+            return place
+        if memory.ready is not None:
+            made.append(memory.ready)
+        return found
 
     def _dense(self, tensor: torch.Tensor) -> torch.Tensor:
         """Let the GPU put a tensor's elements in order, on the caller's own stream."""
         if tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
             return tensor
-        dense = self._device.empty(spec_of(tensor))
+        if self.device is None:
+            return tensor.resolve_conj().resolve_neg().contiguous()
+        dense = self.device.empty(spec_of(tensor))
         with torch.inference_mode():
             return dense.copy_(tensor)
 
-    def _end(self, place: _Place) -> _End:
-        if isinstance(place, DeviceMemory):
-            return (place,)
-        if isinstance(place, KVOnGpu):
-            return (place.memory,)
-        if isinstance(place, KVBlocks) and gpu_of(place.pool) is not None:
-            pool = self._opened().tensors.memory_of(place.pool)
-            return _PoolBlocks(place, pool)
-        if isinstance(place, torch.Tensor) and gpu_of(place) is not None:
-            return (self._opened().tensors.memory_of(self._dense(place)),)
-        return place
+
+def pool_memory(pool: torch.Tensor, lanes: DeviceLanes) -> DeviceMemory:
+    """Return the bytes of a pool of blocks, from its first element to its last one.
+
+    They are ready as a tensor's are. Never waits.
+
+    :raises GPUFailed: CUDA refused
+    """
+    row = pool.shape[1:].numel()
+    count = (len(pool) - 1) * pool.stride(0) + row if len(pool) and row else 0
+    return lanes.tensors.memory_of(pool.detach().as_strided((count,), (1,)))
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class _PoolBlocks:
-    """Blocks of a pool on a GPU. There may be too many to look at each on a loop."""
-
-    blocks: KVBlocks
-    pool: DeviceMemory
-
-
-_Pieces: TypeAlias = tuple[DeviceMemory, ...] | KVMemory | Runs
-"""Pieces of a GPU's memory, one after the other; or memory of the host."""
-
-_End: TypeAlias = _Pieces | _PoolBlocks
+def device_rows_of(blocks: KVBlocks, memory: DeviceMemory) -> DeviceRows:
+    """Return blocks of a pool on a GPU, which lies in ``memory``."""
+    pool = blocks.pool.detach()
+    shape = len(pool), pool.shape[1:].numel()
+    table = pool.as_strided(shape, (pool.stride(0), 1)).view(torch.uint8)
+    return DeviceRows(table, blocks.block_ids, memory)
 
 
-def _is_on_gpu(place: KVMemory | Runs | KVOnGpu) -> bool:
-    if isinstance(place, KVOnGpu):
+class DeviceCopy(CopyJob):
+    """Bytes from or to a GPU, or within one, or only read there; each pair's digest.
+
+    ``made`` are marks that it closes.
+    """
+
+    def __init__(
+        self,
+        lanes: DeviceLanes,
+        pairs: Sequence[tuple[_End, _End | None]],
+        *,
+        digest: bool = False,
+        made: Sequence[Event] = (),
+    ) -> None:
+        self.digests = [b""] * len(pairs)
+        self.limit_s = lanes.limit_s
+        self._lanes = lanes
+        self._pairs = pairs
+        self._is_digested = digest
+        self._made = made
+        # Never on the loop, however few bytes there are: a GPU may keep one waiting.
+        self._nbytes = max(sum(source.nbytes for source, _ in pairs), _LEAST_NBYTES)
+        self._device = _device_of([end for pair in pairs for end in pair])
+        self._is_given_up = False
+
+    @property
+    def nbytes(self) -> int:
+        return self._nbytes
+
+    def steps(self) -> Generator[None, None, None]:
+        pairs = self._pairs
+        try:
+            with self._lanes.lane(self._device, pairs) as lane:
+                for pair in pairs:
+                    for end in pair:
+                        yield from _until_ready(lane, end)
+                yield from self._move(lane, pairs)
+        finally:
+            self.forget()
+
+    def forget(self) -> None:
+        """It is over: whoever keeps the job keeps no memory."""
+        if self._is_given_up:
+            return
+        self._pairs = ()
+        made, self._made = self._made, ()
+        for event in made:
+            event.close()
+
+    def give_up(self) -> Exception:
+        self._is_given_up = True
+        keep_for_ever((self, self._lanes))
+        self._lanes.give_up(self._device)
+        return GPUFailed("CUDA does not let its thread go", hint=STUCK)
+
+    def _move(
+        self, lane: DeviceLane, pairs: Sequence[tuple[_End, _End | None]]
+    ) -> Iterator[None]:
+        reads: list[tuple[DevicePlace, _Passing]] = []
+        writes: list[tuple[DevicePlace, Memory, _Passing]] = []
+        for index, (source, target) in enumerate(pairs):
+            if isinstance(source, DeviceMemory | DeviceRows):
+                if isinstance(target, DeviceMemory | DeviceRows):
+                    yield from lane.within(source, target)
+                    # What has landed is digested, not what was read.
+                    if self._is_digested:
+                        reads.append((target, self._passing(index, target, None, True)))
+                    continue
+                host = None if target is None else _memory_of(target)
+                reads.append((source, self._passing(index, source, host, False)))
+                continue
+            if isinstance(target, DeviceMemory | DeviceRows):
+                passing = self._passing(index, target, None, True)
+                writes.append((target, _memory_of(_dense(source)), passing))
+        for at, piece in lane.read([place for place, _ in reads]):
+            reads[at][1].add(piece)
+            yield
+        filling = [place for place, _, _ in writes], [origin for _, origin, _ in writes]
+        for at, piece in lane.write(*filling):
+            writes[at][2].add(piece)
+            yield
+        for passing in (*(one for _, one in reads), *(one for *_, one in writes)):
+            passing.end()
+
+    def _passing(
+        self, index: int, place: DevicePlace, host: Memory | None, is_new: bool
+    ) -> _Passing:
+        def note(digest: bytes) -> None:
+            self.digests[index] = digest
+
+        return _Passing(place, host, note if self._is_digested else None, is_new=is_new)
+
+
+class _EdgesRead(DeviceCopy):
+    """The first and last bytes of many places, brought to the host together."""
+
+    def __init__(
+        self, lanes: DeviceLanes, ends: Sequence[tuple[DeviceMemory, None]]
+    ) -> None:
+        super().__init__(lanes, ends)
+        self.edges: list[bytes] = []
+
+    def _move(
+        self, lane: DeviceLane, pairs: Sequence[tuple[_End, _End | None]]
+    ) -> Iterator[None]:
+        found = [bytearray() for _ in pairs]
+        ends = [end for end, _ in pairs if isinstance(end, DeviceMemory)]
+        for at, piece in lane.read(ends):
+            found[at] += piece
+            yield
+        halves = zip(found[::2], found[1::2], strict=True)
+        self.edges = [digest_of(bytes(first + last)) for first, last in halves]
+
+
+class _Passing:
+    """Sees the bytes of one pair pass in order, between ``place`` and the host.
+
+    What was read goes to ``host``; ``note`` gets the digest of all. A whole region
+    remembers its first and last bytes: those that land there (``is_new``), else those
+    of the first time, so that a change is noticed.
+    """
+
+    def __init__(
+        self,
+        place: DevicePlace,
+        host: Memory | None,
+        note: Callable[[bytes], None] | None,
+        *,
+        is_new: bool,
+    ) -> None:
+        region = region_behind(place) if isinstance(place, DeviceMemory) else None
+        if region is not None and region.nbytes != place.nbytes:
+            region = None  # these are the edges of a piece
+        self._region, self._is_new = region, is_new
+        self._host, self._note = host, note
+        self._digester, self._done = Digester(), 0
+        self._edge = min(place.nbytes, EDGE_NBYTES) if region is not None else 0
+        self._head, self._tail = bytearray(), bytearray()
+
+    def add(self, piece: memoryview) -> None:
+        """These are the next bytes."""
+        start = self._done
+        self._done += len(piece)
+        if self._host is not None:
+            put_at(self._host, start, piece)
+        if self._note is not None:
+            if isinstance(self._host, memoryview):
+                self._digester.update(self._host[start : self._done])
+            else:
+                self._digester.update(piece)
+        if self._edge:
+            self._head += piece[: self._edge - len(self._head)]
+            self._tail += piece[-self._edge :]
+            del self._tail[: -self._edge]
+
+    def end(self) -> None:
+        """All of them have passed."""
+        if self._note is not None:
+            self._note(self._digester.digest())
+        region = self._region
+        if region is not None and (self._is_new or not region.edges):
+            region.edges = digest_of(bytes(self._head + self._tail))
+
+
+def _until_ready(lane: DeviceLane, end: _End | None) -> Iterator[None]:
+    memory = end.memory if isinstance(end, DeviceRows) else end
+    if isinstance(memory, DeviceMemory):
+        yield from lane.until_ready(memory.ready)
+
+
+def _device_of(ends: Sequence[_End | None]) -> int:
+    """Return the GPU that moves the bytes: that of the blocks, if there are any."""
+    places = [end for end in ends if isinstance(end, DeviceMemory | DeviceRows)]
+    rows = [place for place in places if isinstance(place, DeviceRows)]
+    return (rows or places)[-1].device
+
+
+def _is_on_gpu(place: _Place) -> bool:
+    if isinstance(place, KVOnGpu | DeviceMemory):
         return True
     if isinstance(place, Runs):
         return False
     return gpu_of(place.pool if isinstance(place, KVBlocks) else place) is not None
 
 
-def _blocks_of(blocks: KVBlocks, pool: DeviceMemory) -> tuple[DeviceMemory, ...]:
-    """Return the memory of blocks; those that follow each other are one piece."""
-    nbytes, ids = blocks.block_nbytes, blocks.block_ids
-    begins = numpy.flatnonzero(numpy.diff(ids, prepend=-2) != 1)
-    firsts, lasts = ids[begins].tolist(), ids[[*(begins[1:] - 1), -1][: len(begins)]]
-    return tuple(
-        pool.part(first * nbytes, (last + 1) * nbytes)
-        for first, last in zip(firsts, lasts.tolist(), strict=True)
-    )
+def _hosts(places: Sequence[_Place]) -> list[_HostPlace]:
+    """Return places that are all the host's."""
+    return [one for one in places if not isinstance(one, KVOnGpu | DeviceMemory)]
 
 
-class _DeviceCopy(CopyJob):
-    """One tensor's bytes, from or to a GPU, or only read there."""
-
-    def __init__(
-        self,
-        lanes: DeviceLanes,
-        device: int,
-        source: _End,
-        target: _End | None,
-        *,
-        nbytes: int,
-        digest: bool,
-        made: list[Event],
-    ) -> None:
-        self._lanes = lanes
-        self._made = made
-        self._device = device
-        self._source: _End | None = source
-        self._target = target
-        self._is_digested = digest
-        self._nbytes = nbytes
-        self.digest = b""
-
-    @property
-    def nbytes(self) -> int:
-        return self._nbytes
-
-    def steps(self) -> Iterator[None]:
-        try:
-            source, target = _pieces(self._source), _pieces(self._target)
-            with self._lanes.lane(self._device) as lane:
-                yield from _until_ready(source)
-                yield from _until_ready(target)
-                yield from self._move(lane, source, target)
-        finally:
-            self.forget()
-
-    def forget(self) -> None:
-        """It is over: whoever keeps the job keeps no memory."""
-        self._source = self._target = None
-        made, self._made = self._made, []
-        for event in made:
-            event.close()
-
-    def _move(
-        self, lane: DeviceLane, source: _Pieces | None, target: _Pieces | None
-    ) -> Iterator[None]:
-        reading = _Reading(self._nbytes)
-        is_new = False
-        if isinstance(source, tuple) and isinstance(target, tuple):
-            yield from _within_gpus(lane, source, target)
-            # What has landed is digested, not what was read.
-            source, target, is_new = target, None, True
-            if not self._is_digested:
-                return
-        if isinstance(source, tuple):
-            host = None if target is None else memory_of(_host(target))
-            pieces = reading.of(_from_gpu(lane, source))
-            for _ in pieces if host is None else landed(pieces, host):
-                yield
-            self._note(reading, source, is_new=is_new)
-            return
-        origin = memory_of(_dense(_host(source)))
-        if isinstance(target, tuple):
-            yield from _to_gpu(lane, origin, target, reading)
-            self._note(reading, target, is_new=True)
-            return
-        # Beside others of the same call that are on the GPU.
-        for piece in _on_host(origin, target):
-            reading.add(piece)
-            yield
-        self.digest = reading.digest() if self._is_digested else b""
-
-    def _note(
-        self, reading: _Reading, place: tuple[DeviceMemory, ...], *, is_new: bool
-    ) -> None:
-        self.digest = reading.digest() if self._is_digested else b""
-        region = region_behind(place[0]) if len(place) == 1 else None
-        if region is not None and region.nbytes != self._nbytes:
-            return  # these are the edges of a piece
-        # Of what was there they stay those of the first time: a change is noticed.
-        if region is not None and (is_new or not region.edges):
-            region.edges = reading.edges()
+def _memory_of(place: _HostPlace | memoryview) -> Memory:
+    return place if isinstance(place, memoryview) else memory_of(place)
 
 
-class _EdgesRead(CopyJob):
-    """The first and last bytes of many places, brought to the host together."""
-
-    def __init__(
-        self, lanes: DeviceLanes, device: int, places: list[DeviceMemory]
-    ) -> None:
-        self.places = places
-        self.edges: list[bytes] = []
-        self._lanes = lanes
-        self._device = device
-
-    @property
-    def nbytes(self) -> int:
-        return 2 * EDGE_NBYTES * len(self.places)
-
-    def steps(self) -> Iterator[None]:
-        most = SLOT_NBYTES // (2 * EDGE_NBYTES)
-        with self._lanes.lane(self._device) as lane:
-            for first in range(0, len(self.places), most):
-                self.edges += _read_edges(lane, self.places[first : first + most])
-                yield
-
-
-def _read_edges(lane: DeviceLane, places: list[DeviceMemory]) -> list[bytes]:
-    slot, _ = lane.slot()
-    for number, place in enumerate(places):
-        edge = min(place.nbytes, EDGE_NBYTES)
-        landing = slot.address + 2 * EDGE_NBYTES * number
-        for begin in (place.address, place.address + place.nbytes - edge):
-            if edge:
-                lane.cuda.copy(landing, begin, edge, lane.stream)
-            landing += edge
-    lane.stream.synchronize()
-    found: list[bytes] = []
-    for number, place in enumerate(places):
-        start = 2 * EDGE_NBYTES * number
-        edges = 2 * min(place.nbytes, EDGE_NBYTES)
-        found.append(digest_of(bytes(slot.view[start : start + edges])))
-    return found
-
-
-class _Reading:
-    """Digests bytes as they pass, and keeps the first and the last of them."""
-
-    def __init__(self, nbytes: int) -> None:
-        self._edge = min(nbytes, EDGE_NBYTES)
-        self._digester = Digester()
-        self._head, self._tail = bytearray(), bytearray()
-
-    def of(self, pieces: Iterator[memoryview]) -> Iterator[memoryview]:
-        """Let pieces pass."""
-        for piece in pieces:
-            self.add(piece)
-            yield piece
-
-    def add(self, piece: memoryview) -> None:
-        """These are the next bytes."""
-        self._digester.update(piece)
-        self._head += piece[: self._edge - len(self._head)]
-        self._tail += piece[-self._edge :] if self._edge else b""
-        del self._tail[: -self._edge or None]
-
-    def digest(self) -> bytes:
-        return self._digester.digest()
-
-    def edges(self) -> bytes:
-        """Return the digest of the first and the last bytes."""
-        return digest_of(bytes(self._head + self._tail))
-
-
-def _pieces(end: _End | None) -> _Pieces | None:
-    """Return where the pieces of blocks lie; anything else as it is."""
-    return _blocks_of(end.blocks, end.pool) if isinstance(end, _PoolBlocks) else end
-
-
-def _until_ready(end: _Pieces | None) -> Iterator[None]:
-    """Wait for what is queued before it: this thread may be told to stop meanwhile."""
-    event = _mark_of(end)
-    pause_s = _FIRST_PAUSE_S
-    while event is not None and not event.query():
-        # Polled, as synchronize() could not be told to stop.
-        time.sleep(pause_s)  # noqa: TID251 - a thread's
-        pause_s = min(2 * pause_s, _LAST_PAUSE_S)
-        yield
-
-
-def _mark_of(end: _End | None) -> Event | None:
-    """Return what the bytes of a GPU wait for: of all pieces the same."""
-    if isinstance(end, _PoolBlocks):
-        return end.pool.ready
-    return end[0].ready if isinstance(end, tuple) and end else None
-
-
-def _host(end: _Pieces | None) -> KVMemory | Runs:
-    if end is None or isinstance(end, tuple):
-        raise TypeError("no memory of the host")
-    return end
-
-
-def _on_host(origin: Memory, target: KVMemory | Runs | None) -> Iterator[memoryview]:
-    if target is not None:
-        yield from copied(origin, memory_of(target), SLOT_NBYTES)
-        return
-    for start in range(0, origin.nbytes, SLOT_NBYTES):
-        yield from pieces_of(origin, start, min(start + SLOT_NBYTES, origin.nbytes))
-
-
-def _dense(memory: KVMemory | Runs) -> KVMemory | Runs:
+def _dense(memory: _HostPlace | memoryview) -> _HostPlace | memoryview:
     if isinstance(memory, torch.Tensor):
         return memory.detach().resolve_conj().resolve_neg().contiguous()
     return memory
-
-
-def _within_gpus(
-    lane: DeviceLane,
-    source: tuple[DeviceMemory, ...],
-    target: tuple[DeviceMemory, ...],
-) -> Iterator[None]:
-    queued = 0
-    for to, origin in _overlaps(target, source):
-        lane.cuda.copy(to.address, origin.address, to.nbytes, lane.stream)
-        queued += to.nbytes
-        if queued >= _DEVICE_PIECE_NBYTES:
-            lane.stream.synchronize()
-            queued = 0
-            yield
-    lane.stream.synchronize()
-    yield
-
-
-def _overlaps(
-    ones: tuple[DeviceMemory, ...], others: tuple[DeviceMemory, ...]
-) -> Iterator[tuple[DeviceMemory, DeviceMemory]]:
-    """Cut both sides into pieces of equal sizes."""
-    rest, done, origin = iter(others), 0, others[0]
-    next(rest)
-    for one in ones:
-        start = 0
-        while start < one.nbytes:
-            if done == origin.nbytes:
-                origin, done = next(rest), 0
-                continue
-            room = min(one.nbytes - start, origin.nbytes - done, _DEVICE_PIECE_NBYTES)
-            yield one.part(start, start + room), origin.part(done, done + room)
-            start += room
-            done += room
-
-
-def _from_gpu(
-    lane: DeviceLane, source: tuple[DeviceMemory, ...]
-) -> Iterator[memoryview]:
-    """Yield the bytes, piece by piece; each is there until the next is asked for."""
-    waiting: tuple[memoryview, Callable[[], None]] | None = None
-    for part in source:
-        for start in range(0, part.nbytes, SLOT_NBYTES):
-            some = min(SLOT_NBYTES, part.nbytes - start)
-            slot, event = lane.slot()
-            lane.cuda.copy(slot.address, part.address + start, some, lane.stream)
-            event.record(lane.stream)
-            if waiting is not None:
-                waiting[1]()
-                yield waiting[0]
-            waiting = slot.view[:some], event.synchronize
-    if waiting is not None:
-        waiting[1]()
-        yield waiting[0]
-
-
-def _to_gpu(
-    lane: DeviceLane,
-    source: Memory,
-    target: tuple[DeviceMemory, ...],
-    reading: _Reading,
-) -> Iterator[None]:
-    begin = 0
-    for part in target:
-        for start in range(0, part.nbytes, SLOT_NBYTES):
-            some = min(SLOT_NBYTES, part.nbytes - start)
-            slot, event = lane.slot()
-            filled = slot.view[:some]
-            pieces = iter(pieces_of(source, begin, begin + some))
-            for _ in landed(pieces, filled):
-                pass
-            reading.add(filled)
-            lane.cuda.copy(part.address + start, slot.address, some, lane.stream)
-            event.record(lane.stream)
-            begin += some
-            yield
-    lane.stream.synchronize()

@@ -117,16 +117,11 @@ class _Both:
 class IdleDevice:
     """An allocation that the arena needs no more."""
 
-    def __init__(
-        self, allocation: DeviceAllocation, closers: Sequence[Callable[[], None]]
-    ) -> None:
+    def __init__(self, allocation: DeviceAllocation) -> None:
         self._allocation: DeviceAllocation | None = allocation
-        self._closers = closers
 
     def drop(self) -> None:
         """Let it go: freed now, or with its last view. In a thread."""
-        for close in self._closers:
-            close()
         allocation, self._allocation = self._allocation, None
         if allocation is not None:
             with allocation.quiet().allocating():
@@ -152,11 +147,6 @@ class DevicePages:
         self._allocator = PageAllocator()
         self._allocation: DeviceAllocation | None = None
         self._is_closed = False
-        self._closers: list[Callable[[], None]] = []
-
-    def call_when_dropped(self, close: Callable[[], None]) -> None:
-        """Call back, in a thread, when the memory is not used any more."""
-        self._closers.append(close)
 
     @property
     def allocation(self) -> DeviceAllocation:
@@ -247,7 +237,7 @@ class DevicePages:
     def unmap(self) -> IdleDevice | None:
         """Let the allocation go, but for those who have views; return it once."""
         allocation, self._allocation = self._allocation, None
-        return None if allocation is None else IdleDevice(allocation, self._closers)
+        return None if allocation is None else IdleDevice(allocation)
 
     def _allocate(self, gpus: Gpus) -> int:
         nbytes = self._max_pages * PAGE_NBYTES

@@ -9,6 +9,7 @@ never waits for the GPU.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Protocol
@@ -22,7 +23,15 @@ from asynckv.tensors.cuda_driver import CudaDriver, open_driver
 from asynckv.tensors.views import dtype_of
 from asynckv.types import TensorSpec
 
-__all__ = ("DeviceTensors", "Gpus", "TorchEvent", "TorchTensors", "gpu_of", "open_gpus")
+__all__ = (
+    "DeviceTensors",
+    "Gpus",
+    "TorchEvent",
+    "TorchTensors",
+    "gpu_of",
+    "index_rows",
+    "open_gpus",
+)
 
 
 class DeviceTensors(Protocol):
@@ -47,6 +56,36 @@ class DeviceTensors(Protocol):
         the first one makes torch start CUDA.
 
         :raises ValueError: there are too few bytes, or this torch lacks the dtype
+        """
+
+    def gather(
+        self,
+        table: torch.Tensor,
+        ids: DeviceMemory,
+        packed: DeviceMemory,
+        stream: Stream,
+    ) -> None:
+        """Queue the copy of rows ``ids`` of ``table``, in order, to ``packed``.
+
+        ``table`` has two dimensions and bytes for elements, and rows that are
+        contiguous but may lie apart; ids have 64 bits. All of it is one GPU's, and
+        stays until ``stream`` has done it. Never waits, but a first call may: it loads.
+
+        :raises GPUFailed: CUDA refused
+        """
+
+    def scatter(
+        self,
+        table: torch.Tensor,
+        ids: DeviceMemory,
+        packed: DeviceMemory,
+        stream: Stream,
+    ) -> None:
+        """Queue the copy of ``packed`` to rows ``ids`` of ``table``; as :meth:`gather`.
+
+        No id is there twice.
+
+        :raises GPUFailed: CUDA refused
         """
 
     def current_stream(self, device: int) -> AbstractContextManager[object]:
@@ -154,6 +193,43 @@ class TorchTensors:
         lent = torch.as_tensor(_Lent(memory, spec.nbytes), device=device)
         return lent.view(dtype).view(spec.shape)
 
+    def gather(
+        self,
+        table: torch.Tensor,
+        ids: DeviceMemory,
+        packed: DeviceMemory,
+        stream: Stream,
+    ) -> None:
+        self._index(table, ids, packed, stream, is_gathered=True)
+
+    def scatter(
+        self,
+        table: torch.Tensor,
+        ids: DeviceMemory,
+        packed: DeviceMemory,
+        stream: Stream,
+    ) -> None:
+        self._index(table, ids, packed, stream, is_gathered=False)
+
+    def _index(
+        self,
+        table: torch.Tensor,
+        ids: DeviceMemory,
+        packed: DeviceMemory,
+        stream: Stream,
+        *,
+        is_gathered: bool,
+    ) -> None:
+        index = self.tensor_over(ids, TensorSpec((ids.nbytes // 8,), "int64"))
+        landing = self.tensor_over(packed, TensorSpec((packed.nbytes,), "uint8"))
+        device = torch.device("cuda", packed.device)
+        ours = torch.cuda.ExternalStream(stream.handle, device=device)  # type: ignore[no-untyped-call]
+        try:
+            with torch.cuda.stream(ours), torch.inference_mode():
+                index_rows(table, index, landing, is_gathered=is_gathered)
+        except RuntimeError as exc:  # what torch raises for errors of CUDA
+            raise GPUFailed(f"move rows of a table: {exc}") from exc
+
     def current_stream(self, device: int) -> AbstractContextManager[object]:
         stream = torch.cuda.current_stream(device)
         return torch.cuda.stream(stream)
@@ -172,6 +248,25 @@ class TorchTensors:
         except RuntimeError as exc:  # what torch raises for errors of CUDA
             raise GPUFailed(f"mark a stream: {exc}") from exc
         return TorchEvent(mark, self._driver())
+
+
+def index_rows(
+    table: torch.Tensor, ids: torch.Tensor, packed: torch.Tensor, *, is_gathered: bool
+) -> None:
+    """Copy rows ``ids`` of ``table`` to ``packed``, or back; both have bytes.
+
+    As elements that are as wide as both allow: torch copies single bytes at a quarter
+    of the rate. ``packed`` is contiguous; what is queued is the current stream's.
+    """
+    rows, row = len(ids), table.shape[1]
+    places = table.data_ptr(), packed.data_ptr()
+    width = math.gcd(row, table.stride(0), table.storage_offset(), *places, 8)
+    element = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}[width]
+    elements, flat = table.view(element), packed.view(element).view(rows, row // width)
+    if is_gathered:
+        torch.index_select(elements, 0, ids, out=flat)
+    else:
+        elements.index_copy_(0, ids, flat)
 
 
 class _Lent:

@@ -14,9 +14,9 @@ import torch
 
 from asynckv.tensors.arena import Arena, HeapArena, Region
 from asynckv.tensors.blocks import KVMemory
-from asynckv.tensors.copying import CopyPool
 from asynckv.tensors.device_arena import DeviceArena
-from asynckv.tensors.device_copying import DeviceCopyPool
+from asynckv.tensors.device_copying import CopyPool
+from asynckv.tensors.device_lanes import DeviceLanes
 from asynckv.tensors.device_pages import DeviceAllocation, DevicePages
 from asynckv.tensors.device_regions import DeviceRegion
 from asynckv.tensors.devices import Device
@@ -272,21 +272,11 @@ class Growth:
 
     def make_pool(self) -> CopyPool:
         """Make what copies into this memory and out of it."""
-        if self.device_pages is None:
-            return CopyPool(empty=self.lending.spare)
-        return self.make_device_pool()
-
-    def make_device_pool(self) -> DeviceCopyPool:
-        """As :meth:`make_pool`, of memory of a GPU.
-
-        :raises TypeError: it is none
-        """
         pages, empty = self.device_pages, self.lending.spare
         if pages is None:
-            raise TypeError("memory of the host, not of a GPU")
-        pool = DeviceCopyPool(pages.device, lambda: pages.allocation.gpus, empty=empty)
-        pages.call_when_dropped(pool.lanes.close)
-        return pool
+            return CopyPool(empty=empty)
+        lanes = DeviceLanes.of(lambda: pages.allocation.gpus)
+        return CopyPool(device=pages.device, empty=empty, lanes=lanes)
 
     async def open(self) -> None:
         """Wait until the memory of a GPU is allocated, if it is to be one's.

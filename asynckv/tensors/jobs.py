@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable
 from typing import Final
 
 import torch
@@ -23,14 +23,21 @@ class CopyJob(abc.ABC):
     Several jobs of a call run beside each other, so no two may write one place.
     """
 
+    limit_s: float | None = None
+    """A thread that is longer at one step never comes back: it is given up."""
+
     @property
     @abc.abstractmethod
     def nbytes(self) -> int:
         """About how many bytes it copies."""
 
     @abc.abstractmethod
-    def steps(self) -> Iterator[None]:
+    def steps(self) -> Generator[None, None, None]:
         """Copy, and yield after each piece of about 1 MiB. May be left in between."""
+
+    def give_up(self) -> Exception:
+        """A thread is at it for ever, with all that it copies. Return what to say."""
+        return TimeoutError("a copy does not get on")
 
 
 class Pace:

@@ -8,7 +8,7 @@ and of the CPU, that it took by calls of 16 MiB.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from typing import Final
 
 import torch
@@ -40,7 +40,7 @@ class LongCopy(CopyJob):
     def nbytes(self) -> int:
         return self._nbytes
 
-    def steps(self) -> Iterator[None]:
+    def steps(self) -> Generator[None, None, None]:
         ctypes.memmove(self._target, self._source, self._nbytes)  # without the GIL
         yield
 
@@ -56,7 +56,7 @@ class RunsCopy(CopyJob):
     def nbytes(self) -> int:
         return self._target.nbytes
 
-    def steps(self) -> Iterator[None]:
+    def steps(self) -> Generator[None, None, None]:
         blocks, start = self._target.small_blocks, 0
         if blocks is None:
             for _ in landed(self._pieces, self._target):

@@ -9,12 +9,12 @@ import dataclasses
 from collections.abc import Callable
 
 from asynckv.errors import GPUFailed, GPUUnavailable
-from asynckv.tensors.copying import CopyPool
 from asynckv.tensors.device_calls import DeviceCalls
+from asynckv.tensors.device_copying import CopyPool
+from asynckv.tensors.device_lanes import DeviceLanes
 from asynckv.tensors.device_tensors import Gpus
 from asynckv.tensors.devices import Device
 from asynckv.tensors.on_gpu import KVOnGpu, caught
-from asynckv.tensors.staging import Stagings
 from asynckv.types import TensorSpec
 
 __all__ = ("OpenDevice", "open_device")
@@ -31,7 +31,7 @@ class OpenDevice:
     def make_pool(self) -> CopyPool:
         """Make what copies to this GPU and from any, through pinned memory."""
         gpus = self.gpus
-        return CopyPool(stagings=Stagings(lambda: gpus.cuda, gpus.tensors))
+        return CopyPool(lanes=DeviceLanes.of(lambda: gpus))
 
     def maker(self, spec: TensorSpec) -> Callable[[], KVOnGpu]:
         """Return what makes a tensor, in any thread, as if the calling one did.

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from typing import Final
 
 import torch
@@ -95,7 +95,7 @@ class _Rearrangement(CopyJob):
     def nbytes(self) -> int:
         return self._blocks.nbytes
 
-    def steps(self) -> Iterator[None]:
+    def steps(self) -> Generator[None, None, None]:
         if self._blocks.overlaps:
             raise ValueError("a block is there twice: what should land in it?")
         group_nbytes = self._group * self._blocks.block_nbytes

@@ -7,7 +7,7 @@ not fit is refused, it never reaches beyond a block.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from typing import Final
 
 import numpy
@@ -131,7 +131,7 @@ class _ReshardJob(CopyJob):
         whole = len(self._segments) * self._copy.segment_nbytes
         return whole // pairs * len(range(self._turn, pairs, _JOBS))
 
-    def steps(self) -> Iterator[None]:
+    def steps(self) -> Generator[None, None, None]:
         if not self._segments:
             return
         places = (

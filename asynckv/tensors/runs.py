@@ -5,7 +5,6 @@ Neighbours are one run: what lies in one place is a plain ``memoryview``.
 
 from __future__ import annotations
 
-import abc
 import bisect
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate
@@ -17,17 +16,17 @@ import numpy.typing
 from asynckv.tensors.small_blocks import FEW_NBYTES, SmallBlocks
 
 __all__ = (
-    "AnyMemory",
     "Memory",
     "Runs",
-    "Staged",
     "copied",
     "fill",
     "joined",
     "landed",
     "pieces_of",
+    "put_at",
     "runs_at",
     "runs_in",
+    "take_at",
 )
 
 
@@ -81,55 +80,8 @@ class Runs:
         return found
 
 
-class Staged(abc.ABC):
-    """Memory that is not the host's: its pieces lie in the host's for a while.
-
-    One thread at a time reads, or writes, from the beginning to the end, once: a piece
-    is there until the next ones are asked for. Asking may wait, so never on a loop.
-    Whoever made it calls :meth:`finish` or :meth:`leave` in the end.
-    """
-
-    nbytes: int
-
-    @abc.abstractmethod
-    def pieces(self, start: int, stop: int) -> list[memoryview]:
-        """Return the bytes from ``start`` to ``stop``, at most to ``reach(start)``.
-
-        Waits until they can be read, or written. What was asked for before is done
-        with.
-
-        :raises GPUFailed: it cannot be
-        """
-
-    @abc.abstractmethod
-    def reach(self, start: int) -> int:
-        """Return how far pieces that begin at ``start`` may go. Never waits."""
-
-    @abc.abstractmethod
-    def rest(self) -> None:
-        """Nobody is at the last pieces; there may be more later. Never waits."""
-
-    @abc.abstractmethod
-    def finish(self) -> None:
-        """Wait until all that was written is there, or nothing is read any more.
-
-        :raises GPUFailed: what was written is not all there
-        """
-
-    @abc.abstractmethod
-    def leave(self) -> None:
-        """Let go of it: what is under way still ends. Never waits, may be repeated."""
-
-    @abc.abstractmethod
-    def wait_until_quiet(self) -> None:
-        """Leave, and wait until the memory is neither read nor written. Bounded."""
-
-
 Memory: TypeAlias = memoryview | Runs
 """Where payload comes from, or lands. Flat bytes."""
-
-AnyMemory: TypeAlias = Memory | Staged
-"""What bytes are copied from, or to."""
 
 _NOTHING: Final = memoryview(b"")
 
@@ -166,7 +118,7 @@ def runs_at(base: memoryview, spans: Sequence[tuple[int, int]]) -> Memory:
     return Runs(base, starts, stops, ends)
 
 
-def copied(source: AnyMemory, target: AnyMemory, nbytes: int) -> Iterator[memoryview]:
+def copied(source: Memory, target: Memory, nbytes: int) -> Iterator[memoryview]:
     """Copy from the beginning, and yield what was copied in pieces of ``nbytes``.
 
     Releases the GIL while it copies. A piece in several places is several.
@@ -174,7 +126,6 @@ def copied(source: AnyMemory, target: AnyMemory, nbytes: int) -> Iterator[memory
     start = 0
     while start < source.nbytes:
         stop = min(start + nbytes, source.nbytes)
-        stop = min(_reach(source, start, stop), _reach(target, start, stop))
         blocks = source.small_blocks if isinstance(source, Runs) else None
         if blocks is not None and isinstance(target, memoryview):
             blocks.take(start, target[start:stop])
@@ -207,15 +158,31 @@ def fill(target: Memory, source: memoryview) -> None:
         done += len(place)
 
 
-def pieces_of(memory: AnyMemory, start: int, stop: int) -> list[memoryview]:
+def pieces_of(memory: Memory, start: int, stop: int) -> list[memoryview]:
     """Return the bytes from ``start`` to ``stop``, not copied."""
     if isinstance(memory, memoryview):
         return [memory[start:stop]]
     return memory.pieces(start, stop)
 
 
-def _reach(memory: AnyMemory, start: int, stop: int) -> int:
-    return min(memory.reach(start), stop) if isinstance(memory, Staged) else stop
+def take_at(source: Memory, start: int, target: memoryview) -> None:
+    """Fill ``target`` with the bytes from ``start`` on. The GIL is released."""
+    blocks = source.small_blocks if isinstance(source, Runs) else None
+    if blocks is not None:
+        blocks.take(start, target)
+        return
+    for _ in landed(pieces_of(source, start, start + len(target)), target):
+        pass
+
+
+def put_at(target: Memory, start: int, piece: memoryview) -> None:
+    """Copy ``piece`` to where the bytes from ``start`` on lie. The GIL is released."""
+    blocks = target.small_blocks if isinstance(target, Runs) else None
+    if blocks is not None:
+        blocks.put(start, piece)
+        return
+    for _ in _scattered([piece], target, start, start + len(piece)):
+        pass
 
 
 def joined(memory: Memory) -> memoryview:
@@ -226,7 +193,7 @@ def joined(memory: Memory) -> memoryview:
 
 
 def _scattered(
-    pieces: Iterable[memoryview], target: AnyMemory, start: int, stop: int
+    pieces: Iterable[memoryview], target: Memory, start: int, stop: int
 ) -> Iterator[memoryview]:
     rest, offset, origin = iter(pieces), 0, _NOTHING
     for place in pieces_of(target, start, stop):

@@ -18,8 +18,7 @@ from asynckv.protocol.values import Place
 from asynckv.protocol.wire import digest_of
 from asynckv.sharing.mappings import MappedPin
 from asynckv.tensors.blocks import KVBlocks, KVMemory, memory_of, tensor_at
-from asynckv.tensors.copying import CopyPool
-from asynckv.tensors.device_copying import DeviceCopyPool
+from asynckv.tensors.device_copying import CopyPool
 from asynckv.tensors.device_tensors import gpu_of
 from asynckv.tensors.growth import Growth
 from asynckv.tensors.runs import fill
@@ -314,7 +313,7 @@ async def _copied(
 def goes_to_gpu(target: KVMemory | None, pool: CopyPool) -> bool:
     """Does a tensor with this ``into=``, or none, belong on a GPU?"""
     if target is None:
-        return isinstance(pool, DeviceCopyPool)
+        return pool.device is not None
     return is_on_gpu(target)
 
 

@@ -16,8 +16,8 @@ from typing import Final, TypeAlias
 import numpy
 import numpy.typing
 
-from asynckv.tensors.copying import CopyPool
 from asynckv.tensors.cuda import DeviceMemory
+from asynckv.tensors.device_copying import CopyPool
 from asynckv.tensors.feeds import Feed
 from asynckv.tensors.on_gpu import KVOnGpu
 from asynckv.tensors.views import tensor_over

@@ -16,7 +16,6 @@ from asynckv.links.link import Link, LinkStream
 from asynckv.protocol.frames import Offer
 from asynckv.tensors.blocks import KVBlocks, KVMemory, memory_of, tensor_at
 from asynckv.tensors.cuda import DeviceMemory
-from asynckv.tensors.device_copying import DeviceCopyPool
 from asynckv.tensors.device_tensors import gpu_of
 from asynckv.transfers.delivery import Delivery, goes_to_gpu, is_on_gpu
 from asynckv.transfers.incoming import Incoming, Route
@@ -89,7 +88,7 @@ async def _prepare(target: TensorTarget, *, is_routed: bool) -> None:
     Waits until the GPU has done all that it was given with it before. A cancelled call
     leaves nothing.
     """
-    if is_routed and isinstance(target.pool, DeviceCopyPool):
+    if is_routed and target.pool.device is not None:
         memory = target.pool.memory_of(tensor_at(target.place()))
         target.ready(await ready_memory(memory))
     else:

@@ -34,7 +34,7 @@ from asynckv.protocol.wire import digest_of
 from asynckv.sharing.exporter import Importer
 from asynckv.sharing.gpu_channel import GpuLink
 from asynckv.tensors.arena import Region
-from asynckv.tensors.device_copying import DeviceCopyPool
+from asynckv.tensors.device_copying import CopyPool
 from asynckv.tensors.device_regions import DeviceRegion
 from asynckv.tensors.feeds import Feed
 from asynckv.tensors.runs import Memory, joined
@@ -60,7 +60,7 @@ class GpuImporter:
     """Who reads memory of this side's GPU, and what digests it here."""
 
     importer: Importer
-    pool: DeviceCopyPool
+    pool: CopyPool
 
 
 class Routes(Protocol):
@@ -449,7 +449,7 @@ class Outgoing:
     async def _digest_exported(
         self,
         kind: DigestMode,
-        pool: DeviceCopyPool,
+        pool: CopyPool,
         parts: Sequence[tuple[int, Source, int]],
     ) -> None:
         unknown = [one for _, one, _ in parts if _known(kind, one) is None]

@@ -22,7 +22,7 @@ from asynckv.sharing.gpu_channel import RouteLost, other_bytes
 from asynckv.sharing.imports import PeerMemory
 from asynckv.shielding import clear_all_frames
 from asynckv.tensors.cuda import DeviceMemory
-from asynckv.tensors.device_copying import DeviceCopyPool
+from asynckv.tensors.device_copying import CopyPool
 from asynckv.tensors.runs import Memory
 from asynckv.waits.own_tasks import OwnTasks
 
@@ -143,7 +143,7 @@ class IpcRoute(ReadRoute):
     def __init__(
         self,
         memory: PeerMemory,
-        pool: DeviceCopyPool,
+        pool: CopyPool,
         progress: Progress,
         digest: DigestMode,
         *,

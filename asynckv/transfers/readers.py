@@ -27,9 +27,8 @@ from asynckv.sharing.mappings import MappedMemory, MappedPin
 from asynckv.shielding import clear_all_frames
 from asynckv.tensors.arena import SHARED_PAGES_BELOW
 from asynckv.tensors.blocks import KVMemory, memory_of, tensor_at
-from asynckv.tensors.copying import CopyPool
 from asynckv.tensors.cuda import DeviceMemory
-from asynckv.tensors.device_copying import DeviceCopyPool
+from asynckv.tensors.device_copying import CopyPool
 from asynckv.tensors.jobs import CopyJob
 from asynckv.tensors.long_copies import RunsCopy, long_copies
 from asynckv.tensors.runs import Memory, Runs, fill
@@ -318,7 +317,7 @@ class ShownParts(MappedParts):
     """Where the parts of a stream will lie in ``memory``, but for those that ride."""
 
     memory: ImportedMemory
-    pool: DeviceCopyPool
+    pool: CopyPool
 
     def source(self, index: int) -> DeviceMemory:
         """Return a part's bytes; whoever has them keeps the memory of all parts."""
@@ -388,9 +387,7 @@ class IpcReader(MapReader):
 
     reads_host: ClassVar[bool] = False
 
-    def __init__(
-        self, memory: ImportedMemory, pool: DeviceCopyPool, *, views: bool
-    ) -> None:
+    def __init__(self, memory: ImportedMemory, pool: CopyPool, *, views: bool) -> None:
         super().__init__(memory, pool, views=views and memory.imported.is_near)
         self._imported = memory
         self._device_pool = pool

@@ -14,7 +14,7 @@ from asynckv.sharing.gpu_channel import GpuLink, NcclRoute
 from asynckv.sharing.imports import ImportedMemory
 from asynckv.sharing.mappings import MappedMemory
 from asynckv.sharing.peer_imports import PeerImports
-from asynckv.tensors.copying import CopyPool
+from asynckv.tensors.device_copying import CopyPool
 from asynckv.tensors.growth import Growth
 from asynckv.transfers.delivery import ReceiveBudget
 from asynckv.transfers.host_copies import D2HCopier, HostCopies
@@ -106,7 +106,7 @@ class GpuRoutes(PeerRoutes):
     def __init__(
         self, imports: PeerImports, budget: ReceiveBudget, on_gpu: Growth
     ) -> None:
-        self._device_pool = on_gpu.make_device_pool()
+        self._device_pool = on_gpu.make_pool()
         super().__init__(imports, budget, self._device_pool)
         self.room = self._room = GpuRoom(on_gpu)
         self._on_gpu = on_gpu

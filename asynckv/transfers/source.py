@@ -15,8 +15,8 @@ import torch
 from asynckv.protocol.wire import digest_of
 from asynckv.tensors.arena import Region
 from asynckv.tensors.blocks import KVBlocks, KVMemory, memory_of, rows_of, spec_in
-from asynckv.tensors.copying import CopyPool
 from asynckv.tensors.cuda import DeviceMemory
+from asynckv.tensors.device_copying import CopyPool
 from asynckv.tensors.device_regions import DeviceRegion
 from asynckv.tensors.device_tensors import gpu_of
 from asynckv.tensors.growth import Growth

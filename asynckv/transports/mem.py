@@ -14,7 +14,7 @@ from asynckv.errors import LocalProtocolError, PeerLost, RemoteProtocolError
 from asynckv.protocol.wire import Chunk
 from asynckv.shielding import wait_shielded
 from asynckv.tensors.blocks import tensor_in
-from asynckv.tensors.copying import CopyPool
+from asynckv.tensors.copying import HostCopyPool
 from asynckv.tensors.runs import Memory, Runs
 from asynckv.transports.ending import Ending
 from asynckv.transports.inline import DEFAULT_CHUNK_BYTES
@@ -238,7 +238,7 @@ class _Copies:
 
     def __init__(self, digest: bool) -> None:
         self._digest = digest
-        self._pool = CopyPool(threads=1)
+        self._pool = HostCopyPool(threads=1)
         self.close = self._pool.close
 
     async def move(self, part: Part, target: Part) -> None:

@@ -32,7 +32,7 @@ def gpu() -> Iterator[FakeDevice]:
 @pytest.fixture
 async def store(gpu: FakeDevice) -> AsyncIterator[StoreBuffer]:
     async with StoreBuffer("8MiB") as store:
-        store.pool.stagings = gpu.stagings()
+        store.pool.lanes = gpu.lanes()
         yield store
 
 
@@ -48,7 +48,7 @@ async def peer(
         serve(new_url(scheme), lookup=local, store=store) as server,
         connect(server.url, max_bytes="8MiB") as peer,
     ):
-        peer.pool.stagings = gpu.stagings()
+        peer.pool.lanes = gpu.lanes()
         yield peer
 
 

@@ -18,8 +18,8 @@ from asynckv.buffers.remote.store import begin_put
 from asynckv.errors import GPUFailed
 from asynckv.protocol.frames import Accepted, Put
 from asynckv.protocol.transfer_frames import Grant
-from asynckv.tensors.copying import CopyPool
 from asynckv.tensors.cuda import Stream
+from asynckv.tensors.device_copying import CopyPool
 from asynckv.testing.blocked import until
 from asynckv.testing.expectations import is_same, only
 from asynckv.testing.lookup_checks.values import MIB, noise
@@ -49,7 +49,7 @@ async def test_what_is_granted_again_while_it_is_fed_is_refused(
 ) -> None:
     key = gpu.tensor(noise(MIB))
     async with linked(answer=lambda *_: None) as pair:
-        pool = CopyPool(stagings=gpu.stagings())
+        pool = CopyPool(lanes=gpu.lanes())
         source = await source_of(pool.catch(key), pool, None, MIB)
         sending = begin_put(pair.near, "key", source, NoRoutes(pool))
         await until(lambda: bool(pair.service.asked))
@@ -78,7 +78,7 @@ async def test_what_was_fed_whole_is_not_sent_once_the_peer_needs_it_no_more(
     gpu: FakeDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with linked(answer=lambda *_: None) as pair:
-        pool = CopyPool(stagings=gpu.stagings())
+        pool = CopyPool(lanes=gpu.lanes())
         routes, payload = NoRoutes(pool), pair.near.payload
         key = pool.catch(gpu.tensor(noise(MIB)))
         source = await source_of(key, pool, None, MIB)

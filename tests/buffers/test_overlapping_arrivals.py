@@ -52,7 +52,7 @@ async def consuming(gpu: FakeDevice) -> AsyncIterator[tuple[LookupBuffer, Peer]]
         serve("tcp://127.0.0.1:0", lookup=lookup) as server,
         connect(server.url + "?payload=inline", max_bytes="8MiB") as peer,
     ):
-        peer.pool.stagings = gpu.stagings()
+        peer.pool.lanes = gpu.lanes()
         yield lookup, peer
 
 

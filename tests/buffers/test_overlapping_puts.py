@@ -56,7 +56,7 @@ async def producing(
         serve("tcp://127.0.0.1:0", lookup=lookup, store=store, lanes=lanes) as server,
         connect(server.url, lanes=lanes) as peer,
     ):
-        peer.pool.stagings = gpu.stagings()
+        peer.pool.lanes = gpu.lanes()
         yield lookup, store, server, peer
 
 

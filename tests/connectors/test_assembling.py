@@ -18,13 +18,13 @@ from asynckv.connectors.headers import EntryHeader
 from asynckv.connectors.p2p_orders import LoadOrder
 from asynckv.errors import IncompatiblePeer
 from asynckv.parallel.shapes import EngineShape
-from asynckv.tensors.copying import CopyPool
+from asynckv.tensors.device_copying import CopyPool
 from asynckv.testing.blocked import until
 from asynckv.types import TensorSpec
 from harness.engines.toy_model import ToyModel
 from harness.engines.toy_pairs import toy_shape
 from harness.engines.toy_rank import ToyRank
-from harness.fake_devices import fake_device, stagings_of
+from harness.fake_devices import fake_device, lanes_of
 
 MODEL = ToyModel(layers=2)
 TOKENS = list(range(20))
@@ -174,7 +174,7 @@ async def test_megabytes_on_their_way_to_a_gpu_are_not_freed_on_the_loop(
 ) -> None:
     with fake_device() as gpu:
         cache, freed_by = gpu.tensor(torch.ones(4, 2**19)), list[int]()
-        pool = CopyPool(stagings=stagings_of(gpu))
+        pool = CopyPool(lanes=lanes_of(gpu))
         order = LoadOrder("r", "t", "P", ((3,),), num_tokens=8)
         scratch = Scratch(
             BlockMoves(PagedCaches({"a": cache}, None), pool), order, None

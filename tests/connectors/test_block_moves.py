@@ -6,9 +6,9 @@ import torch
 from asynckv.connectors.block_moves import BlockMoves
 from asynckv.connectors.caches import PagedCaches
 from asynckv.errors import GPUFailed
-from asynckv.tensors.copying import CopyPool
+from asynckv.tensors.device_copying import CopyPool
 from asynckv.tensors.on_gpu import at_once
-from harness.fake_devices import FakeDevice, fake_device, stagings_of
+from harness.fake_devices import FakeDevice, fake_device, lanes_of
 
 
 async def test_blocks_of_the_host_are_copied_and_nothing_is_marked() -> None:
@@ -37,7 +37,7 @@ async def test_what_the_other_thread_had_in_place_of_a_mark_is_raised() -> None:
 
 
 def moves_on(gpu: FakeDevice, cache: torch.Tensor) -> BlockMoves:
-    pool = CopyPool(stagings=stagings_of(gpu))
+    pool = CopyPool(lanes=lanes_of(gpu))
     return BlockMoves(PagedCaches({"a": cache}, None), pool)
 
 
@@ -107,6 +107,6 @@ async def test_a_gpu_is_made_ready_once_and_what_fails_is_for_a_transfer_to_say(
             await moves.open_if_possible()
         for _ in range(2):
             await moves.open_if_possible()
-        assert gpu.process.cuda.launches == 1
+        assert gpu.process.cuda.launches == 3  # two to load, and one block
         for one in (none, moves):
             one.pool.close()

@@ -12,9 +12,9 @@ from asynckv.connectors.block_moves import BlockMoves
 from asynckv.connectors.caches import PagedCaches
 from asynckv.connectors.gathering import LayerGathering
 from asynckv.connectors.staging import Staging
-from asynckv.tensors.copying import CopyPool
+from asynckv.tensors.device_copying import CopyPool
 from asynckv.testing.blocked import until, until_blocked
-from harness.fake_devices import FakeDevice, fake_device, stagings_of
+from harness.fake_devices import FakeDevice, fake_device, lanes_of
 from harness.fake_gpus.gates import Gate
 
 IDS = ((5, 1),)
@@ -29,7 +29,7 @@ def gpu() -> Iterator[FakeDevice]:
 
 @pytest.fixture
 async def moves(gpu: FakeDevice) -> AsyncIterator[BlockMoves]:
-    pool = CopyPool(stagings=stagings_of(gpu))
+    pool = CopyPool(lanes=lanes_of(gpu))
     pools = {layer: gpu.tensor(torch.arange(32.0).view(8, 4)) for layer in "ab"}
     yield (moves := BlockMoves(PagedCaches(pools, None), pool))
     moves.close()

@@ -16,14 +16,14 @@ from asynckv.connectors.caches import PagedCaches
 from asynckv.connectors.gpu_layers import GpuLayers
 from asynckv.connectors.staging import Staging
 from asynckv.tensors.blocks import KVMemory
-from asynckv.tensors.copying import CopyPool
 from asynckv.tensors.device_arena import DeviceArena
+from asynckv.tensors.device_copying import CopyPool
 from asynckv.testing.blocked import until, until_blocked
 from asynckv.transfers.source import StagedTensor
 from asynckv.transfers.staging import StagingWriter
 from asynckv.types import TensorSpec
 from harness.device_memory import open_device_arena, region_in
-from harness.fake_devices import FakeDevice, fake_device, stagings_of
+from harness.fake_devices import FakeDevice, fake_device, lanes_of
 from harness.fake_gpus.gates import Gate
 
 IDS = ((5, 1),)
@@ -46,7 +46,7 @@ def arena(gpu: FakeDevice) -> Iterator[DeviceArena]:
 
 @pytest.fixture
 async def moves(gpu: FakeDevice) -> AsyncIterator[BlockMoves]:
-    pool = CopyPool(stagings=stagings_of(gpu))
+    pool = CopyPool(lanes=lanes_of(gpu))
     content = torch.arange(8.0 * WIDTH).view(8, WIDTH)
     pools = {layer: gpu.tensor(content + number) for number, layer in enumerate("ab")}
     yield (moves := BlockMoves(PagedCaches(pools, None), pool))

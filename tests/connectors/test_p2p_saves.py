@@ -19,11 +19,11 @@ from asynckv.connectors.p2p_saves import P2PSave, Target, tell_failure
 from asynckv.connectors.staging import Staging
 from asynckv.errors import EntryConflict
 from asynckv.tensors.blocks import KVMemory
-from asynckv.tensors.copying import CopyPool
 from asynckv.tensors.cuda import Event
+from asynckv.tensors.device_copying import CopyPool
 from asynckv.testing.blocked import until, until_blocked
 from asynckv.types import TensorSpec
-from harness.fake_devices import fake_device, stagings_of
+from harness.fake_devices import fake_device, lanes_of
 
 ORDER = SaveOrder("r", "t", "", (1, 2, 3), ((2, 0),))
 HEADER = EntryHeader(engine_id="P", rank=0, block_size=2, layers=("a", "b"))
@@ -242,7 +242,7 @@ async def test_blocks_that_nobody_reads_yet_are_left_once_there_is_a_copy() -> N
 
 async def test_blocks_of_a_gpu_come_to_the_host_once_and_are_put_from_there() -> None:
     with fake_device() as gpu:
-        pool = CopyPool(stagings=stagings_of(gpu))
+        pool = CopyPool(lanes=lanes_of(gpu))
         layers = {one: gpu.tensor(torch.arange(8.0).view(4, 2)) for one in "ab"}
         moves, staging = BlockMoves(PagedCaches(layers, None), pool), Staging(2**20)
         save = P2PSave(moves, ORDER, HEADER, 60, staging=staging)
@@ -272,7 +272,7 @@ async def test_a_cancelled_save_of_a_gpu_keeps_no_host_memory(room: int) -> None
         return buffer
 
     with fake_device() as gpu:
-        pool = CopyPool(stagings=stagings_of(gpu))
+        pool = CopyPool(lanes=lanes_of(gpu))
         layers = {one: gpu.tensor(torch.arange(8.0).view(4, 2)) for one in "ab"}
         moves, staging = BlockMoves(PagedCaches(layers, None), pool), Staging(room)
         save = P2PSave(moves, ORDER, HEADER, 60, staging=staging, is_local=True)
@@ -295,7 +295,7 @@ async def test_a_cancelled_save_of_a_gpu_keeps_no_host_memory(room: int) -> None
 
 async def test_in_a_hurry_a_save_of_a_gpu_does_not_wait_for_host_memory() -> None:
     with fake_device() as gpu:
-        pool = CopyPool(stagings=stagings_of(gpu))
+        pool = CopyPool(lanes=lanes_of(gpu))
         layers = {"a": gpu.tensor(torch.arange(8.0).view(4, 2))}
         moves = BlockMoves(PagedCaches(layers, None), pool)
         save = P2PSave(moves, ORDER, HEADER, 60, staging=Staging(0))

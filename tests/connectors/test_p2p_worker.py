@@ -33,7 +33,7 @@ from harness.engines.toy_engine import ToyEngine, ToyLoadFailed
 from harness.engines.toy_model import ToyModel
 from harness.engines.toy_pairs import make_engine, pair_configs, toy_shape
 from harness.engines.toy_rank import ToyRank
-from harness.fake_devices import fake_device, stagings_of
+from harness.fake_devices import fake_device, lanes_of
 from harness.gpu_workers import worker_on
 
 MODEL = ToyModel()
@@ -733,7 +733,7 @@ def test_buffers_are_where_the_caches_are_or_were_said_to_be() -> None:
     by_rank, by_name = worker_of("cuda", 3), worker_of("cuda:3")
     assert by_rank._buffer_device() == by_name._buffer_device() == Device(3)
     with fake_device() as gpu:
-        worker = worker_of("cuda", stagings=stagings_of(gpu))
+        worker = worker_of("cuda", lanes=lanes_of(gpu))
         worker.register_kv_caches({"a": gpu.tensor(torch.zeros(4, 16, 2))})
         assert worker._buffer_device() == Device(0)
         worker.abort()

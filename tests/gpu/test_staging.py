@@ -14,7 +14,7 @@ from asynckv.cli.bench.figures import percentile
 from asynckv.cli.bench.lag import tick
 from asynckv.tensors.block_copier import BlockCopier
 from asynckv.tensors.block_copies import CopyDirection
-from asynckv.tensors.copying import CopyPool
+from asynckv.tensors.device_copying import CopyPool
 from asynckv.tensors.device_tensors import open_gpus
 from asynckv.tensors.views import bytes_of
 from asynckv.types import DTYPE_NBYTES, TensorSpec
@@ -37,7 +37,6 @@ def cuda_is_started() -> None:
     torch.zeros(1, device="cuda").add_(1)
     cuda = open_gpus().cuda
     cuda.use_device(0)
-    cuda.compile_kernels()
     cuda.host_free(cuda.host_alloc(4096))
     stream = cuda.stream()
     stream.synchronize()

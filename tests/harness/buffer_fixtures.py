@@ -17,7 +17,7 @@ from asynckv.links.link import Link, LinkStream
 from asynckv.protocol.codec import Buffer
 from asynckv.protocol.frames import Frame
 from asynckv.tensors import growth
-from asynckv.tensors.device_copying import DeviceCopyPool
+from asynckv.tensors.device_copying import CopyPool
 from asynckv.testing.pairs import Peers, open_peers
 from asynckv.transfers import host_copies
 from harness.device_memory import open_device_pool
@@ -114,7 +114,7 @@ def cut_when(monkeypatch: pytest.MonkeyPatch) -> CutWhen:
 
 
 @pytest.fixture
-def pool(gpu: FakeDevice) -> Iterator[DeviceCopyPool]:
+def pool(gpu: FakeDevice) -> Iterator[CopyPool]:
     """That of a buffer on this process's GPU."""
     with open_device_pool(gpu) as pool:
         yield pool

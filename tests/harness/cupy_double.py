@@ -6,10 +6,8 @@ kinds of errors, and writes down what it was asked.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import types
-from collections.abc import Iterator
 from typing import Any, Final
 
 __all__ = ("CUDARuntimeError", "CupyDouble", "LibcudaDouble", "NcclError")
@@ -75,19 +73,7 @@ class CupyDouble(types.ModuleType):
         self.cuda = types.SimpleNamespace(
             runtime=self.runtime,
             is_available=lambda: has_gpu,
-            Stream=types.SimpleNamespace(from_external=self._from_external),
         )
-
-    def RawKernel(self, code: str, name: str) -> Any:
-        """A kernel that notes its launches."""
-        kernel = _Kernel(self.calls, self.answers)
-        self.calls.append(("RawKernel", code, name))
-        return kernel
-
-    @contextlib.contextmanager
-    def _from_external(self, stream: Any) -> Iterator[None]:
-        self.calls.append(("from_external", *stream.__cuda_stream__()))
-        yield
 
 
 class LibcudaDouble:
@@ -116,8 +102,3 @@ class LibcudaDouble:
 
 def _calls(calls: list[tuple[Any, ...]], answers: dict[str, object]) -> Any:
     return _Calls(calls, answers)
-
-
-class _Kernel(_Calls):
-    def __call__(self, grid: object, block: object, arguments: object) -> None:
-        self._calls.append(("launch", grid, block, arguments))

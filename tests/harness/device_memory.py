@@ -9,7 +9,8 @@ from typing import Final
 import torch
 
 from asynckv.tensors.device_arena import DeviceArena
-from asynckv.tensors.device_copying import DeviceCopyPool
+from asynckv.tensors.device_copying import CopyPool
+from asynckv.tensors.device_lanes import DeviceLanes
 from asynckv.tensors.device_regions import DeviceRegion
 from asynckv.tensors.views import spec_of
 from harness.fake_devices import FakeDevice
@@ -20,15 +21,16 @@ _ARENA_NBYTES: Final = 4 * 2**20
 
 
 @contextlib.contextmanager
-def open_device_pool(gpu: FakeDevice) -> Iterator[DeviceCopyPool]:
+def open_device_pool(gpu: FakeDevice) -> Iterator[CopyPool]:
     """Return the pool of a buffer on ``gpu``; leaving closes it."""
     device = gpu.device
-    pool = DeviceCopyPool(device, device.opened, empty=device.empty)
+    lanes = DeviceLanes.of(device.opened)
+    pool = CopyPool(device=device, empty=device.empty, lanes=lanes)
     try:
         yield pool
     finally:
         pool.close()
-        pool.lanes.close()
+        lanes.close()
 
 
 @contextlib.contextmanager
@@ -57,7 +59,7 @@ def region_in(arena: DeviceArena, nbytes: int) -> DeviceRegion:
 
 
 async def filled_region(
-    arena: DeviceArena, pool: DeviceCopyPool, tensor: torch.Tensor
+    arena: DeviceArena, pool: CopyPool, tensor: torch.Tensor
 ) -> DeviceRegion:
     """As :func:`region_in`, with the bytes of a tensor in it."""
     region = region_in(arena, tensor.nbytes)

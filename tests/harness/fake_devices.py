@@ -11,9 +11,9 @@ from typing import Final
 
 import torch
 
+from asynckv.tensors.device_lanes import DeviceLanes
 from asynckv.tensors.device_tensors import Gpus
 from asynckv.tensors.devices import Device
-from asynckv.tensors.staging import Stagings
 from asynckv.testing.expectations import expect
 from asynckv.types import TensorSpec
 from harness.fake_gpus import FakeGpus, FakeProcess
@@ -25,7 +25,7 @@ __all__ = (
     "fake_device",
     "fake_device_of",
     "faultless_gpus",
-    "stagings_of",
+    "lanes_of",
 )
 
 _CHUNK_NBYTES: Final = 4096
@@ -45,9 +45,9 @@ class FakeDevice:
         """Return a copy on the GPU, of the application's own."""
         return self.tensors.on_gpu(tensor, self.index)
 
-    def stagings(self) -> Stagings:
+    def lanes(self) -> DeviceLanes:
         """Return what copies tensors of the GPU for a pool in host memory."""
-        return Stagings(lambda: self.process.cuda, self.tensors)
+        return DeviceLanes(lambda: self.process.cuda, lambda: self.tensors)
 
 
 def fake_device_of(process: FakeProcess, index: int = 0) -> FakeDevice:
@@ -61,12 +61,13 @@ def fake_device_of(process: FakeProcess, index: int = 0) -> FakeDevice:
     return FakeDevice(process, tensors, Device(index, lambda: gpus, empty), index)
 
 
-def stagings_of(gpu: FakeDevice | None) -> Stagings | None:
-    """Return what stages the tensors of a GPU, in small slots."""
+def lanes_of(gpu: FakeDevice | None) -> DeviceLanes | None:
+    """Return what copies the tensors of a GPU, in small slots."""
     if gpu is None:
         return None
-    process = gpu.process
-    return Stagings(lambda: process.cuda, gpu.tensors, chunk_nbytes=_CHUNK_NBYTES)
+    return DeviceLanes(
+        *(lambda: gpu.process.cuda, lambda: gpu.tensors), slot_nbytes=_CHUNK_NBYTES
+    )
 
 
 @contextlib.contextmanager

@@ -20,7 +20,7 @@ from asynckv.connectors.keys import prompt_digest
 from asynckv.connectors.p2p_orders import LoadOrder, P2PMetadata, SaveOrder
 from asynckv.connectors.p2p_worker import P2PWorker
 from asynckv.testing.blocked import until
-from harness.fake_devices import fake_device_of, stagings_of
+from harness.fake_devices import fake_device_of, lanes_of
 from harness.fake_gpus import FakeGpus
 from harness.gpu_processes import GpuKind
 
@@ -89,8 +89,8 @@ def worker_on(
         caches = {layer: one.cuda() for layer, one in content.items()}
     else:
         gpu = fake_device_of((gpus or FakeGpus()).process())
-        stagings, device = stagings_of(gpu), gpu.device
-        worker = P2PWorker(config, engine, stagings=stagings, device=device)
+        lanes, device = lanes_of(gpu), gpu.device
+        worker = P2PWorker(config, engine, lanes=lanes, device=device)
         caches = {layer: gpu.tensor(one) for layer, one in content.items()}
     worker.register_kv_caches(caches)
     return worker, caches

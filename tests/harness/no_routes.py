@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from asynckv.sharing.peer_imports import PeerImports
-from asynckv.tensors.copying import CopyPool
+from asynckv.tensors.device_copying import CopyPool
 from asynckv.transfers.delivery import ReceiveBudget
 from asynckv.transfers.routes import PeerRoutes
 

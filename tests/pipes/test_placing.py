@@ -71,7 +71,7 @@ async def test_what_the_host_sends_is_received_on_the_gpu(
 
 async def test_what_a_gpu_sends_is_received_in_host_memory(gpu: FakeDevice) -> None:
     async with open_pipe_pair("mem") as (plain, end), on_gpu(gpu) as (near, _):
-        end._pool.stagings = near._pool.stagings
+        end._pool.lanes = near._pool.lanes
         await end.send_tensor(gpu.tensor(noise(LARGE, 1)))
         found = await plain.recv_tensor()
         assert found is not None and not found.is_cuda

@@ -13,7 +13,7 @@ from asynckv.links.options import Digest
 from asynckv.protocol.transfer_frames import Grant, Sent
 from asynckv.sharing.gpu_channel import NcclRoute, RouteLost
 from asynckv.shielding import wait_shielded
-from asynckv.tensors.device_copying import DeviceCopyPool
+from asynckv.tensors.device_copying import CopyPool
 from asynckv.tensors.device_regions import DeviceRegion
 from asynckv.testing.blocked import cancel_before_each, until
 from asynckv.testing.expectations import is_same
@@ -75,7 +75,7 @@ async def test_a_part_that_cannot_be_digested_is_not_given(
         await pair.buffer.insert([1], None, noise(MIB), None, None)
         (entry,) = pair.buffer.ledger.table.entries.values()
         entry.parts[0].digest = b""
-        monkeypatch.setattr(DeviceCopyPool, "digest", fail)
+        monkeypatch.setattr(CopyPool, "digest", fail)
         with pytest.raises(GPUFailed, match="off the bus"):
             await pair.peer.lookup.drop_select([1])
     caplog.clear()  # whose traceback keeps the memory
@@ -88,7 +88,7 @@ async def test_what_cannot_be_compared_is_not_handed_out(
         raise GPUFailed("it has fallen off the bus")
 
     async with open_nccl_buffers(two_gpus) as pair:
-        monkeypatch.setattr(DeviceCopyPool, "digest", fail)
+        monkeypatch.setattr(CopyPool, "digest", fail)
         with pytest.raises(GPUFailed, match="off the bus"):
             await take(pair)
         await until(lambda: not pair.buffer.statistics().leased)
@@ -120,7 +120,7 @@ async def test_all_digests_are_waited_for_however_often_the_wait_is_cancelled(
         return [b""]
 
     async with open_nccl_buffers(two_gpus, digest="full") as pair:
-        assert isinstance(pair.peer.pool, DeviceCopyPool)
+        assert isinstance(pair.peer.pool, CopyPool)
         monkeypatch.setattr(pair.peer.pool, "digest", digest)
         arrivals = NcclRoute(pair.near_way, pair.peer.pool)
         transport = pair.near_way.transport
@@ -137,7 +137,7 @@ async def test_all_digests_are_waited_for_however_often_the_wait_is_cancelled(
 
 async def test_what_makes_no_sense_is_refused(two_gpus: FakeGpus) -> None:
     async with open_nccl_buffers(two_gpus, digest="full") as pair:
-        assert isinstance(pair.peer.pool, DeviceCopyPool)
+        assert isinstance(pair.peer.pool, CopyPool)
         arrivals = NcclRoute(pair.near_way, pair.peer.pool)
         with pytest.raises(TypeError, match="memory of the host"):
             arrivals.receive(1, 0, memoryview(b""), lambda digest, error: None)
@@ -156,16 +156,16 @@ async def test_what_makes_no_sense_is_refused(two_gpus: FakeGpus) -> None:
 async def test_a_digest_that_takes_its_time_is_not_the_peers_delay(
     two_gpus: FakeGpus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    works, digest = asyncio.Event(), DeviceCopyPool.digest
+    works, digest = asyncio.Event(), CopyPool.digest
 
-    async def slow(pool: DeviceCopyPool, places: list[torch.Tensor]) -> list[bytes]:
+    async def slow(pool: CopyPool, places: list[torch.Tensor]) -> list[bytes]:
         if pool is pair.peer.pool:
             await works.wait()
         return await digest(pool, places)
 
     async with open_nccl_buffers(two_gpus) as pair:
         await pair.opened()
-        monkeypatch.setattr(DeviceCopyPool, "digest", slow)
+        monkeypatch.setattr(CopyPool, "digest", slow)
         task = asyncio.create_task(take(pair))
         progress = pair.near_way.progress
         await until(lambda: bool(progress._working))
@@ -202,7 +202,7 @@ async def test_what_is_being_compared_ends_with_its_select(
 
     async with open_nccl_buffers(two_gpus) as pair:
         with monkeypatch.context() as patch:
-            patch.setattr(DeviceCopyPool, "digest", wait)
+            patch.setattr(CopyPool, "digest", wait)
             await pair.buffer.insert([1], None, noise(MIB), None, None)
             into = {"key": pair.theirs.tensor(noise(MIB))}
             lookup = pair.peer.lookup
@@ -219,7 +219,7 @@ async def test_what_is_being_compared_ends_with_its_select(
 
 async def test_what_cannot_come_any_more_is_told(two_gpus: FakeGpus) -> None:
     async with open_nccl_buffers(two_gpus) as pair:
-        assert isinstance(pair.peer.pool, DeviceCopyPool)
+        assert isinstance(pair.peer.pool, CopyPool)
         told: list[BaseException | None] = []
         arrivals = NcclRoute(pair.near_way, pair.peer.pool)
         place = pair.peer.pool.memory_of(pair.theirs.tensor(noise(8)))
@@ -234,7 +234,7 @@ async def test_a_part_that_has_come_is_not_lost_with_the_way(
     two_gpus: FakeGpus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with open_nccl_buffers(two_gpus, digest="full") as pair:
-        assert isinstance(pair.peer.pool, DeviceCopyPool)
+        assert isinstance(pair.peer.pool, CopyPool)
         told: list[BaseException | None] = []
         arrivals = NcclRoute(pair.near_way, pair.peer.pool)
         place = pair.peer.pool.memory_of(pair.theirs.tensor(noise(8)))

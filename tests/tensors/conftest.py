@@ -9,9 +9,9 @@ from typing import Any
 import anyio
 import pytest
 
-from asynckv.tensors.copying import CopyPool
 from asynckv.tensors.device_arena import DeviceArena
-from asynckv.tensors.staging import Stagings
+from asynckv.tensors.device_copying import CopyPool
+from asynckv.tensors.device_lanes import DeviceLanes
 from harness.device_memory import open_device_arena
 from harness.fake_devices import FakeDevice
 from harness.fake_gpus import FakeGpus, FakeProcess
@@ -38,9 +38,9 @@ def tensors(process: FakeProcess) -> FakeTensors:
 
 
 @pytest.fixture
-def stagings(process: FakeProcess, tensors: FakeTensors) -> Iterator[Stagings]:
-    found = Stagings(
-        lambda: process.cuda, tensors, chunk_nbytes=CHUNK_NBYTES, slots=3, limit_s=5
+def lanes(process: FakeProcess, tensors: FakeTensors) -> Iterator[DeviceLanes]:
+    found = DeviceLanes(
+        *(lambda: process.cuda, lambda: tensors), slot_nbytes=CHUNK_NBYTES, limit_s=5
     )
     yield found
     found.close()

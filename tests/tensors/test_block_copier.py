@@ -11,7 +11,7 @@ import torch
 
 from asynckv.tensors.block_copier import BlockCopier
 from asynckv.tensors.block_copies import CopyDirection, copy_kv_blocks
-from asynckv.tensors.copying import CopyPool
+from asynckv.tensors.device_copying import CopyPool
 
 _Cancel: TypeAlias = Callable[[], Coroutine[Any, Any, None]]
 _Begin: TypeAlias = Callable[

@@ -3,7 +3,7 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
-from collections.abc import AsyncIterator, Coroutine, Iterator
+from collections.abc import AsyncIterator, Coroutine, Generator
 from typing import Any
 
 import anyio
@@ -12,8 +12,7 @@ import torch
 
 from asynckv.protocol.wire import digest_of
 from asynckv.tensors import copying
-from asynckv.tensors.copying import CopyPool
-from asynckv.tensors.cuda import DeviceMemory
+from asynckv.tensors.copying import HostCopyPool
 from asynckv.tensors.jobs import CopyJob
 from asynckv.tensors.runs import Runs, joined, runs_at
 from asynckv.tensors.views import bytes_of, empty_tensor
@@ -24,8 +23,8 @@ _LARGE = 48 * 2**20
 
 
 @pytest.fixture
-async def pool() -> AsyncIterator[CopyPool]:
-    pool = CopyPool()
+async def pool() -> AsyncIterator[HostCopyPool]:
+    pool = HostCopyPool()
     yield pool
     pool.close()
     await _until_no_thread_is_left()
@@ -73,7 +72,7 @@ async def _until_written(element: torch.Tensor) -> None:
 
 @pytest.mark.parametrize("nbytes", [0, 1, 65536, 65537, 2**20, 5 * 2**20 + 3])
 async def test_a_copy_has_the_bytes_and_their_digest(
-    pool: CopyPool, nbytes: int
+    pool: HostCopyPool, nbytes: int
 ) -> None:
     source, target = _random(nbytes), torch.zeros(nbytes, dtype=torch.uint8)
     digests = await pool.copy([source], [target])
@@ -84,7 +83,7 @@ async def test_a_copy_has_the_bytes_and_their_digest(
 @pytest.mark.parametrize("rows", [0, 3, 600, 5000])
 @pytest.mark.parametrize("dtype", ["bfloat16", "bool", "complex64", "float8_e5m2"])
 async def test_strided_sources_become_dense(
-    pool: CopyPool, rows: int, dtype: str
+    pool: HostCopyPool, rows: int, dtype: str
 ) -> None:
     source = empty_tensor(TensorSpec((256, 3, rows), dtype))
     bytes_of(source)[:] = bytes(source.nbytes)
@@ -98,7 +97,7 @@ async def test_strided_sources_become_dense(
 
 @pytest.mark.parametrize("rows", [2, 600, 5000])
 async def test_whatever_is_copied_may_land_in_several_places(
-    pool: CopyPool, rows: int
+    pool: HostCopyPool, rows: int
 ) -> None:
     source = _random(256 * 3 * rows).view(256, 3, rows)
     base = bytearray(2 * source.nbytes)
@@ -115,14 +114,14 @@ async def test_whatever_is_copied_may_land_in_several_places(
         assert digests == [digest_of(joined(place))]
 
 
-async def test_one_row_larger_than_a_piece_is_split(pool: CopyPool) -> None:
+async def test_one_row_larger_than_a_piece_is_split(pool: HostCopyPool) -> None:
     source = torch.arange(2 * 2**20).view(1, 2, 1024, 1024).transpose(2, 3)
     target = torch.zeros_like(source, memory_format=torch.contiguous_format)
     await pool.copy([source], [target])
     assert torch.equal(source, target)
 
 
-async def test_lazy_conjugates_and_negatives_are_resolved(pool: CopyPool) -> None:
+async def test_lazy_conjugates_and_negatives_are_resolved(pool: HostCopyPool) -> None:
     lazy = torch.full((20000,), 1 + 2j).conj()
     targets = [torch.zeros(20000, dtype=lazy.dtype), torch.zeros(20000)]
     await pool.copy([lazy, lazy.imag], targets)
@@ -130,7 +129,7 @@ async def test_lazy_conjugates_and_negatives_are_resolved(pool: CopyPool) -> Non
     assert targets[1][9] == -2
 
 
-async def test_many_tensors_keep_their_order(pool: CopyPool) -> None:
+async def test_many_tensors_keep_their_order(pool: HostCopyPool) -> None:
     sources = [_random(100_000 * (index % 3)) for index in range(60)]
     targets = [torch.zeros_like(source) for source in sources]
     digests = await pool.copy(sources, targets)
@@ -139,12 +138,14 @@ async def test_many_tensors_keep_their_order(pool: CopyPool) -> None:
     assert await pool.digest(sources) == digests
 
 
-async def test_digests_can_be_left_out(pool: CopyPool) -> None:
+async def test_digests_can_be_left_out(pool: HostCopyPool) -> None:
     large = _random(2**20)
     assert await pool.copy([large], [torch.zeros_like(large)], digest=False) == [b""]
 
 
-async def test_parameters_and_inference_tensors_can_be_targets(pool: CopyPool) -> None:
+async def test_parameters_and_inference_tensors_can_be_targets(
+    pool: HostCopyPool,
+) -> None:
     with torch.inference_mode():
         inference = torch.zeros(50_000)
     parameter = torch.nn.Parameter(torch.zeros(50_000))
@@ -153,7 +154,7 @@ async def test_parameters_and_inference_tensors_can_be_targets(pool: CopyPool) -
     assert inference.sum() == parameter.sum() == 50_000
 
 
-async def test_calls_share_the_threads(pool: CopyPool) -> None:
+async def test_calls_share_the_threads(pool: HostCopyPool) -> None:
     large = _random(_LARGE)
     async with asyncio.TaskGroup() as group:
         for _ in range(3):
@@ -161,13 +162,13 @@ async def test_calls_share_the_threads(pool: CopyPool) -> None:
             group.create_task(pool.digest([large[: 2**20]]))
 
 
-async def test_small_copies_start_no_thread(pool: CopyPool) -> None:
+async def test_small_copies_start_no_thread(pool: HostCopyPool) -> None:
     await pool.copy([torch.ones(10)], [torch.zeros(10)])
     assert not any("asynckv-copy" in t.name for t in threading.enumerate())
 
 
 @pytest.mark.parametrize("rows", [1, 2**20])
-async def test_a_misfit_is_a_value_error(pool: CopyPool, rows: int) -> None:
+async def test_a_misfit_is_a_value_error(pool: HostCopyPool, rows: int) -> None:
     with pytest.raises(ValueError, match="cannot be copied into"):
         await pool.copy([torch.zeros(rows)], [torch.zeros(rows + 1)])
     with pytest.raises(ValueError, match="not contiguous"):
@@ -181,7 +182,7 @@ async def test_a_misfit_is_a_value_error(pool: CopyPool, rows: int) -> None:
 
 @pytest.mark.parametrize("cancel", [_cancel_by_task, _cancel_by_scope])
 async def test_after_a_cancelled_copy_nothing_reads_the_source(
-    pool: CopyPool, cancel: Any
+    pool: HostCopyPool, cancel: Any
 ) -> None:
     sources = [torch.ones(_LARGE, dtype=torch.uint8) for _ in range(3)]
     targets = [torch.zeros_like(source) for source in sources]
@@ -195,7 +196,9 @@ async def test_after_a_cancelled_copy_nothing_reads_the_source(
     assert sum(landed) < 3 * _LARGE
 
 
-async def test_a_call_cancelled_before_a_thread_took_it_ends(pool: CopyPool) -> None:
+async def test_a_call_cancelled_before_a_thread_took_it_ends(
+    pool: HostCopyPool,
+) -> None:
     large = _random(_LARGE)
     others = [asyncio.create_task(pool.digest([large] * 8)) for _ in range(8)]
     last = asyncio.create_task(pool.digest([large]))
@@ -208,7 +211,7 @@ async def test_a_call_cancelled_before_a_thread_took_it_ends(pool: CopyPool) -> 
 
 
 async def _copy_with_so_many_threads(
-    pool: CopyPool, count: int, monkeypatch: pytest.MonkeyPatch
+    pool: HostCopyPool, count: int, monkeypatch: pytest.MonkeyPatch
 ) -> torch.Tensor:
     start, started = threading.Thread.start, list[threading.Thread]()
 
@@ -225,13 +228,13 @@ async def _copy_with_so_many_threads(
 
 
 async def test_where_only_one_thread_can_be_started_it_does_the_work(
-    pool: CopyPool, monkeypatch: pytest.MonkeyPatch
+    pool: HostCopyPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert (await _copy_with_so_many_threads(pool, 1, monkeypatch)).all()
 
 
 async def test_where_no_thread_can_be_started_the_copy_fails_and_the_next_works(
-    pool: CopyPool, monkeypatch: pytest.MonkeyPatch
+    pool: HostCopyPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="thread"):
         await _copy_with_so_many_threads(pool, 0, patch)
@@ -239,7 +242,7 @@ async def test_where_no_thread_can_be_started_the_copy_fails_and_the_next_works(
 
 
 async def test_a_closed_pool_finishes_what_is_under_way() -> None:
-    pool = CopyPool()
+    pool = HostCopyPool()
     large = _random(_LARGE)
     digests = asyncio.create_task(pool.digest([large]))
     await asyncio.sleep(0)
@@ -251,7 +254,7 @@ async def test_a_closed_pool_finishes_what_is_under_way() -> None:
 
 
 def test_a_loop_that_ends_in_mid_copy_leaves_no_thread() -> None:
-    pool = CopyPool()
+    pool = HostCopyPool()
     large = _random(_LARGE)
 
     async def start_and_leave() -> None:
@@ -265,7 +268,7 @@ def test_a_loop_that_ends_in_mid_copy_leaves_no_thread() -> None:
 
 
 async def test_a_closed_pool_frees_what_it_is_given_at_once() -> None:
-    pool = CopyPool()
+    pool = HostCopyPool()
     pool.close()
     tensors = [torch.zeros(2**20)]
     pool.free(tensors)
@@ -276,14 +279,14 @@ class _Niceness(CopyJob):
     found: int | None = None
     nbytes = 2**20
 
-    def steps(self) -> Iterator[None]:
+    def steps(self) -> Generator[None, None, None]:
         thread = threading.get_native_id()
         self.found = os.getpriority(os.PRIO_PROCESS, thread)
         yield
 
 
 async def test_copies_are_less_urgent_than_the_loop() -> None:
-    pool, job = CopyPool(), _Niceness()
+    pool, job = HostCopyPool(), _Niceness()
     before = os.getpriority(os.PRIO_PROCESS, 0)
     await pool.run([job])
     pool.close()
@@ -291,20 +294,10 @@ async def test_copies_are_less_urgent_than_the_loop() -> None:
     assert os.getpriority(os.PRIO_PROCESS, 0) == before
 
 
-async def test_many_bytes_are_freed_in_a_thread(pool: CopyPool) -> None:
+async def test_many_bytes_are_freed_in_a_thread(pool: HostCopyPool) -> None:
     tensors = [torch.zeros(2**20)]
     pool.free(tensors)
     await until(lambda: not tensors)
-
-
-@pytest.mark.parametrize("way", ["in", "out"])
-async def test_memory_of_a_gpu_is_not_copied_as_if_it_were_the_hosts(
-    pool: CopyPool, way: str
-) -> None:
-    there, here = DeviceMemory(4096, 2**20, 0), torch.zeros(2**20, dtype=torch.uint8)
-    source, target = (here, there) if way == "in" else (there, here)
-    with pytest.raises(TypeError, match="DeviceCopyPool"):
-        await pool.copy([source], [target])
 
 
 class _Threads(CopyJob):
@@ -313,14 +306,14 @@ class _Threads(CopyJob):
     found = 0
     nbytes = 2**20
 
-    def steps(self) -> Iterator[None]:
+    def steps(self) -> Generator[None, None, None]:
         names = [thread.name for thread in threading.enumerate()]
         self.found = sum(name.startswith("asynckv-copy") for name in names)
         yield
 
 
 async def test_threads_that_ended_for_want_of_work_come_again_and_no_more_of_them(
-    pool: CopyPool, monkeypatch: pytest.MonkeyPatch
+    pool: HostCopyPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first, again = _Threads(), _Threads()
     with monkeypatch.context() as patch:

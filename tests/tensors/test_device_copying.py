@@ -12,7 +12,7 @@ from asynckv.protocol.wire import digest_of
 from asynckv.tensors.blocks import KVBlocks
 from asynckv.tensors.cuda import DeviceMemory
 from asynckv.tensors.device_arena import DeviceArena
-from asynckv.tensors.device_copying import EDGE_NBYTES, DeviceCopyPool
+from asynckv.tensors.device_copying import EDGE_NBYTES, CopyPool
 from asynckv.tensors.on_gpu import KVOnGpu
 from asynckv.tensors.views import bytes_of, spec_of
 from asynckv.testing.blocked import until
@@ -38,7 +38,7 @@ def gpu(request: pytest.FixtureRequest) -> Iterator[FakeDevice]:
 
 
 @pytest.fixture
-async def pool(gpu: FakeDevice) -> AsyncIterator[DeviceCopyPool]:
+async def pool(gpu: FakeDevice) -> AsyncIterator[CopyPool]:
     with open_device_pool(gpu) as pool:
         yield pool
 
@@ -51,7 +51,7 @@ def arena(gpu: FakeDevice) -> Iterator[DeviceArena]:
 
 @pytest.mark.parametrize("way", ["in", "out", "within"])
 async def test_bytes_and_digests_are_right_each_way(
-    gpu: FakeDevice, pool: DeviceCopyPool, way: str
+    gpu: FakeDevice, pool: CopyPool, way: str
 ) -> None:
     source, target = noise(NBYTES), torch.zeros(NBYTES, dtype=torch.uint8)
     origin = source if way == "in" else gpu.tensor(source)
@@ -61,14 +61,14 @@ async def test_bytes_and_digests_are_right_each_way(
 
 
 async def test_a_digest_of_what_is_on_the_gpu_is_that_of_its_bytes(
-    gpu: FakeDevice, pool: DeviceCopyPool
+    gpu: FakeDevice, pool: CopyPool
 ) -> None:
     source = noise(NBYTES)
     assert await pool.digest([gpu.tensor(source)]) == [digest_of(bytes_of(source))]
 
 
 async def test_blocks_of_the_gpu_are_read_in_their_order(
-    gpu: FakeDevice, pool: DeviceCopyPool
+    gpu: FakeDevice, pool: CopyPool
 ) -> None:
     cache = noise(8 * 1024).view(8, 1024)
     target = torch.zeros(3, 1024, dtype=torch.uint8)
@@ -78,7 +78,7 @@ async def test_blocks_of_the_gpu_are_read_in_their_order(
 
 
 async def test_the_loop_does_not_look_at_one_block_after_the_other(
-    gpu: FakeDevice, pool: DeviceCopyPool, monkeypatch: pytest.MonkeyPatch
+    gpu: FakeDevice, pool: CopyPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     threads, part = set(), DeviceMemory.part
 
@@ -93,7 +93,7 @@ async def test_the_loop_does_not_look_at_one_block_after_the_other(
 
 
 async def test_what_was_caught_is_ready_when_the_callers_stream_was_then(
-    gpu: FakeDevice, pool: DeviceCopyPool
+    gpu: FakeDevice, pool: CopyPool
 ) -> None:
     stream, made = gpu.tensors.stream(0), gpu.tensor(noise(64))
     late, found = gpu.tensor(torch.zeros(64, dtype=torch.uint8)), noise(64) * 0
@@ -107,7 +107,7 @@ async def test_what_was_caught_is_ready_when_the_callers_stream_was_then(
 
 
 async def test_what_was_caught_is_waited_for_again_after_a_cancelled_copy(
-    gpu: FakeDevice, pool: DeviceCopyPool
+    gpu: FakeDevice, pool: CopyPool
 ) -> None:
     stream, late = gpu.tensors.stream(0), gpu.tensor(noise(64) * 0)
     held = Delay(10**9)
@@ -128,7 +128,7 @@ async def test_what_was_caught_is_waited_for_again_after_a_cancelled_copy(
 
 
 async def test_memory_of_the_host_is_copied_beside_that_of_the_gpu(
-    gpu: FakeDevice, pool: DeviceCopyPool
+    gpu: FakeDevice, pool: CopyPool
 ) -> None:
     source, found = noise(NBYTES), [noise(NBYTES) * 0 for _ in range(2)]
     digests = await pool.copy([gpu.tensor(source), source], found)
@@ -136,7 +136,7 @@ async def test_memory_of_the_host_is_copied_beside_that_of_the_gpu(
     assert digests == [digest_of(bytes_of(source))] * 2
 
 
-async def test_other_sizes_are_refused(gpu: FakeDevice, pool: DeviceCopyPool) -> None:
+async def test_other_sizes_are_refused(gpu: FakeDevice, pool: CopyPool) -> None:
     with pytest.raises(ValueError, match="8 bytes are not 16"):
         await pool.copy([gpu.tensor(noise(8))], [noise(16)])
 
@@ -153,7 +153,7 @@ def edges_of(tensor: torch.Tensor) -> bytes:
     indirect=["gpu"],
 )
 async def test_edges_are_the_first_and_the_last_bytes_of_each_place(
-    arena: DeviceArena, pool: DeviceCopyPool, sizes: list[int]
+    arena: DeviceArena, pool: CopyPool, sizes: list[int]
 ) -> None:
     whole = noise(sum(sizes))
     region = await filled_region(arena, pool, whole)
@@ -166,7 +166,7 @@ async def test_edges_are_the_first_and_the_last_bytes_of_each_place(
 
 
 async def test_what_lands_has_edges_wherever_it_comes_from(
-    gpu: FakeDevice, arena: DeviceArena, pool: DeviceCopyPool
+    gpu: FakeDevice, arena: DeviceArena, pool: CopyPool
 ) -> None:
     value, other = noise(NBYTES), noise(NBYTES, 2)
     first, second = await filled_region(arena, pool, value), region_in(arena, NBYTES)
@@ -178,7 +178,7 @@ async def test_what_lands_has_edges_wherever_it_comes_from(
 
 
 async def test_edges_stay_those_of_the_first_time_that_they_are_read(
-    gpu: FakeDevice, arena: DeviceArena, pool: DeviceCopyPool
+    gpu: FakeDevice, arena: DeviceArena, pool: CopyPool
 ) -> None:
     region, spec = region_in(arena, MIB), spec_of(noise(MIB))
     tensor, place = region.tensor(spec).as_subclass(torch.Tensor), region.place(spec)
@@ -196,7 +196,7 @@ async def test_edges_stay_those_of_the_first_time_that_they_are_read(
 
 
 async def test_what_the_callers_stream_still_reads_is_not_overwritten(
-    gpu: FakeDevice, pool: DeviceCopyPool
+    gpu: FakeDevice, pool: CopyPool
 ) -> None:
     target, gate = gpu.tensor(noise(64) * 0), Gate()
     gpu.tensors.stream(0).add(gate)
@@ -210,7 +210,7 @@ async def test_what_the_callers_stream_still_reads_is_not_overwritten(
 
 
 async def test_elements_of_any_strides_are_copied_in_their_order(
-    gpu: FakeDevice, pool: DeviceCopyPool
+    gpu: FakeDevice, pool: CopyPool
 ) -> None:
     value, target = noise(4096).view(64, 64), noise(4096) * 0
     caught = pool.catch(gpu.tensor(value).t())
@@ -222,7 +222,7 @@ async def test_elements_of_any_strides_are_copied_in_their_order(
 
 
 async def test_what_nobody_digests_never_leaves_the_gpu(
-    gpu: FakeDevice, pool: DeviceCopyPool
+    gpu: FakeDevice, pool: CopyPool
 ) -> None:
     source, target = gpu.tensor(noise(MIB)), gpu.tensor(noise(MIB) * 0)
     await pool.copy([source], [target], digest=False)

@@ -134,13 +134,3 @@ def test_closed_pages_want_nothing(gpu: FakeDevice) -> None:
     pages.close()
     pages.want()
     assert wanted == ["memory"]
-
-
-def test_whoever_uses_the_memory_is_told_when_it_is_dropped(gpu: FakeDevice) -> None:
-    told, pages = list[bool](), pages_on(gpu.device)
-    pages.add_slab(pages.make_slab())
-    pages.call_when_dropped(lambda: told.append(bool(gpu.process.owned)))
-    idle = pages.unmap()
-    assert idle is not None and not told
-    idle.drop()
-    assert told == [True]  # before it is freed

@@ -9,11 +9,8 @@ import torch
 
 from asynckv.errors import ConfigError, GPUUnavailable
 from asynckv.tensors import devices
-from asynckv.tensors.cuda import CudaApi
 from asynckv.tensors.device_tensors import Gpus
 from asynckv.tensors.devices import Device, device_named
-from asynckv.tensors.quiet_gpus import quiet_gpu
-from asynckv.tensors.staging import Stagings
 from harness.fake_gpus import FakeGpus
 from harness.fake_gpus.tensors import FakeTensors
 
@@ -86,10 +83,3 @@ def test_those_who_open_a_gpu_together_open_the_same(
 def test_a_number_above_what_the_process_sees_is_named() -> None:
     with pytest.raises(GPUUnavailable, match="no cuda:9"):
         Device(9).opened()
-
-
-@pytest.mark.usefixtures("openings")
-def test_blocks_wait_for_the_operations_that_buffers_wait_for() -> None:
-    stagings = Stagings()
-    cuda: CudaApi = stagings.blocks(0)._open_cuda()
-    assert quiet_gpu(cuda, 0) is quiet_gpu(Device(0).opened().cuda, 0)

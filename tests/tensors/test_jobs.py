@@ -2,12 +2,12 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Iterator
+from collections.abc import Generator
 
 import pytest
 import torch
 
-from asynckv.tensors.copying import CopyPool
+from asynckv.tensors.device_copying import CopyPool
 from asynckv.tensors.jobs import CopyJob, Pace, run_jobs
 
 
@@ -20,7 +20,7 @@ class _Fill(CopyJob):
     def nbytes(self) -> int:
         return self._target.nbytes
 
-    def steps(self) -> Iterator[None]:
+    def steps(self) -> Generator[None, None, None]:
         for part in self._target:
             if self._error is not None:
                 raise self._error
@@ -88,7 +88,7 @@ async def test_both_threads_do_what_one_has_made(pool: CopyPool) -> None:
     class _Meeting(_Fill):
         nbytes = 2**21
 
-        def steps(self) -> Iterator[None]:
+        def steps(self) -> Generator[None, None, None]:
             both.wait()
             yield
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from asynckv.tensors import long_copies as module
-from asynckv.tensors.copying import CopyPool
+from asynckv.tensors.device_copying import CopyPool
 from asynckv.tensors.jobs import run_jobs
 from asynckv.tensors.long_copies import RunsCopy, long_copies
 from asynckv.tensors.runs import Runs, runs_in

@@ -9,7 +9,7 @@ from asynckv.parallel.layouts import KVLayout
 from asynckv.parallel.plans import plan_rearrange
 from asynckv.parallel.shapes import EngineShape, Rank
 from asynckv.tensors.blocks import KVBlocks
-from asynckv.tensors.copying import CopyPool
+from asynckv.tensors.device_copying import CopyPool
 from asynckv.tensors.rearranging import rearrange, rearrange_jobs
 from harness.whole_cache import Numbers, WholeCache
 

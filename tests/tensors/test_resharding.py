@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Generator
 from typing import Any, TypeAlias
 
 import numpy
@@ -15,7 +15,7 @@ from asynckv.parallel.layouts import CROSS_LAYER_LAYOUTS, KVLayout
 from asynckv.parallel.plans import ReshardPlan, plan_reshard
 from asynckv.parallel.shapes import EngineShape, Rank
 from asynckv.tensors.blocks import KVBlocks
-from asynckv.tensors.copying import CopyPool
+from asynckv.tensors.device_copying import CopyPool
 from asynckv.tensors.jobs import CopyJob
 from asynckv.tensors.resharding import reshard, reshard_jobs
 from asynckv.testing.blocked import until, until_blocked
@@ -48,7 +48,7 @@ class _Held(CopyJob):
     def nbytes(self) -> int:
         return self._job.nbytes
 
-    def steps(self) -> Iterator[None]:
+    def steps(self) -> Generator[None, None, None]:
         for _ in self._job.steps():
             self.has_begun = True
             self.goes_on.wait(10)

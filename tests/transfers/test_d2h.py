@@ -9,7 +9,7 @@ import pytest
 from asynckv.errors import GPUFailed
 from asynckv.protocol.wire import digest_of
 from asynckv.tensors.device_arena import DeviceArena
-from asynckv.tensors.device_copying import DeviceCopyPool
+from asynckv.tensors.device_copying import CopyPool
 from asynckv.tensors.device_regions import DeviceRegion
 from asynckv.tensors.feeds import Feed
 from asynckv.tensors.views import bytes_of, tensor_over
@@ -68,7 +68,7 @@ class Fed:
         feed.leave(feed.fed_bytes)
 
 
-async def filled(arena: DeviceArena, pool: DeviceCopyPool, seed: int) -> RegionSource:
+async def filled(arena: DeviceArena, pool: CopyPool, seed: int) -> RegionSource:
     return RegionSource(await filled_region(arena, pool, noise(MIB, seed)), SPEC)
 
 
@@ -77,7 +77,7 @@ def free(arena: DeviceArena, *sources: RegionSource) -> None:
 
 
 async def test_copies_are_in_host_memory_and_come_in_turn(
-    arena: DeviceArena, pool: DeviceCopyPool
+    arena: DeviceArena, pool: CopyPool
 ) -> None:
     copier, copies = D2HCopier(pool, HostCopies()), list[HostCopy]()
     sources = [await filled(arena, pool, seed) for seed in (1, 2)]
@@ -88,7 +88,7 @@ async def test_copies_are_in_host_memory_and_come_in_turn(
 
 
 async def test_what_cannot_be_read_is_raised(
-    arena: DeviceArena, pool: DeviceCopyPool
+    arena: DeviceArena, pool: CopyPool
 ) -> None:
     source, copies = await filled(arena, pool, 1), HostCopies()
     free(arena, source)
@@ -100,7 +100,7 @@ async def test_what_cannot_be_read_is_raised(
 
 
 async def test_a_cancelled_copy_tells_nobody(
-    arena: DeviceArena, pool: DeviceCopyPool
+    arena: DeviceArena, pool: CopyPool
 ) -> None:
     copies = HostCopies()
     copier, source = D2HCopier(pool, copies), await filled(arena, pool, 1)
@@ -118,7 +118,7 @@ async def test_a_copy_that_fails_on_its_gpu_is_kept_by_nobody(
     monkeypatch: pytest.MonkeyPatch,
     gpu: FakeDevice,
     arena: DeviceArena,
-    pool: DeviceCopyPool,
+    pool: CopyPool,
 ) -> None:
     def fail(*anything: object) -> None:
         raise GPUFailed("it has fallen off the bus")
@@ -136,7 +136,7 @@ async def test_a_copy_that_fails_on_its_gpu_is_kept_by_nobody(
 
 
 async def test_who_cannot_be_given_a_copy_raises_that(
-    arena: DeviceArena, pool: DeviceCopyPool
+    arena: DeviceArena, pool: CopyPool
 ) -> None:
     def fail(given: object) -> None:
         raise MemoryError
@@ -152,7 +152,7 @@ async def test_who_cannot_be_given_a_copy_raises_that(
 
 
 async def test_each_copy_waits_until_others_are_gone(
-    arena: DeviceArena, pool: DeviceCopyPool
+    arena: DeviceArena, pool: CopyPool
 ) -> None:
     copier, copies = D2HCopier(pool, HostCopies(MIB)), list[HostCopy]()
     sources = [await filled(arena, pool, seed) for seed in (1, 2)]
@@ -169,7 +169,7 @@ async def test_each_copy_waits_until_others_are_gone(
 
 
 async def test_a_digest_waits_for_no_copy_to_be_sent(
-    arena: DeviceArena, pool: DeviceCopyPool
+    arena: DeviceArena, pool: CopyPool
 ) -> None:
     copier, copies = D2HCopier(pool, HostCopies(MIB)), list[HostCopy]()
     source = await filled(arena, pool, 1)
@@ -185,7 +185,7 @@ async def test_a_digest_waits_for_no_copy_to_be_sent(
 
 @pytest.mark.usefixtures("small_pieces")
 async def test_a_long_part_is_fed_as_far_as_there_is_room(
-    arena: DeviceArena, pool: DeviceCopyPool
+    arena: DeviceArena, pool: CopyPool
 ) -> None:
     copies, fed = HostCopies(2 * PIECE), Fed()
     source = await filled(arena, pool, 1)
@@ -207,7 +207,7 @@ async def test_a_long_part_is_fed_as_far_as_there_is_room(
 
 @pytest.mark.usefixtures("small_pieces")
 async def test_as_many_parts_are_fed_at_a_time_as_may_be(
-    arena: DeviceArena, pool: DeviceCopyPool
+    arena: DeviceArena, pool: CopyPool
 ) -> None:
     copies, fed = HostCopies(3 * PIECE), Fed()
     sources = [await filled(arena, pool, seed) for seed in (1, 2, 3)]
@@ -229,7 +229,7 @@ async def test_what_fails_while_it_is_fed_is_told(
     monkeypatch: pytest.MonkeyPatch,
     gpu: FakeDevice,
     arena: DeviceArena,
-    pool: DeviceCopyPool,
+    pool: CopyPool,
 ) -> None:
     def fail(*anything: object) -> None:
         raise GPUFailed("it has fallen off the bus")
@@ -250,6 +250,6 @@ async def test_what_fails_while_it_is_fed_is_told(
 
 
 @pytest.mark.usefixtures("small_pieces")
-async def test_what_is_in_host_memory_is_not_fed(pool: DeviceCopyPool) -> None:
+async def test_what_is_in_host_memory_is_not_fed(pool: CopyPool) -> None:
     with pytest.raises(TypeError, match="lies on a GPU"):
         await D2HCopier(pool, HostCopies(), 1).copy(HostSource(noise(MIB)), refuse)

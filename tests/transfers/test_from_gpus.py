@@ -17,7 +17,7 @@ from asynckv.protocol.transfer_frames import (
     Sent,
 )
 from asynckv.protocol.wire import digest_of
-from asynckv.tensors.device_copying import DeviceCopyPool
+from asynckv.tensors.device_copying import CopyPool
 from asynckv.tensors.views import bytes_of
 from asynckv.testing.blocked import until
 from asynckv.testing.expectations import is_same
@@ -41,7 +41,7 @@ async def begin(pair: NcclBuffers) -> RawInsert:
 def send(pair: NcclBuffers, raw: RawInsert, digest: bytes = DIGEST) -> None:
     """Send the large tensor from GPU to GPU."""
     pool = pair.peer.pool
-    assert isinstance(pool, DeviceCopyPool)
+    assert isinstance(pool, CopyPool)
     memory = pool.memory_of(pair.theirs.tensor(noise(MIB, 1)))
     place = dataclasses.replace(memory, ready=None)
     pair.near_way.transport.send(raw.transfer, 0, place, lambda *_: None)

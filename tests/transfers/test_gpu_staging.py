@@ -8,7 +8,7 @@ import torch
 
 from asynckv.errors import GPUFailed
 from asynckv.tensors.blocks import KVBlocks
-from asynckv.tensors.copying import CopyPool
+from asynckv.tensors.device_copying import CopyPool
 from asynckv.tensors.growth import Growth
 from asynckv.testing.expectations import is_same
 from asynckv.testing.lookup_checks.values import noise

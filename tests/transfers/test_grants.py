@@ -19,9 +19,8 @@ from asynckv.protocol.transfer_frames import Eager, Exposed, Grant, Sent
 from asynckv.sharing.exporter import Importer
 from asynckv.sharing.gpu_channel import GpuLink
 from asynckv.tensors.arena import HeapArena, Region
-from asynckv.tensors.copying import CopyPool
 from asynckv.tensors.device_arena import DeviceArena
-from asynckv.tensors.device_copying import DeviceCopyPool
+from asynckv.tensors.device_copying import CopyPool
 from asynckv.tensors.device_regions import DeviceRegion
 from asynckv.testing.blocked import until
 from asynckv.testing.lookup_checks.values import MIB, noise
@@ -153,7 +152,7 @@ async def test_where_nothing_leads_to_no_gpu_is_granted(
 async def test_without_any_routes_nothing_is_read_on_a_gpu(
     ends: Ends, gpu: FakeDevice
 ) -> None:
-    pool = CopyPool(stagings=gpu.stagings())
+    pool = CopyPool(lanes=gpu.lanes())
     memory = pool.catch(gpu.tensor(noise(MIB)))
     outgoing = ends.outgoing(GpuSource(memory))  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="nothing reads"):
@@ -175,7 +174,7 @@ class ByNccl(NoRoutes):
         return D2HCopier(self.pool, self.copies)
 
 
-async def on_gpu(arena: DeviceArena, pool: DeviceCopyPool, nbytes: int) -> RegionSource:
+async def on_gpu(arena: DeviceArena, pool: CopyPool, nbytes: int) -> RegionSource:
     region, spec = arena.take_spare(nbytes), TensorSpec((nbytes,), "uint8")
     assert isinstance(region, DeviceRegion)
     await pool.copy([noise(nbytes)], [region.place(spec)])
@@ -183,7 +182,7 @@ async def on_gpu(arena: DeviceArena, pool: DeviceCopyPool, nbytes: int) -> Regio
 
 
 async def test_small_parts_leave_once_when_a_route_between_gpus_is_lost(
-    ends: Ends, gpu: FakeDevice, pool: DeviceCopyPool
+    ends: Ends, gpu: FakeDevice, pool: CopyPool
 ) -> None:
     with open_device_arena(gpu) as arena:
         large, small = [await on_gpu(arena, pool, n) for n in (MIB, SMALL)]
@@ -223,7 +222,7 @@ async def test_of_what_was_not_sent_the_peer_hears_nothing(
 
 
 async def test_of_what_was_sent_when_nobody_needed_it_any_more_nothing_is_said(
-    ends: Ends, gpu: FakeDevice, pool: DeviceCopyPool
+    ends: Ends, gpu: FakeDevice, pool: CopyPool
 ) -> None:
     sent = list[Callable[[bytes, None], None]]()
     transport = SimpleNamespace(
@@ -260,7 +259,7 @@ def shown(digest: DigestMode) -> Importer:
 async def test_a_part_is_said_to_be_sent_with_what_both_want(
     ends: Ends,
     gpu: FakeDevice,
-    pool: DeviceCopyPool,
+    pool: CopyPool,
     kind: DigestMode,
     edges: bytes,
     digest: bytes,

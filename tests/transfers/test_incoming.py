@@ -21,8 +21,8 @@ from asynckv.protocol.transfer_frames import (
 )
 from asynckv.protocol.wire import digest_of
 from asynckv.sharing.gpu_channel import RouteLost
-from asynckv.tensors.copying import CopyPool
 from asynckv.tensors.cuda import DeviceMemory
+from asynckv.tensors.device_copying import CopyPool
 from asynckv.tensors.views import empty_tensor
 from asynckv.testing.blocked import until, until_blocked
 from asynckv.transfers import incoming as incoming_module

@@ -12,7 +12,7 @@ from asynckv.protocol.values import Place
 from asynckv.sharing.imports import ImportedMemory
 from asynckv.shielding import wait_shielded
 from asynckv.tensors.cuda import DeviceMemory
-from asynckv.tensors.device_copying import DeviceCopyPool
+from asynckv.tensors.device_copying import CopyPool
 from asynckv.testing.blocked import cancel_before_each, until
 from asynckv.testing.lookup_checks.values import MIB, noise
 from asynckv.transfers.readers import IpcStreamRoute, ShownParts
@@ -30,7 +30,7 @@ class Ground:
     def __init__(self, pair: GpuPair) -> None:
         link = pair.peer._linked()
         memory, pool = pair.peer._imports.of(link), pair.peer.pool
-        assert isinstance(memory, ImportedMemory) and isinstance(pool, DeviceCopyPool)
+        assert isinstance(memory, ImportedMemory) and isinstance(pool, CopyPool)
         (importer,) = pair.buffer.exporter._importers
         pin = memory.take(importer.pin([]).number)
         places, sizes = (PLACE, None, PLACE), (MIB, 8, MIB)

@@ -5,7 +5,7 @@ import torch
 
 from asynckv.protocol.frames import Offer
 from asynckv.tensors.blocks import KVBlocks, KVMemory
-from asynckv.tensors.copying import CopyPool
+from asynckv.tensors.device_copying import CopyPool
 from asynckv.tensors.views import spec_of
 from asynckv.testing.expectations import is_same
 from asynckv.testing.lookup_checks.values import noise

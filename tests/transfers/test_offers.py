@@ -23,7 +23,7 @@ from asynckv.protocol.values import MappedOffer
 from asynckv.protocol.wire import digest_of
 from asynckv.sharing.gpu_channel import NcclRoute
 from asynckv.tensors.cuda import DeviceMemory
-from asynckv.tensors.device_copying import DeviceCopyPool
+from asynckv.tensors.device_copying import CopyPool
 from asynckv.tensors.growth import Growth
 from asynckv.tensors.views import bytes_of
 from asynckv.testing.blocked import until, until_blocked
@@ -50,7 +50,7 @@ class ByNccl(NoRoutes):
         self._gpus = gpus
 
     def device_route(self, link: Link) -> NcclRoute:
-        assert isinstance(self.pool, DeviceCopyPool)
+        assert isinstance(self.pool, CopyPool)
         return NcclRoute(self._gpus.near_way, self.pool)
 
 
@@ -208,7 +208,7 @@ async def test_between_gpus_it_lands_on_the_gpu(between_gpus: Ground) -> None:
     assert await between_gpus.heard() == [Grant(2, "nccl", "off")]
     gpus, incoming = between_gpus.gpus, delivery.incoming
     assert gpus is not None and incoming is not None
-    assert isinstance(gpus.buffer.pool, DeviceCopyPool)
+    assert isinstance(gpus.buffer.pool, CopyPool)
     memory = gpus.buffer.pool.memory_of(gpus.ours.tensor(noise(MIB)))
     source = await ready_memory(memory)
     gpus.way.transport.send(2, 0, source, lambda *_: None)

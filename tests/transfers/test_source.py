@@ -11,7 +11,7 @@ import torch
 from asynckv.errors import GPUFailed
 from asynckv.tensors.arena import HeapArena
 from asynckv.tensors.blocks import KVBlocks, KVMemory, spec_in
-from asynckv.tensors.copying import CopyPool
+from asynckv.tensors.device_copying import CopyPool
 from asynckv.tensors.on_gpu import KVOnGpu
 from asynckv.tensors.runs import joined
 from asynckv.tensors.views import bytes_of
@@ -35,7 +35,7 @@ from harness.fake_gpus.gates import Gate
 
 @pytest.fixture
 def pool(gpu: FakeDevice) -> Iterator[CopyPool]:
-    pool = CopyPool(stagings=gpu.stagings())
+    pool = CopyPool(lanes=gpu.lanes())
     yield pool
     pool.close()
 

@@ -27,7 +27,7 @@ from asynckv.buffers.local.select import LocalSelect
 from asynckv.buffers.local.writer import LocalStream
 from asynckv.errors import BufferClosed
 from asynckv.tensors.blocks import KVMemory
-from asynckv.tensors.copying import CopyPool
+from asynckv.tensors.device_copying import CopyPool
 from asynckv.transfers.queries import Query
 from asynckv.types import KVFingerprint
 

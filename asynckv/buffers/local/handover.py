@@ -17,8 +17,8 @@ from asynckv.tensors.blocks import (
     KVMemory,
     tensor_at,
 )
-from asynckv.tensors.copying import CopyPool
 from asynckv.tensors.cuda import DeviceMemory
+from asynckv.tensors.device_copying import CopyPool
 from asynckv.tensors.runs import Runs
 from asynckv.transfers.layout import unflatten
 from asynckv.transfers.queries import tensor_of

@@ -21,8 +21,8 @@ from asynckv.buffers.local.handover import tensors_of, view_of
 from asynckv.buffers.local.select import LocalSelect
 from asynckv.errors import EntryAborted, LeaseLost
 from asynckv.tensors.blocks import KVMemory, spec_in
-from asynckv.tensors.copying import CopyPool
 from asynckv.tensors.cuda import DeviceMemory
+from asynckv.tensors.device_copying import CopyPool
 from asynckv.tensors.on_gpu import KVOnGpu
 from asynckv.tensors.runs import Runs
 from asynckv.transfers.manifest import content_digest

@@ -26,7 +26,7 @@ from asynckv.sharing.exporter import Exporter, Importer, warn_of_loss
 from asynckv.sharing.gpu_channel import DeviceStream, GpuLink, NcclRoute
 from asynckv.sharing.handshake import Handshake
 from asynckv.sharing.imports import PeerMemory
-from asynckv.tensors.device_copying import DeviceCopyPool
+from asynckv.tensors.device_copying import CopyPool
 from asynckv.tensors.devices import Device
 from asynckv.transfers.host_copies import HostCopies
 from asynckv.transfers.incoming import Route
@@ -79,7 +79,7 @@ class PeerImport:
         self._opening = loop.create_task(opening, name="asynckv: open a peer's GPU")
         return handshake
 
-    def device_route(self, pool: DeviceCopyPool) -> IpcRoute | None:
+    def device_route(self, pool: CopyPool) -> IpcRoute | None:
         """Return by what one transfer may come into memory of the buffer's GPU.
 
         What is kept has the digest of all its bytes, unless the link has none: an
@@ -197,7 +197,7 @@ class DeviceService(Service):
         entry is known again by it.
         """
         way, pool = self.way, self._buffer.pool
-        if not isinstance(pool, DeviceCopyPool):
+        if pool.device is None:
             return None
         if (shared := self.peer_import.device_route(pool)) is not None:
             return shared

@@ -22,9 +22,9 @@ from asynckv.cli.bench.figures import percentile
 from asynckv.cli.bench.lag import tick
 from asynckv.errors import GPUUnavailable
 from asynckv.links.sockets import in_thread
-from asynckv.tensors.copying import CopyPool
 from asynckv.tensors.cuda import CudaApi
-from asynckv.tensors.device_blocks import DeviceBlocks
+from asynckv.tensors.device_copying import CopyPool
+from asynckv.tensors.device_lanes import DeviceLanes, DeviceRows
 from asynckv.tensors.devices import Device
 from asynckv.tensors.open_device import OpenDevice, open_device
 from asynckv.transports.nccl.api import NcclApi, open_nccl
@@ -152,24 +152,23 @@ class _Bench:
     def gathered(self) -> DeviceRow:
         """Every second block of twice as many would not fit: all, in another order."""
         order = numpy.random.default_rng(1).permutation(self.blocks)
-        offsets = order.astype(numpy.uint64) * numpy.uint64(_BLOCK_NBYTES)
-        sources = offsets + numpy.uint64(self._one.address)
-        places = numpy.arange(self.blocks, dtype=numpy.uint64)
-        targets = places * numpy.uint64(_BLOCK_NBYTES) + numpy.uint64(
-            self._other.address
-        )
-        blocks = DeviceBlocks(lambda: self.cuda, self.device)
+        tensors = self._opened.gpus.tensors
+        spec = TensorSpec((self.blocks, _BLOCK_NBYTES), "uint8")
+        rows = DeviceRows(tensors.tensor_over(self._one, spec), order, self._one)
+        lanes = DeviceLanes.of(lambda: self._opened.gpus)
 
         def gather_s() -> float:
             began_s = time.perf_counter()
-            blocks.copy(sources, targets, _BLOCK_NBYTES)
+            with lanes.lane(self.device) as lane:
+                for _ in lane.within(rows, self._other):
+                    pass
             return time.perf_counter() - began_s
 
         try:
-            gather_s()  # compiles
+            gather_s()  # loads what does it
             rounds = [(gather_s(), self.copy_s("d2d")) for _ in range(_ROUNDS)]
         finally:
-            blocks.close()
+            lanes.close()
         name = f"gather {self.blocks} blocks of 64 KiB"
         return self._row(name, rounds, "copy within")
 

@@ -54,7 +54,7 @@ async def serve_gpu(device: Device, nbytes: int, parts: int) -> None:
         asynckv.serve("tcp://127.0.0.1:0", lookup=layered) as other,
         asyncio.TaskGroup() as tasks,
     ):
-        layered.pool.stagings = opened.make_pool().stagings  # of this GPU, as opened
+        layered.pool.lanes = opened.make_pool().lanes  # of this GPU, as opened
         filling = [
             tasks.create_task(_keep_filled(buffer, await _content(opened, size)))
             for buffer, size in ((whole, nbytes), (layered, part_nbytes))

@@ -15,7 +15,7 @@ from asynckv.buffers.local.handover import (
 from asynckv.buffers.lookup import LookupBuffer
 from asynckv.errors import LeaseLost
 from asynckv.tensors.arena import HeapArena, Region
-from asynckv.tensors.copying import CopyPool
+from asynckv.tensors.device_copying import CopyPool
 from asynckv.transfers.queries import Query
 from asynckv.types import TensorSpec
 from harness.holders import RecordingHolder, draft_of

@@ -17,7 +17,7 @@ from asynckv.protocol.frames import Accepted, Commit, Failure, Push, Retract
 from asynckv.protocol.transfer_frames import Grant, Sent
 from asynckv.protocol.wire import digest_of
 from asynckv.tensors.cuda import DeviceMemory
-from asynckv.tensors.device_copying import DeviceCopyPool
+from asynckv.tensors.device_copying import CopyPool
 from asynckv.tensors.views import bytes_of
 from asynckv.testing.blocked import until
 from asynckv.testing.expectations import is_same
@@ -44,7 +44,7 @@ class RawWriter:
     @property
     def place(self) -> DeviceMemory:
         pool = self.pair.peer.pool
-        assert isinstance(pool, DeviceCopyPool)
+        assert isinstance(pool, CopyPool)
         return pool.memory_of(self.key)
 
     def say(self, frame: Push | Sent | Retract | Commit) -> None:

@@ -55,7 +55,7 @@ async def _open_store() -> AsyncIterator[tuple[StoreBuffer, Peer, FakeDevice]]:
             serve("tcp://127.0.0.1:0", store=store) as server,
             connect(server.url) as peer,
         ):
-            peer.pool.stagings = there.stagings()
+            peer.pool.lanes = there.lanes()
             yield store, peer, there
 
 

@@ -18,7 +18,7 @@ from asynckv.parallel.shapes import EngineShape
 from harness.engines.toy_engine import ToyEngine
 from harness.engines.toy_model import ToyModel
 from harness.engines.toy_rank import ToyRank
-from harness.fake_devices import FakeDevice, stagings_of
+from harness.fake_devices import FakeDevice, lanes_of
 
 __all__ = ("free_urls", "make_engine", "pair_configs", "toy_shape")
 
@@ -81,10 +81,10 @@ def _worker(
 ) -> KVConnectorWorker:
     if gpu is None:
         return make_worker(config, place)
-    stagings = stagings_of(gpu)
+    lanes = lanes_of(gpu)
     if find_connector(config).name == "StoreConnector":
-        return StoreWorker(config, place, stagings=stagings)
-    return P2PWorker(config, place, stagings=stagings, device=gpu.device)
+        return StoreWorker(config, place, lanes=lanes)
+    return P2PWorker(config, place, lanes=lanes, device=gpu.device)
 
 
 def pair_configs(

@@ -23,7 +23,7 @@ from harness.fake_gpus.streams import (
 if TYPE_CHECKING:
     from harness.fake_gpus.fabric import FakeProcess
 
-__all__ = ("FakeCuda",)
+__all__ = ("FakeCuda", "ours")
 
 _Stream = TypeVar("_Stream", bound=FakeStream)
 
@@ -39,7 +39,7 @@ class FakeCuda:
         self._handles = itertools.count(1)
         self._opened: dict[tuple[int, bytes], int] = {}
         self.launches = 0
-        """How often :meth:`copy_blocks` was called: one kernel each."""
+        """How often rows were gathered or scattered: one kernel each."""
 
     def device_count(self) -> int:
         return len(self._gpus.uuids)
@@ -154,28 +154,9 @@ class FakeCuda:
         with self._gpus.lock:
             for address in (target, source):
                 self._space.find(address, nbytes)
-            _ours(stream).add(
+            ours(stream).add(
                 Copy(self._space, target, source, nbytes, self._gpus.delay())
             )
-
-    def copy_blocks(
-        self,
-        table: DeviceMemory,
-        count: int,
-        nbytes: int,
-        stream: Stream,
-        *,
-        grid: int = 16,
-    ) -> None:
-        with self._gpus.lock:
-            if table.nbytes < 16 * count or table.address % 8:
-                raise GPUFailed("the table is too short, or lies askew", code=1)
-            self.launches += 1
-            _ours(stream).add(_Blocks(self._process, table, count, nbytes))
-
-    def compile_kernels(self) -> None:
-        """Nothing to do."""
-        self.check_capture("a kernel was loaded")
 
     def export(self, memory: DeviceMemory) -> bytes:
         with self._gpus.lock:
@@ -227,28 +208,7 @@ class FakeCuda:
             )
 
 
-class _Blocks:
-    def __init__(
-        self, process: FakeProcess, table: DeviceMemory, count: int, nbytes: int
-    ) -> None:
-        self._process = process
-        self._table = table
-        self._count = count
-        self._nbytes = nbytes
-
-    def run(self) -> bool:
-        find = self._process.space.find
-        table, start = find(self._table.address, 16 * self._count)
-        addresses = table.array[start : start + 16 * self._count].view(numpy.uint64)
-        for number in range(self._count):
-            source, at = find(int(addresses[number]), self._nbytes)
-            target, to = find(int(addresses[self._count + number]), self._nbytes)
-            moved = source.array[at : at + self._nbytes]
-            target.array[to : to + self._nbytes] = moved
-        return True
-
-
-def _ours(stream: Stream) -> FakeStream:
+def ours(stream: Stream) -> FakeStream:
     if not isinstance(stream, FakeStream):
         raise TypeError(f"not a stream of these GPUs: {stream!r}")
     return stream

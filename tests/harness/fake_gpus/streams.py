@@ -6,11 +6,16 @@ All of it is called under the lock of the GPUs that it belongs to.
 from __future__ import annotations
 
 import collections
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
+
+import numpy
+import torch
 
 from asynckv.errors import GPUFailed
 from asynckv.tensors.cuda import Event, Stream
-from harness.fake_gpus.memory import AddressSpace, Allocation
+from asynckv.tensors.device_tensors import index_rows
+from harness.fake_gpus.memory import AddressSpace, Allocation, Bytes
 
 if TYPE_CHECKING:
     from harness.fake_gpus.fabric import FakeGpus, FakeProcess
@@ -22,6 +27,7 @@ __all__ = (
     "FakeStream",
     "FakeTorchEvent",
     "FakeTorchStream",
+    "Rows",
     "Work",
 )
 
@@ -195,38 +201,89 @@ class Delay:
         return self._ticks < 0
 
 
-class Copy:
-    """One half of the bytes at first, the other when it is looked at again.
+class _Halves:
+    """One half of the work at first, the other when it is looked at again.
 
-    So whoever lets go of either end in between is seen to.
+    So whoever lets go of memory in between is seen to.
     """
 
     def __init__(
-        self, space: AddressSpace, target: int, source: int, nbytes: int, ticks: int
+        self, space: AddressSpace, places: Sequence[tuple[int, int]], ticks: int
     ) -> None:
         self._space = space
-        self._places = target, source
-        self._nbytes = nbytes
+        self._places = places
         self._ticks = ticks
         self._ends: list[tuple[Allocation, int]] = []
 
     def run(self) -> bool:
         if not self._ends:
-            self._ends = [self._space.find(at, self._nbytes) for at in self._places]
-            for allocation, _ in self._ends:
-                allocation.users += 1
-                self._space.note(allocation, 1)
-            self._move(0, self._nbytes // 2)
+            self._ends = [self._space.find(*place) for place in self._places]
+            self._note(1)
+            self._move(0, 1)
         self._ticks -= 1
         if self._ticks >= 0:
             return False
-        self._move(self._nbytes // 2, self._nbytes)
-        for allocation, _ in self._ends:
-            allocation.users -= 1
-            self._space.note(allocation, -1)
+        self._move(1, 2)
+        self._note(-1)
         return True
 
+    def _note(self, users: int) -> None:
+        for allocation, _ in self._ends:
+            allocation.users += users
+            self._space.note(allocation, users)
+
     def _move(self, start: int, stop: int) -> None:
-        (target, to), (source, at) = self._ends
-        moved = source.array[at + start : at + stop]
-        target.array[to + start : to + stop] = moved
+        raise NotImplementedError
+
+    def _bytes(self, number: int) -> Bytes:
+        allocation, at = self._ends[number]
+        return allocation.array[at : at + self._places[number][1]]
+
+
+class Copy(_Halves):
+    """Bytes from one address to another."""
+
+    def __init__(
+        self, space: AddressSpace, target: int, source: int, nbytes: int, ticks: int
+    ) -> None:
+        super().__init__(space, ((target, nbytes), (source, nbytes)), ticks)
+        self._nbytes = nbytes
+
+    def _move(self, start: int, stop: int) -> None:
+        half = slice(start * self._nbytes // 2, stop * self._nbytes // 2)
+        self._bytes(0)[half] = self._bytes(1)[half]
+
+
+class Rows(_Halves):
+    """Rows of a table to packed bytes, or from there, as torch's indexing does it.
+
+    ``places`` are addresses and lengths of the table, of ids and of what is packed;
+    ``shape`` is the table's: rows, bytes of one, and from one to the next.
+    """
+
+    def __init__(
+        self,
+        space: AddressSpace,
+        places: Sequence[tuple[int, int]],
+        shape: tuple[int, int, int],
+        ticks: int,
+        *,
+        is_gathered: bool,
+    ) -> None:
+        super().__init__(space, places, ticks)
+        self._shape = shape
+        self._is_gathered = is_gathered
+
+    def _move(self, start: int, stop: int) -> None:
+        count, row, step = self._shape
+        table = torch.from_numpy(self._bytes(0)).as_strided((count, row), (step, 1))
+        ids = torch.from_numpy(self._bytes(1).view(numpy.int64))
+        half = slice(start * len(ids) // 2, stop * len(ids) // 2)
+        packed = torch.from_numpy(self._bytes(2)).view(len(ids), row)[half]
+        try:
+            with torch.inference_mode():
+                index_rows(
+                    table, ids[half], packed.view(-1), is_gathered=self._is_gathered
+                )
+        except (IndexError, RuntimeError) as exc:
+            raise GPUFailed(f"an assertion on the device: {exc}", code=710) from exc

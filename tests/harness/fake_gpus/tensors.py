@@ -14,12 +14,13 @@ from typing import Any
 import torch
 
 from asynckv.errors import GPUFailed
-from asynckv.tensors.cuda import DeviceMemory, Event
+from asynckv.tensors.cuda import DeviceMemory, Event, Stream
 from asynckv.tensors.device_tensors import Gpus, gpu_of
 from asynckv.tensors.views import tensor_over
 from asynckv.types import TensorSpec
+from harness.fake_gpus.cuda import ours
 from harness.fake_gpus.fabric import FakeProcess
-from harness.fake_gpus.streams import FakeTorchEvent, FakeTorchStream
+from harness.fake_gpus.streams import FakeTorchEvent, FakeTorchStream, Rows
 
 __all__ = ("FakeTensor", "FakeTensors", "fake_gpus_of")
 
@@ -147,6 +148,48 @@ class FakeTensors:
         made.gpu = memory.device
         made.memory = memory
         return made
+
+    def gather(
+        self,
+        table: torch.Tensor,
+        ids: DeviceMemory,
+        packed: DeviceMemory,
+        stream: Stream,
+    ) -> None:
+        self._index(table, ids, packed, stream, is_gathered=True)
+
+    def scatter(
+        self,
+        table: torch.Tensor,
+        ids: DeviceMemory,
+        packed: DeviceMemory,
+        stream: Stream,
+    ) -> None:
+        self._index(table, ids, packed, stream, is_gathered=False)
+
+    def _index(
+        self,
+        table: torch.Tensor,
+        ids: DeviceMemory,
+        packed: DeviceMemory,
+        stream: Stream,
+        *,
+        is_gathered: bool,
+    ) -> None:
+        cuda, space = self._process.cuda, self._process.space
+        if ids.nbytes // 8 * table.shape[1] != packed.nbytes or ids.address % 8:
+            raise GPUFailed("ids and bytes do not fit each other, or lie askew", code=1)
+        extent = (len(table) - 1) * table.stride(0) + table.shape[1]
+        address = self._address(table.data_ptr(), extent)
+        places = (address, extent), (ids.address, ids.nbytes)
+        shape = len(table), table.shape[1], table.stride(0)
+        ticks = self._process.gpus.delay()
+        rows = Rows(
+            *(space, (*places, (packed.address, packed.nbytes)), shape, ticks),
+            is_gathered=is_gathered,
+        )
+        cuda.launches += 1
+        ours(stream).add(rows)
 
     def current_stream(self, device: int) -> contextlib.AbstractContextManager[object]:
         return self.use_stream(self.stream(device))

@@ -5,7 +5,9 @@ import pytest
 
 from asynckv.errors import GPUFailed
 from asynckv.tensors.cuda import CudaApi
+from asynckv.types import TensorSpec
 from harness.fake_gpus import POISON, FakeGpus, FakeProcess
+from harness.fake_gpus.tensors import FakeTensors
 
 
 def test_it_fits_the_seam(near: FakeProcess) -> None:
@@ -37,17 +39,16 @@ def test_nothing_beyond_an_allocation_is_copied(near: FakeProcess) -> None:
         near.cuda.copy(memory.address, memory.address + 1, 8, stream)
 
 
-def test_blocks_are_gathered_by_a_table_in_one_kernel(near: FakeProcess) -> None:
-    cuda, stream = near.cuda, near.cuda.stream()
-    pool, packed, table = cuda.malloc(16), cuda.malloc(8), cuda.malloc(32)
-    cuda.view(pool)[:] = range(16)
-    sources, targets = (pool.address + 12, pool.address), (packed.address, 4)
-    addresses = [*sources, packed.address, packed.address + targets[1]]
-    cuda.view(table)[:] = numpy.array(addresses, numpy.uint64).view(numpy.uint8)
-    cuda.copy_blocks(table, 2, 4, stream)
+def test_rows_are_gathered_by_their_ids(near: FakeProcess) -> None:
+    tensors, stream = FakeTensors(near), near.cuda.stream()
+    pool, packed, ids = (near.cuda.malloc(16) for _ in range(3))
+    near.cuda.view(pool)[:] = range(16)
+    near.cuda.view(ids)[:] = numpy.array([3, 0]).view(numpy.uint8)
+    table = tensors.tensor_over(pool, TensorSpec((4, 4), "uint8"))
+    tensors.gather(table, ids, packed.part(0, 8), stream)
     stream.synchronize()
-    assert cuda.view(packed).tolist() == [12, 13, 14, 15, 0, 1, 2, 3]
-    assert cuda.launches == 1
+    found = near.cuda.view(packed)[:8].tolist()
+    assert found == [12, 13, 14, 15, 0, 1, 2, 3] and near.cuda.launches == 1
 
 
 def test_what_is_freed_in_the_middle_of_a_copy_reads_as_poison() -> None:

@@ -23,7 +23,7 @@ from asynckv.integrations.bridge import Bridge
 from asynckv.integrations.vllm.worker_role import WorkerRole
 from asynckv.testing.blocked import until
 from harness.engines.toy_pairs import free_urls
-from harness.fake_devices import FakeDevice, fake_device, stagings_of
+from harness.fake_devices import FakeDevice, fake_device, lanes_of
 from harness.fake_gpus import FakeGpus
 from harness.fake_gpus.gates import Gate
 from harness.gpu_workers import (
@@ -55,7 +55,7 @@ def role(gpu: FakeDevice) -> Iterator[WorkerRole]:
             KVTransferConfig(kv_role="kv_both"),
             ENGINE,
             StoreBuffer("1MiB"),
-            stagings=stagings_of(gpu),
+            lanes=lanes_of(gpu),
         ),
         tells_of_saves=False,
     )
@@ -173,7 +173,7 @@ def test_what_a_store_has_is_loaded_into_caches_on_a_gpu(gpu: FakeDevice) -> Non
     bridge.enter(lambda: serve(url, store=store), timeout_s=10)
     extra: dict[str, object] = {"store": url, "fingerprint": "m"}
     config = KVTransferConfig(kv_role="kv_both", kv_connector_extra_config=extra)
-    worker = StoreWorker(config, ENGINE, stagings=stagings_of(gpu))
+    worker = StoreWorker(config, ENGINE, lanes=lanes_of(gpu))
     role = WorkerRole("of a store", lambda: worker, tells_of_saves=False)
     values = torch.arange(8.0 * 64 * 1024).view(8, 64 * 1024)
     cache = gpu.tensor(values)

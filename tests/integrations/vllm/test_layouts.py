@@ -14,7 +14,7 @@ from asynckv.connectors.caches import PagedCaches
 from asynckv.connectors.spool import Spool
 from asynckv.errors import ConfigError
 from asynckv.integrations.vllm.pages import pages_of
-from asynckv.tensors.copying import CopyPool
+from asynckv.tensors.device_copying import CopyPool
 
 pytestmark = [pytest.mark.vllm, pytest.mark.usefixtures("vllm_is_imported")]
 

@@ -20,7 +20,7 @@ from asynckv.connectors.p2p_worker import P2PWorker
 from asynckv.connectors.spool import Spool
 from asynckv.errors import ConfigError
 from asynckv.integrations.vllm.pages import attention_of, pages_of
-from asynckv.tensors.copying import CopyPool
+from asynckv.tensors.device_copying import CopyPool
 from asynckv.testing.blocked import until
 from harness.gpu_workers import LOADED, SAVED, load_order, save_order
 

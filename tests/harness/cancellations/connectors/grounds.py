@@ -32,7 +32,7 @@ from harness.fake_devices import (
     FakeDevice,
     fake_device_of,
     faultless_gpus,
-    stagings_of,
+    lanes_of,
 )
 
 __all__ = (
@@ -74,8 +74,8 @@ class Side:
         """Return a worker for caches where those of this side are."""
         if self.gpu is None:
             return P2PWorker(config, engine)
-        stagings, device = stagings_of(self.gpu), self.gpu.device
-        return P2PWorker(config, engine, stagings=stagings, device=device)
+        lanes, device = lanes_of(self.gpu), self.gpu.device
+        return P2PWorker(config, engine, lanes=lanes, device=device)
 
     def clear(self) -> None:
         """The step is over."""

@@ -37,7 +37,7 @@ from harness.fake_devices import (
     FakeDevice,
     fake_device_of,
     faultless_gpus,
-    stagings_of,
+    lanes_of,
 )
 
 __all__ = ("StoreGround", "config_of", "open_store_ground")
@@ -211,4 +211,4 @@ def _worker(
 ) -> StoreWorker:
     if gpu is None:
         return StoreWorker(config, engine)
-    return StoreWorker(config, engine, stagings=stagings_of(gpu))
+    return StoreWorker(config, engine, lanes=lanes_of(gpu))

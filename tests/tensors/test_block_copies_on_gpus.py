@@ -9,8 +9,8 @@ import torch
 
 from asynckv.tensors.block_copier import BlockCopier
 from asynckv.tensors.block_copies import CopyDirection
-from asynckv.tensors.copying import CopyPool
-from asynckv.tensors.staging import Stagings
+from asynckv.tensors.device_copying import CopyPool
+from asynckv.tensors.device_lanes import DeviceLanes
 from asynckv.testing.blocked import until
 from harness.fake_gpus import FakeProcess
 from harness.fake_gpus.gates import Gate
@@ -20,8 +20,8 @@ _LAYERS = 3
 
 
 @pytest.fixture
-async def pool(stagings: Stagings) -> AsyncIterator[CopyPool]:
-    pool = CopyPool(stagings=stagings)
+async def pool(lanes: DeviceLanes) -> AsyncIterator[CopyPool]:
+    pool = CopyPool(lanes=lanes)
     yield pool
     pool.close()
     await until(lambda: not any("asynckv-" in t.name for t in threading.enumerate()))
@@ -58,14 +58,6 @@ async def test_blocks_of_all_layers_go_where_torch_would_put_them(
     await copier.copy(source, target, ids, places, direction)
     for layer, cache in target.items():
         assert torch.equal(cache.cpu(), expected[layer])
-
-
-async def test_one_kernel_takes_the_blocks_of_all_layers(
-    pool: CopyPool, tensors: FakeTensors, process: FakeProcess
-) -> None:
-    source, target = _on_gpu(_cache((20, 64)), tensors), _cache((20, 64))
-    await BlockCopier(pool).copy(source, target, [7, 3], [1, 2], "d2h")
-    assert process.cuda.launches == 1
 
 
 async def test_the_direction_is_what_the_devices_say(

@@ -11,12 +11,14 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 from asynckv.buffers.lookup import LookupBuffer
 from asynckv.errors import GPUFailed
 from asynckv.protocol.wire import digest_of
-from asynckv.tensors.copying import CopyPool
-from asynckv.tensors.staging import Stagings
+from asynckv.tensors import copying
+from asynckv.tensors.device_copying import CopyPool
+from asynckv.tensors.device_lanes import DeviceLanes
 from asynckv.testing.blocked import until
 from asynckv.testing.pairs import open_pipe_pair
 from asynckv.types import TensorSpec
 from harness.fake_gpus import FakeGpus, FakeProcess
+from harness.fake_gpus.cuda import FakeCuda
 from harness.fake_gpus.gates import Gate
 from harness.fake_gpus.tensors import FakeTensors
 
@@ -30,8 +32,8 @@ def _spec(nbytes: int) -> TensorSpec:
 
 
 @pytest.fixture
-async def pool(stagings: Stagings) -> AsyncIterator[CopyPool]:
-    pool = CopyPool(stagings=stagings)
+async def pool(lanes: DeviceLanes) -> AsyncIterator[CopyPool]:
+    pool = CopyPool(lanes=lanes)
     yield pool
     pool.close()
     await _until_quiet()
@@ -121,12 +123,12 @@ async def test_an_error_of_cuda_ends_a_copy_and_names_its_code(
 
 
 async def test_an_entry_goes_from_a_gpu_through_a_buffer_to_a_gpu(
-    stagings: Stagings, tensors: FakeTensors
+    lanes: DeviceLanes, tensors: FakeTensors
 ) -> None:
     key, value = _random(3000), _random(10)
     into = tensors.empty(_spec(3000))
     async with LookupBuffer("1MiB") as buffer:
-        buffer.pool.stagings = stagings
+        buffer.pool.lanes = lanes
         await buffer.insert([1, 2], None, tensors.on_gpu(key), value, None)
         entry = await buffer.drop_select([1, 2], into={"key": into})
     assert entry.key is into and torch.equal(into.cpu(), key)
@@ -135,13 +137,13 @@ async def test_an_entry_goes_from_a_gpu_through_a_buffer_to_a_gpu(
 
 
 async def test_what_an_insert_reads_is_what_the_callers_stream_had_made(
-    stagings: Stagings, tensors: FakeTensors, process: FakeProcess
+    lanes: DeviceLanes, tensors: FakeTensors, process: FakeProcess
 ) -> None:
     gate = Gate()
     tensors.stream(0).add(gate)
     made = tensors.on_gpu(torch.zeros(2000, dtype=torch.uint8))
     async with LookupBuffer("1MiB") as buffer:
-        buffer.pool.stagings = stagings
+        buffer.pool.lanes = lanes
         inserting = asyncio.create_task(buffer.insert([1], None, made, None, None))
         await asyncio.sleep(0)
         made.as_subclass(torch.Tensor).fill_(7)
@@ -158,7 +160,7 @@ async def test_a_pipe_takes_tensors_of_a_gpu_and_fills_them(
     content, into = _random(200_000), tensors.empty(_spec(200_000))
     async with open_pipe_pair() as (near, far):
         for pipe in (near, far):
-            pipe._pool.stagings = Stagings(lambda: process.cuda, tensors)
+            pipe._pool.lanes = DeviceLanes(lambda: process.cuda, lambda: tensors)
         await near.send_tensor(tensors.on_gpu(content))
         assert await far.recv_tensor(into=into) is into
     assert torch.equal(into.cpu(), content)
@@ -172,18 +174,20 @@ async def test_a_pipe_takes_tensors_of_a_gpu_and_fills_them(
 )
 @given(
     seed=st.integers(0, 2**16),
-    slots=st.integers(3, 5),
+    slot_nbytes=st.sampled_from([256, 512, 4096]),
     sizes=st.lists(st.integers(0, 4000), min_size=1, max_size=6),
     cancel_after=st.integers(0, 40),
 )
 async def test_no_interleaving_copies_wrong_bytes_or_keeps_a_slot(
-    seed: int, slots: int, sizes: list[int], cancel_after: int
+    seed: int, slot_nbytes: int, sizes: list[int], cancel_after: int
 ) -> None:
     gpus = FakeGpus(seed=seed, max_delay=4)
     process = gpus.process()
     tensors = FakeTensors(process)
-    stagings = Stagings(lambda: process.cuda, tensors, chunk_nbytes=512, slots=slots)
-    pool = CopyPool(stagings=stagings)
+    lanes = DeviceLanes(
+        *(lambda: process.cuda, lambda: tensors), slot_nbytes=slot_nbytes
+    )
+    pool = CopyPool(lanes=lanes)
     contents = [_random(nbytes) for nbytes in sizes]
     copies = [torch.zeros_like(content) for content in contents]
     copying = asyncio.create_task(
@@ -207,3 +211,68 @@ async def test_no_interleaving_copies_wrong_bytes_or_keeps_a_slot(
 
 async def _copy(pool: CopyPool, source: torch.Tensor, target: torch.Tensor) -> None:
     await pool.copy([source], [target], digest=False)
+
+
+async def test_a_call_of_cuda_that_does_not_return_keeps_nobody_waiting(
+    process: FakeProcess, tensors: FakeTensors, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    returns = threading.Event()
+
+    def open_late() -> FakeCuda:
+        returns.wait(10)
+        return process.cuda
+
+    monkeypatch.setattr(copying, "_LATE_S", 0.01)
+    lanes = DeviceLanes(open_late, lambda: tensors, limit_s=0.05)
+    pool, content = CopyPool(lanes=lanes), _random(3000)
+    source, target = tensors.on_gpu(content), torch.zeros_like(content)
+    with pytest.raises(GPUFailed, match="does not let its thread go"):
+        await pool.copy([source], [target])
+    # Threads of the host's are others, and no more of that GPU's are asked for.
+    assert await pool.digest([_random(2**20)])
+    returns.set()
+    with pytest.raises(GPUFailed, match="earlier copy"):
+        await pool.copy([source], [target])
+    pool.close()
+    await _until_quiet()
+
+
+async def test_a_cancelled_copy_of_a_gpu_that_is_stuck_ends_too(
+    process: FakeProcess, tensors: FakeTensors, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    returns = threading.Event()
+
+    def open_late() -> FakeCuda:
+        returns.wait(10)
+        return process.cuda
+
+    monkeypatch.setattr(copying, "_LATE_S", 0.01)
+    lanes = DeviceLanes(open_late, lambda: tensors, limit_s=0.05)
+    pool, content = CopyPool(lanes=lanes), _random(3000)
+    source, target = tensors.on_gpu(content), torch.zeros_like(content)
+    running = asyncio.create_task(pool.copy([source], [target]))
+    await until(lambda: pool._threads > 0)
+    running.cancel()
+    await asyncio.wait({running})
+    assert running.cancelled()
+    returns.set()
+    pool.close()
+    await _until_quiet()
+
+
+async def test_a_stream_that_takes_its_time_is_waited_for(
+    process: FakeProcess, tensors: FakeTensors, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(copying, "_LATE_S", 0.01)
+    lanes = DeviceLanes(*(lambda: process.cuda, lambda: tensors), limit_s=0.05)
+    pool, content, gate = CopyPool(lanes=lanes), _random(3000), Gate()
+    made, target = tensors.on_gpu(content), torch.zeros_like(content)
+    tensors.stream(0).add(gate)
+    running = asyncio.create_task(pool.copy([made], [target], digest=False))
+    await asyncio.wait({running}, timeout=0.3)
+    assert not running.done()
+    gate.open()
+    await running
+    assert torch.equal(target, content)
+    pool.close()
+    await _until_quiet()
