@@ -10,7 +10,13 @@ import torch
 
 from asynckv.errors import GPUUnavailable
 from asynckv.tensors.cuda import DeviceMemory
-from asynckv.tensors.device_tensors import TorchEvent, TorchTensors, gpu_of, open_gpus
+from asynckv.tensors.device_tensors import (
+    TorchEvent,
+    TorchTensors,
+    gpu_of,
+    index_rows,
+    open_gpus,
+)
 from asynckv.types import TensorSpec
 from harness.cupy_double import CupyDouble
 
@@ -78,3 +84,28 @@ def test_who_looks_at_an_event_of_torchs_breaks_no_capture(
     double: Any = Relaxing()
     look(TorchEvent(double, double))
     assert double.calls == [True] and not double.is_relaxed
+
+
+LAYOUTS = {
+    "blocks of layers": lambda pool: pool[0],
+    "keys beside values": lambda pool: pool.permute(1, 0, 2)[:, 1],
+    "blocks outermost": lambda pool: pool.permute(1, 0, 2).contiguous()[:, 0],
+    "some columns": lambda pool: pool[1][:, 3:],
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("row", [8, 12, 14, 35, 64])
+def test_rows_are_gathered_and_scattered_byte_for_byte(layout: str, row: int) -> None:
+    pool = torch.randint(0, 256, (2, 9, row), dtype=torch.uint8)
+    table, ids = LAYOUTS[layout](pool), torch.tensor([7, 0, 3, 8])
+    expected, width = table[ids].clone(), table.shape[1]
+    packed = torch.zeros(4 * width + 1, dtype=torch.uint8)
+    for begin in (0, 1):  # where wider elements have room, and where they have not
+        found = packed[begin : begin + 4 * width]
+        index_rows(table, ids, found, is_gathered=True)
+        assert torch.equal(found.view(4, width), expected)
+        landing, others = LAYOUTS[layout](pool.clone()), [1, 2, 4, 5, 6]
+        index_rows(landing, ids.flip(0), found, is_gathered=False)
+        assert torch.equal(landing[ids.flip(0)], expected)
+        assert torch.equal(landing[others], table[others])
