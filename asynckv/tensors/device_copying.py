@@ -300,22 +300,24 @@ class DeviceCopy(CopyJob):
     def _move(
         self, lane: DeviceLane, pairs: Sequence[tuple[_End, _End | None]]
     ) -> Iterator[None]:
-        reads: list[tuple[DevicePlace, _Passing]] = []
-        writes: list[tuple[DevicePlace, Memory, _Passing]] = []
+        reads: list[tuple[DevicePlace, _PairDigest]] = []
+        writes: list[tuple[DevicePlace, Memory, _PairDigest]] = []
         for index, (source, target) in enumerate(pairs):
             if isinstance(source, DeviceMemory | DeviceRows):
                 if isinstance(target, DeviceMemory | DeviceRows):
                     yield from lane.within(source, target)
                     # What has landed is digested, not what was read.
                     if self._is_digested:
-                        reads.append((target, self._passing(index, target, None, True)))
+                        reads.append(
+                            (target, self._pair_digest(index, target, None, True))
+                        )
                     continue
                 host = None if target is None else _memory_of(target)
-                reads.append((source, self._passing(index, source, host, False)))
+                reads.append((source, self._pair_digest(index, source, host, False)))
                 continue
             if isinstance(target, DeviceMemory | DeviceRows):
-                passing = self._passing(index, target, None, True)
-                writes.append((target, _memory_of(_dense(source)), passing))
+                found = self._pair_digest(index, target, None, True)
+                writes.append((target, _memory_of(_dense(source)), found))
         for at, piece in lane.read([place for place, _ in reads]):
             reads[at][1].add(piece)
             yield
@@ -323,16 +325,21 @@ class DeviceCopy(CopyJob):
         for at, piece in lane.write(*filling):
             writes[at][2].add(piece)
             yield
-        for passing in (*(one for _, one in reads), *(one for *_, one in writes)):
-            passing.end()
+        for one in (
+            *(digest for _, digest in reads),
+            *(digest for *_, digest in writes),
+        ):
+            one.end()
 
-    def _passing(
+    def _pair_digest(
         self, index: int, place: DevicePlace, host: Memory | None, is_new: bool
-    ) -> _Passing:
+    ) -> _PairDigest:
         def note(digest: bytes) -> None:
             self.digests[index] = digest
 
-        return _Passing(place, host, note if self._is_digested else None, is_new=is_new)
+        return _PairDigest(
+            place, host, note if self._is_digested else None, is_new=is_new
+        )
 
 
 class _EdgesRead(DeviceCopy):
@@ -356,8 +363,8 @@ class _EdgesRead(DeviceCopy):
         self.edges = [digest_of(bytes(first + last)) for first, last in halves]
 
 
-class _Passing:
-    """Sees the bytes of one pair pass in order, between ``place`` and the host.
+class _PairDigest:
+    """Takes the bytes of one pair in order, as they go between ``place`` and the host.
 
     What was read goes to ``host``; ``note`` gets the digest of all. A whole region
     remembers its first and last bytes: those that land there (``is_new``), else those
@@ -398,7 +405,7 @@ class _Passing:
             del self._tail[: -self._edge]
 
     def end(self) -> None:
-        """All of them have passed."""
+        """There are no more."""
         if self._note is not None:
             self._note(self._digester.digest())
         region = self._region

@@ -426,8 +426,9 @@ class DeviceLane:
         table = self._opened().part(start, start + 8 * len(ids))
         pinned = slot.ids.address + begin
         self._cuda.copy(table.address, pinned, table.nbytes, self._stream)
-        move = self._tensors.gather if is_read else self._tensors.scatter
-        move(rows.table, table, packed, self._stream)
+        self._tensors.move_rows(
+            *(rows.table, table, packed, self._stream), is_gathered=is_read
+        )
 
     def _opened(self) -> DeviceMemory:
         """Return the scratch memory, and have torch's kernels loaded with it.

@@ -58,32 +58,21 @@ class DeviceTensors(Protocol):
         :raises ValueError: there are too few bytes, or this torch lacks the dtype
         """
 
-    def gather(
+    def move_rows(
         self,
         table: torch.Tensor,
         ids: DeviceMemory,
         packed: DeviceMemory,
         stream: Stream,
+        *,
+        is_gathered: bool,
     ) -> None:
         """Queue the copy of rows ``ids`` of ``table``, in order, to ``packed``.
 
-        ``table`` has two dimensions and bytes for elements, and rows that are
-        contiguous but may lie apart; ids have 64 bits. All of it is one GPU's, and
-        stays until ``stream`` has done it. Never waits, but a first call may: it loads.
-
-        :raises GPUFailed: CUDA refused
-        """
-
-    def scatter(
-        self,
-        table: torch.Tensor,
-        ids: DeviceMemory,
-        packed: DeviceMemory,
-        stream: Stream,
-    ) -> None:
-        """Queue the copy of ``packed`` to rows ``ids`` of ``table``; as :meth:`gather`.
-
-        No id is there twice.
+        Or back, where it is not ``is_gathered``: then no id is there twice. ``table``
+        has two dimensions and bytes for elements, and rows that are contiguous but may
+        lie apart; ids have 64 bits. All of it is one GPU's, and stays until ``stream``
+        has done it. Never waits, but a first call may: it loads.
 
         :raises GPUFailed: CUDA refused
         """
@@ -193,25 +182,7 @@ class TorchTensors:
         lent = torch.as_tensor(_Lent(memory, spec.nbytes), device=device)
         return lent.view(dtype).view(spec.shape)
 
-    def gather(
-        self,
-        table: torch.Tensor,
-        ids: DeviceMemory,
-        packed: DeviceMemory,
-        stream: Stream,
-    ) -> None:
-        self._index(table, ids, packed, stream, is_gathered=True)
-
-    def scatter(
-        self,
-        table: torch.Tensor,
-        ids: DeviceMemory,
-        packed: DeviceMemory,
-        stream: Stream,
-    ) -> None:
-        self._index(table, ids, packed, stream, is_gathered=False)
-
-    def _index(
+    def move_rows(
         self,
         table: torch.Tensor,
         ids: DeviceMemory,

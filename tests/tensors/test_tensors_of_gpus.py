@@ -213,9 +213,10 @@ async def _copy(pool: CopyPool, source: torch.Tensor, target: torch.Tensor) -> N
     await pool.copy([source], [target], digest=False)
 
 
-async def test_a_call_of_cuda_that_does_not_return_keeps_nobody_waiting(
+def _stuck_pool(
     process: FakeProcess, tensors: FakeTensors, monkeypatch: pytest.MonkeyPatch
-) -> None:
+) -> tuple[threading.Event, CopyPool]:
+    """Return a pool whose first call of CUDA returns when the event is set."""
     returns = threading.Event()
 
     def open_late() -> FakeCuda:
@@ -224,7 +225,14 @@ async def test_a_call_of_cuda_that_does_not_return_keeps_nobody_waiting(
 
     monkeypatch.setattr(copying, "_LATE_S", 0.01)
     lanes = DeviceLanes(open_late, lambda: tensors, limit_s=0.05)
-    pool, content = CopyPool(lanes=lanes), _random(3000)
+    return returns, CopyPool(lanes=lanes)
+
+
+async def test_a_call_of_cuda_that_does_not_return_keeps_nobody_waiting(
+    process: FakeProcess, tensors: FakeTensors, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    returns, pool = _stuck_pool(process, tensors, monkeypatch)
+    content = _random(3000)
     source, target = tensors.on_gpu(content), torch.zeros_like(content)
     with pytest.raises(GPUFailed, match="does not let its thread go"):
         await pool.copy([source], [target])
@@ -240,15 +248,8 @@ async def test_a_call_of_cuda_that_does_not_return_keeps_nobody_waiting(
 async def test_a_cancelled_copy_of_a_gpu_that_is_stuck_ends_too(
     process: FakeProcess, tensors: FakeTensors, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    returns = threading.Event()
-
-    def open_late() -> FakeCuda:
-        returns.wait(10)
-        return process.cuda
-
-    monkeypatch.setattr(copying, "_LATE_S", 0.01)
-    lanes = DeviceLanes(open_late, lambda: tensors, limit_s=0.05)
-    pool, content = CopyPool(lanes=lanes), _random(3000)
+    returns, pool = _stuck_pool(process, tensors, monkeypatch)
+    content = _random(3000)
     source, target = tensors.on_gpu(content), torch.zeros_like(content)
     running = asyncio.create_task(pool.copy([source], [target]))
     await until(lambda: pool._threads > 0)

@@ -149,25 +149,7 @@ class FakeTensors:
         made.memory = memory
         return made
 
-    def gather(
-        self,
-        table: torch.Tensor,
-        ids: DeviceMemory,
-        packed: DeviceMemory,
-        stream: Stream,
-    ) -> None:
-        self._index(table, ids, packed, stream, is_gathered=True)
-
-    def scatter(
-        self,
-        table: torch.Tensor,
-        ids: DeviceMemory,
-        packed: DeviceMemory,
-        stream: Stream,
-    ) -> None:
-        self._index(table, ids, packed, stream, is_gathered=False)
-
-    def _index(
+    def move_rows(
         self,
         table: torch.Tensor,
         ids: DeviceMemory,

@@ -45,7 +45,7 @@ def test_rows_are_gathered_by_their_ids(near: FakeProcess) -> None:
     near.cuda.view(pool)[:] = range(16)
     near.cuda.view(ids)[:] = numpy.array([3, 0]).view(numpy.uint8)
     table = tensors.tensor_over(pool, TensorSpec((4, 4), "uint8"))
-    tensors.gather(table, ids, packed.part(0, 8), stream)
+    tensors.move_rows(table, ids, packed.part(0, 8), stream, is_gathered=True)
     stream.synchronize()
     found = near.cuda.view(packed)[:8].tolist()
     assert found == [12, 13, 14, 15, 0, 1, 2, 3] and near.cuda.launches == 1
