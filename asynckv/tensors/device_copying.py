@@ -300,46 +300,32 @@ class DeviceCopy(CopyJob):
     def _move(
         self, lane: DeviceLane, pairs: Sequence[tuple[_End, _End | None]]
     ) -> Iterator[None]:
-        reads: list[tuple[DevicePlace, _PairDigest]] = []
-        writes: list[tuple[DevicePlace, Memory, _PairDigest]] = []
-        for index, (source, target) in enumerate(pairs):
-            if isinstance(source, DeviceMemory | DeviceRows):
-                if isinstance(target, DeviceMemory | DeviceRows):
-                    yield from lane.within(source, target)
-                    # What has landed is digested, not what was read.
-                    if self._is_digested:
-                        reads.append(
-                            (target, self._pair_digest(index, target, None, True))
-                        )
-                    continue
-                host = None if target is None else _memory_of(target)
-                reads.append((source, self._pair_digest(index, source, host, False)))
-                continue
+        reads: list[_PairDigest] = []
+        writes: list[_PairDigest] = []
+        origins: list[Memory] = []
+        for number, (source, target) in enumerate(pairs):
             if isinstance(target, DeviceMemory | DeviceRows):
-                found = self._pair_digest(index, target, None, True)
-                writes.append((target, _memory_of(_dense(source)), found))
-        for at, piece in lane.read([place for place, _ in reads]):
-            reads[at][1].add(piece)
+                if not isinstance(source, DeviceMemory | DeviceRows):
+                    writes.append(_PairDigest(number, target, is_new=True))
+                    origins.append(_memory_of(_dense(source)))
+                    continue
+                yield from lane.within(source, target)
+                # What has landed is digested, not what was read.
+                if self._is_digested:
+                    reads.append(_PairDigest(number, target, is_new=True))
+            elif isinstance(source, DeviceMemory | DeviceRows):
+                host = None if target is None else _memory_of(target)
+                reads.append(_PairDigest(number, source, host))
+        for at, piece in lane.read([one.place for one in reads]):
+            reads[at].add(piece, is_digested=self._is_digested)
             yield
-        filling = [place for place, _, _ in writes], [origin for _, origin, _ in writes]
-        for at, piece in lane.write(*filling):
-            writes[at][2].add(piece)
+        for at, piece in lane.write([one.place for one in writes], origins):
+            writes[at].add(piece, is_digested=self._is_digested)
             yield
-        for one in (
-            *(digest for _, digest in reads),
-            *(digest for *_, digest in writes),
-        ):
-            one.end()
-
-    def _pair_digest(
-        self, index: int, place: DevicePlace, host: Memory | None, is_new: bool
-    ) -> _PairDigest:
-        def note(digest: bytes) -> None:
-            self.digests[index] = digest
-
-        return _PairDigest(
-            place, host, note if self._is_digested else None, is_new=is_new
-        )
+        for one in (*reads, *writes):
+            one.note_edges()
+            if self._is_digested:
+                self.digests[one.number] = one.digest()
 
 
 class _EdgesRead(DeviceCopy):
@@ -366,48 +352,46 @@ class _EdgesRead(DeviceCopy):
 class _PairDigest:
     """Takes the bytes of one pair in order, as they go between ``place`` and the host.
 
-    What was read goes to ``host``; ``note`` gets the digest of all. A whole region
-    remembers its first and last bytes: those that land there (``is_new``), else those
-    of the first time, so that a change is noticed.
+    What is read goes to ``host``, if there is one. A whole region remembers its first
+    and last bytes: those that land there (``is_new``), else those of the first time,
+    so that a change is noticed.
     """
 
     def __init__(
         self,
+        number: int,
         place: DevicePlace,
-        host: Memory | None,
-        note: Callable[[bytes], None] | None,
+        host: Memory | None = None,
         *,
-        is_new: bool,
+        is_new: bool = False,
     ) -> None:
         region = region_behind(place) if isinstance(place, DeviceMemory) else None
         if region is not None and region.nbytes != place.nbytes:
             region = None  # these are the edges of a piece
-        self._region, self._is_new = region, is_new
-        self._host, self._note = host, note
+        self.number, self.place = number, place
+        self._region, self._is_new, self._host = region, is_new, host
         self._digester, self._done = Digester(), 0
+        self.digest = self._digester.digest
         self._edge = min(place.nbytes, EDGE_NBYTES) if region is not None else 0
         self._head, self._tail = bytearray(), bytearray()
 
-    def add(self, piece: memoryview) -> None:
+    def add(self, piece: memoryview, *, is_digested: bool) -> None:
         """These are the next bytes."""
         start = self._done
         self._done += len(piece)
         if self._host is not None:
             put_at(self._host, start, piece)
-        if self._note is not None:
-            if isinstance(self._host, memoryview):
-                self._digester.update(self._host[start : self._done])
-            else:
-                self._digester.update(piece)
+        if is_digested and isinstance(self._host, memoryview):
+            self._digester.update(self._host[start : self._done])
+        elif is_digested:
+            self._digester.update(piece)
         if self._edge:
             self._head += piece[: self._edge - len(self._head)]
             self._tail += piece[-self._edge :]
             del self._tail[: -self._edge]
 
-    def end(self) -> None:
-        """There are no more."""
-        if self._note is not None:
-            self._note(self._digester.digest())
+    def note_edges(self) -> None:
+        """There are no more: let a region know its first and last bytes."""
         region = self._region
         if region is not None and (self._is_new or not region.edges):
             region.edges = digest_of(bytes(self._head + self._tail))
