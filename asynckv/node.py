@@ -18,10 +18,10 @@ from asynckv.buffers.remote.peer import Peer, connect
 from asynckv.buffers.roles import LookupByRole
 from asynckv.buffers.serve import Server, serve
 from asynckv.config import KVRole, KVTransferConfig
+from asynckv.devices.names import Device, DeviceName, device_named
 from asynckv.errors import ConfigError, PeerLost
 from asynckv.links.options import Role
 from asynckv.observability.waits import LoggedWait
-from asynckv.tensors.devices import Device, DeviceName, device_named
 
 __all__ = ("Node", "open")
 

@@ -25,13 +25,13 @@ from blockbuster import blockbuster_ctx
 from pytest_asyncio import is_async_test
 
 import harness
+from asynckv.devices.names import Device
 from asynckv.errors import GPUUnavailable
 from asynckv.links.link import LinkStream
 from asynckv.protocol.codec import Buffer
 from asynckv.protocol.frames import Frame
 from asynckv.protocol.transfer_frames import Sent
 from asynckv.sharing import gpu_channel
-from asynckv.tensors.devices import Device
 from asynckv.testing.cancellation import trail
 from asynckv.testing.certificates import Authority
 from asynckv.transports.nccl import worker as workers

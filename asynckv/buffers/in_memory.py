@@ -6,10 +6,10 @@ from collections.abc import Callable
 from typing import Self
 
 from asynckv.abc import KVCacheBuffer
+from asynckv.devices.growth import Growth
+from asynckv.devices.names import DeviceName, device_named
 from asynckv.loops import LoopBound
 from asynckv.sharing.exporter import Exporter
-from asynckv.tensors.devices import DeviceName, device_named
-from asynckv.tensors.growth import Growth
 from asynckv.types import parse_bytes
 
 __all__ = ("InMemoryBuffer",)

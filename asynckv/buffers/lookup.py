@@ -27,9 +27,9 @@ from asynckv.buffers.in_memory import InMemoryBuffer
 from asynckv.buffers.local.consumer import LocalConsumer, PendingSelect
 from asynckv.buffers.local.writer import LocalSource, LocalViews, LocalWriter
 from asynckv.buffers.statistics import LookupStatistics
+from asynckv.devices.names import DeviceName
 from asynckv.shielding import wait_shielded
 from asynckv.tensors.blocks import KVMemory
-from asynckv.tensors.devices import DeviceName
 from asynckv.tensors.views import spec_like
 from asynckv.transfers.layout import check_names, flatten
 from asynckv.transfers.queries import (

@@ -12,11 +12,11 @@ from asynckv.connectors.caches import REGION_NAMES
 from asynckv.connectors.engine import KVEngine
 from asynckv.connectors.headers import EntryHeader
 from asynckv.connectors.p2p_orders import LoadOrder
+from asynckv.devices.cuda import Event
 from asynckv.errors import IncompatiblePeer
 from asynckv.parallel.copies import Span, StridedCopy
 from asynckv.parallel.plans import RankRead
 from asynckv.tensors.blocks import KVBlocks, KVMemory
-from asynckv.tensors.cuda import Event
 from asynckv.tensors.jobs import CopyJob
 from asynckv.tensors.resharding import reshard_jobs
 from asynckv.tensors.views import dtype_of

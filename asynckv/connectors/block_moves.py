@@ -14,14 +14,13 @@ from typing import Final
 import torch
 
 from asynckv.connectors.caches import PagedCaches
+from asynckv.devices.copying import CopyPool
+from asynckv.devices.cuda import DeviceMemory, Event
+from asynckv.devices.marks import StreamMarks
+from asynckv.devices.pools import GpuPools, gpu_mark
+from asynckv.devices.tensors import at_once, gpu_of
 from asynckv.errors import GPUFailed, GPUUnavailable
 from asynckv.tensors.blocks import KVBlocks
-from asynckv.tensors.cuda import DeviceMemory, Event
-from asynckv.tensors.device_copying import CopyPool
-from asynckv.tensors.device_tensors import gpu_of
-from asynckv.tensors.gpu_pools import GpuPools, gpu_mark
-from asynckv.tensors.on_gpu import at_once
-from asynckv.tensors.stream_marks import StreamMarks
 from asynckv.tensors.views import empty_tensor, spec_of
 
 __all__ = ("BlockMoves",)

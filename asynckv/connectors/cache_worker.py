@@ -21,10 +21,10 @@ from asynckv.connectors.caches import PagedCaches
 from asynckv.connectors.engine import KVEngine
 from asynckv.connectors.options import ConnectorOptions
 from asynckv.connectors.transfers import Transfers
+from asynckv.devices.copying import CopyPool
+from asynckv.devices.cuda import Event
+from asynckv.devices.lanes import DeviceLanes
 from asynckv.loops import LoopBound
-from asynckv.tensors.cuda import Event
-from asynckv.tensors.device_copying import CopyPool
-from asynckv.tensors.device_lanes import DeviceLanes
 
 __all__ = ("CacheWorker",)
 

@@ -8,8 +8,8 @@ from typing import TypeAlias
 
 from asynckv.connectors.block_moves import BlockMoves
 from asynckv.connectors.staging import StagedCopy, Staging
+from asynckv.devices.cuda import Event
 from asynckv.tensors.blocks import KVBlocks
-from asynckv.tensors.cuda import Event
 
 __all__ = ("LayerGathering",)
 

@@ -16,9 +16,9 @@ from asynckv.abc import InsertWriter
 from asynckv.connectors.block_moves import BlockMoves
 from asynckv.connectors.gathering import LayerGathering
 from asynckv.connectors.staging import Staging
+from asynckv.devices.cuda import Event
 from asynckv.shielding import clear_all_frames
 from asynckv.tensors.blocks import KVBlocks
-from asynckv.tensors.cuda import Event
 from asynckv.transfers.source import StagedTensor, release_staged
 from asynckv.transfers.staging import StagingWriter
 

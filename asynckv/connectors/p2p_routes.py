@@ -20,12 +20,12 @@ from asynckv.connectors.p2p_loads import Source
 from asynckv.connectors.p2p_orders import LoadOrder, SaveOrder
 from asynckv.connectors.p2p_saves import Target
 from asynckv.connectors.peers import Peers, identity_of
+from asynckv.devices.names import Device
 from asynckv.errors import IncompatiblePeer, PeerLost
 from asynckv.observability.lines import as_line
 from asynckv.parallel.plans import RankRead
 from asynckv.parallel.shapes import EngineShape
 from asynckv.protocol.values import PeerIdentity
-from asynckv.tensors.devices import Device
 
 __all__ = ("P2PRoutes",)
 

@@ -15,8 +15,8 @@ from asynckv.connectors.gpu_layers import GpuLayers
 from asynckv.connectors.headers import HEADER, EntryHeader
 from asynckv.connectors.p2p_orders import SaveOrder
 from asynckv.connectors.staging import StagedCopy, Staging
+from asynckv.devices.cuda import Event
 from asynckv.tensors.blocks import KVBlocks
-from asynckv.tensors.cuda import Event
 from asynckv.types import TensorSpec
 
 __all__ = ("P2PSave", "Target", "tell_failure", "withdraw")

@@ -17,8 +17,8 @@ from asynckv.connectors.p2p_routes import P2PRoutes
 from asynckv.connectors.p2p_saves import P2PSave
 from asynckv.connectors.staging import Staging
 from asynckv.connectors.transfers import Transfers, reason_of
+from asynckv.devices.cuda import Event
 from asynckv.errors import EntryConflict, GPUFailed
-from asynckv.tensors.cuda import Event
 
 __all__ = ("P2PSaving",)
 

@@ -26,9 +26,9 @@ from asynckv.connectors.p2p_orders import P2PMetadata
 from asynckv.connectors.p2p_routes import P2PRoutes
 from asynckv.connectors.p2p_saving import P2PSaving
 from asynckv.connectors.staging import Staging
+from asynckv.devices.lanes import DeviceLanes
+from asynckv.devices.names import Device, device_named
 from asynckv.errors import ConfigError
-from asynckv.tensors.device_lanes import DeviceLanes
-from asynckv.tensors.devices import Device, device_named
 
 __all__ = ("P2PWorker", "P2PWorkerStatistics")
 

@@ -16,6 +16,7 @@ from asynckv.buffers.remote.peer import Peer, connect
 from asynckv.config import KVTransferConfig
 from asynckv.connectors.engine import KVEngine
 from asynckv.connectors.options import ConnectorOptions
+from asynckv.devices.names import Device
 from asynckv.errors import (
     AsyncKVError,
     GPUFailed,
@@ -25,7 +26,6 @@ from asynckv.errors import (
 )
 from asynckv.loops import LoopBound
 from asynckv.observability.lines import as_line
-from asynckv.tensors.devices import Device
 from asynckv.waits.own_tasks import OwnTasks
 
 __all__ = ("PeerLine", "Peers", "identity_of")

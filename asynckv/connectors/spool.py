@@ -11,9 +11,9 @@ import torch
 
 from asynckv.abc import BlockIds
 from asynckv.connectors.block_moves import BlockMoves
+from asynckv.devices.cuda import Event
+from asynckv.devices.tensors import gpu_of
 from asynckv.tensors.blocks import KVBlocks
-from asynckv.tensors.cuda import Event
-from asynckv.tensors.device_tensors import gpu_of
 from asynckv.tensors.views import bytes_of
 
 __all__ = ("Spool",)

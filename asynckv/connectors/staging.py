@@ -8,9 +8,9 @@ from collections.abc import Mapping
 import torch
 
 from asynckv.connectors.block_moves import BlockMoves
+from asynckv.devices.copying import CopyPool
+from asynckv.devices.cuda import Event
 from asynckv.tensors.blocks import KVBlocks
-from asynckv.tensors.cuda import Event
-from asynckv.tensors.device_copying import CopyPool
 from asynckv.tensors.views import empty_tensor
 
 __all__ = ("StagedCopy", "Staging")

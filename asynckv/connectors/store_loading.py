@@ -15,9 +15,9 @@ from asynckv.connectors.spool import Spool
 from asynckv.connectors.store_orders import StoreOrder
 from asynckv.connectors.store_rank import StoreRank
 from asynckv.connectors.transfers import reason_of
+from asynckv.devices.cuda import Event
 from asynckv.errors import EntryAborted
 from asynckv.observability.lines import as_line
-from asynckv.tensors.cuda import Event
 
 __all__ = ("BLOCKS_AT_ONCE", "StoreLoading")
 

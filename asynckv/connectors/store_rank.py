@@ -15,7 +15,7 @@ from asynckv.connectors.store_line import StoreLine
 from asynckv.connectors.store_orders import StoreOrder
 from asynckv.connectors.store_shapes import namespace_of
 from asynckv.connectors.transfers import Transfers
-from asynckv.tensors.cuda import Event
+from asynckv.devices.cuda import Event
 
 __all__ = ("StoreRank",)
 

@@ -14,8 +14,8 @@ import torch
 from asynckv.connectors.store_orders import StoreOrder
 from asynckv.connectors.store_rank import StoreRank
 from asynckv.connectors.store_shapes import SHAPE_KEY, StoredShape
+from asynckv.devices.cuda import Event
 from asynckv.errors import PeerLost
-from asynckv.tensors.cuda import Event
 
 __all__ = ("StoreSaving",)
 

@@ -21,8 +21,8 @@ from asynckv.connectors.store_loading import BLOCKS_AT_ONCE, StoreLoading
 from asynckv.connectors.store_orders import StoreMetadata
 from asynckv.connectors.store_rank import StoreRank
 from asynckv.connectors.store_saving import StoreSaving
-from asynckv.tensors.cuda import Event
-from asynckv.tensors.device_lanes import DeviceLanes
+from asynckv.devices.cuda import Event
+from asynckv.devices.lanes import DeviceLanes
 
 __all__ = ("StoreWorker", "StoreWorkerStatistics")
 

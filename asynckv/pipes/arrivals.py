@@ -15,6 +15,9 @@ from typing import ClassVar, Final, Generic, TypeVar
 import msgspec
 import torch
 
+from asynckv.devices.arena import DeviceRegion
+from asynckv.devices.cuda import DeviceMemory
+from asynckv.devices.growth import Growth
 from asynckv.errors import ChecksumError, GPUFailed, PeerLost, RemoteProtocolError
 from asynckv.links.link import LinkStream
 from asynckv.pipes.gpu_side import GpuSide
@@ -22,9 +25,6 @@ from asynckv.pipes.sharing import MapSharing
 from asynckv.protocol.frames import Push
 from asynckv.protocol.transfer_frames import Sent
 from asynckv.protocol.values import Place
-from asynckv.tensors.cuda import DeviceMemory
-from asynckv.tensors.device_regions import DeviceRegion
-from asynckv.tensors.growth import Growth
 from asynckv.tensors.runs import Memory
 from asynckv.tensors.views import bytes_of
 from asynckv.transfers.incoming import Incoming, Route, hear_incoming

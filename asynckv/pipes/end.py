@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import anyio
 
+from asynckv.devices.opening import OpenDevice
 from asynckv.errors import ConfigError, PeerLost, RemoteProtocolError
 from asynckv.links.link import Link, LinkStream
 from asynckv.links.options import Digest
@@ -32,7 +33,6 @@ from asynckv.protocol.transfer_frames import (
 )
 from asynckv.sharing.gpu_channel import DeviceStream
 from asynckv.sharing.handshake import Handshake
-from asynckv.tensors.open_device import OpenDevice
 from asynckv.types import TensorSpec
 
 __all__ = ("PipeEnd",)

@@ -14,6 +14,13 @@ from functools import partial
 import anyio
 import torch
 
+from asynckv.devices.arena import DeviceRegion
+from asynckv.devices.copying import CopyPool
+from asynckv.devices.growth import Growth
+from asynckv.devices.lanes import DeviceLanes
+from asynckv.devices.names import Device
+from asynckv.devices.opening import DeviceCalls, OpenDevice
+from asynckv.devices.tensors import KVOnGpu, caught
 from asynckv.errors import ConfigError, RemoteProtocolError
 from asynckv.links.link import Link
 from asynckv.links.options import Digest, device_digest, map_digest
@@ -24,14 +31,6 @@ from asynckv.protocol.values import Place
 from asynckv.sharing.exporter import LEAST_NBYTES
 from asynckv.sharing.gpu_channel import DeviceStream, GpuLink, NcclRoute
 from asynckv.sharing.handshake import Handshake
-from asynckv.tensors.device_calls import DeviceCalls
-from asynckv.tensors.device_copying import CopyPool
-from asynckv.tensors.device_lanes import DeviceLanes
-from asynckv.tensors.device_regions import DeviceRegion
-from asynckv.tensors.devices import Device
-from asynckv.tensors.growth import Growth
-from asynckv.tensors.on_gpu import KVOnGpu, caught
-from asynckv.tensors.open_device import OpenDevice
 from asynckv.tensors.views import spec_of
 from asynckv.transfers.host_copies import D2HCopier, HostCopies
 from asynckv.transfers.incoming import Route

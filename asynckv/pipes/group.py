@@ -10,12 +10,12 @@ from types import TracebackType
 from typing import Final, Self
 
 from asynckv.abc.closing import async_with_only
+from asynckv.devices.names import DeviceName, device_named
 from asynckv.links.options import make_keyring
 from asynckv.loops import LoopBound
 from asynckv.pipes.joining import Joining
 from asynckv.pipes.pipe import Pipe
 from asynckv.security.tls import TLS
-from asynckv.tensors.devices import DeviceName, device_named
 from asynckv.types import parse_bytes
 
 __all__ = ("Group", "join_group")

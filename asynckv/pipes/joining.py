@@ -9,6 +9,8 @@ import asyncio
 import random
 from typing import Final, Literal
 
+from asynckv.devices.names import Device
+from asynckv.devices.opening import OpenDevice, open_device
 from asynckv.errors import ConfigError, PeerLost
 from asynckv.links.address import LOOPBACK, Address, is_beyond_this_host, parse_url
 from asynckv.links.dial import dial
@@ -24,8 +26,6 @@ from asynckv.pipes.rendezvous import Follower, Leader, Rendezvous, name_ranks
 from asynckv.protocol.frames import JoinGroup, Members, OpeningFrame, OpenPipe
 from asynckv.protocol.transfer_frames import OpenDevices, OpenMemory
 from asynckv.security.keyring import NO_KEYS, Keyring
-from asynckv.tensors.devices import Device
-from asynckv.tensors.open_device import OpenDevice, open_device
 
 __all__ = (
     "Callers",

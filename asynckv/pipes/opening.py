@@ -11,6 +11,8 @@ from types import TracebackType
 from typing import Final, Self
 
 from asynckv.abc.closing import AsyncWithOnly, async_with_only
+from asynckv.devices.names import Device, DeviceName, device_named
+from asynckv.devices.opening import OpenDevice, open_device
 from asynckv.errors import ConfigError, EndOfStream
 from asynckv.links.dial import dial
 from asynckv.links.link import Link, LinkStream
@@ -29,8 +31,6 @@ from asynckv.protocol.frames import OpeningFrame, OpenPipe
 from asynckv.protocol.transfer_frames import OpenDevices, OpenMemory
 from asynckv.security.keyring import NO_KEYS, Keyring
 from asynckv.security.tls import TLS
-from asynckv.tensors.devices import Device, DeviceName, device_named
-from asynckv.tensors.open_device import OpenDevice, open_device
 from asynckv.types import parse_bytes
 
 __all__ = ("PipeListener", "listen_pipe", "open_pipe")

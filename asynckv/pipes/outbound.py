@@ -17,6 +17,7 @@ from typing import Final
 
 import torch
 
+from asynckv.devices.growth import Growth
 from asynckv.errors import EndOfStream, PeerLost, PipeBroken, RemoteProtocolError
 from asynckv.links.link import LinkStream
 from asynckv.links.options import Digest
@@ -28,7 +29,6 @@ from asynckv.protocol.codec import Buffer
 from asynckv.protocol.frames import Push
 from asynckv.protocol.transfer_frames import Grant, Sent
 from asynckv.shielding import wait_shielded
-from asynckv.tensors.growth import Growth
 from asynckv.tensors.runs import joined
 from asynckv.tensors.slab_regions import SlabRegion
 from asynckv.transfers.outgoing import Outgoing, ignore_grant

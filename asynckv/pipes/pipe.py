@@ -11,6 +11,9 @@ from typing import Final
 import torch
 
 from asynckv.abc import KVPipe
+from asynckv.devices.copying import CopyPool
+from asynckv.devices.opening import OpenDevice
+from asynckv.devices.tensors import KVOnGpu
 from asynckv.errors import ChecksumError, EndOfStream, PeerLost, PipeBroken
 from asynckv.loops import LoopBound
 from asynckv.pipes.arrivals import Arrival, SmallArrival
@@ -18,9 +21,6 @@ from asynckv.pipes.end import PipeEnd
 from asynckv.pipes.gpu_side import Placing
 from asynckv.pipes.parcels import INLINE_NBYTES, Parcel
 from asynckv.protocol.wire import digest_of
-from asynckv.tensors.device_copying import CopyPool
-from asynckv.tensors.on_gpu import KVOnGpu
-from asynckv.tensors.open_device import OpenDevice
 from asynckv.tensors.views import bytes_of, check_into, packed, spec_like, spec_of
 from asynckv.transfers.source import HostSource, Source, StagedTensor
 from asynckv.types import TensorSpec

@@ -23,6 +23,9 @@ import numpy
 import numpy.typing
 import torch
 
+from asynckv.devices.arena import DeviceRegion
+from asynckv.devices.copying import CopyPool
+from asynckv.devices.growth import Growth
 from asynckv.errors import (
     AsyncKVError,
     ChecksumError,
@@ -48,9 +51,6 @@ from asynckv.sharing.imports import PeerMemory
 from asynckv.sharing.peer_files import PeerFile, edges_at, import_file
 from asynckv.sharing.peer_imports import check_same_host
 from asynckv.tensors.arena import Region
-from asynckv.tensors.device_copying import CopyPool
-from asynckv.tensors.device_regions import DeviceRegion
-from asynckv.tensors.growth import Growth
 from asynckv.tensors.runs import joined
 from asynckv.tensors.views import tensor_over
 from asynckv.transfers.outgoing import Outgoing

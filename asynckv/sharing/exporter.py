@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import ClassVar, Final, Protocol
 
+from asynckv.devices.arena import DeviceAllocation, DeviceArena, DeviceRegion
 from asynckv.errors import ConfigError
 from asynckv.links.fd_socket import FdConnection, FdDoor, has_fd_sockets
 from asynckv.links.link import Link
@@ -27,9 +28,6 @@ from asynckv.protocol.values import Place
 from asynckv.protocol.wire import Digester
 from asynckv.sharing.mappings import PIN_NUMBER
 from asynckv.tensors.arena import Hold, Region
-from asynckv.tensors.device_arena import DeviceArena
-from asynckv.tensors.device_pages import DeviceAllocation
-from asynckv.tensors.device_regions import DeviceRegion
 from asynckv.tensors.paged_arena import PagedArena, SlabArena
 from asynckv.tensors.shared_file import SharedFile
 from asynckv.tensors.slab_regions import SlabRegion

@@ -18,6 +18,9 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from types import TracebackType
 from typing import Any, ClassVar, Final, Self, TypeAlias
 
+from asynckv.devices.copying import CopyPool
+from asynckv.devices.cuda import DeviceMemory
+from asynckv.devices.names import Device
 from asynckv.errors import (
     ChecksumError,
     GPUFailed,
@@ -38,9 +41,6 @@ from asynckv.protocol.transfer_frames import (
     Sent,
 )
 from asynckv.shielding import wait_shielded
-from asynckv.tensors.cuda import DeviceMemory
-from asynckv.tensors.device_copying import CopyPool
-from asynckv.tensors.devices import Device
 from asynckv.tensors.runs import Memory
 from asynckv.transports.nccl.connecting import DeviceDescription, check_peer
 from asynckv.transports.nccl.directions import NcclSettings

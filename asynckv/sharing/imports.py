@@ -16,6 +16,15 @@ import socket
 from collections.abc import Awaitable, Callable
 from typing import Final, TypeAlias
 
+from asynckv.devices.arena import MARK_NBYTES, DeviceAllocation
+from asynckv.devices.cuda import IPC_HANDLE_NBYTES, DeviceMemory, Event
+from asynckv.devices.imports import (
+    ImportedAllocation,
+    in_thread,
+    open_allocation,
+    set_done,
+)
+from asynckv.devices.tensors import Gpus
 from asynckv.errors import ChecksumError, GPUFailed, PeerLost, RemoteProtocolError
 from asynckv.links.fd_socket import fetch_file, hang_up
 from asynckv.processes import ProcessBound
@@ -25,17 +34,8 @@ from asynckv.protocol.values import Place
 from asynckv.sharing.mappings import MappedMemory, MappedPin
 from asynckv.shielding import clear_all_frames
 from asynckv.tensors.arena import ALIGNMENT_NBYTES
-from asynckv.tensors.cuda import IPC_HANDLE_NBYTES, DeviceMemory, Event
-from asynckv.tensors.device_pages import MARK_NBYTES, DeviceAllocation
-from asynckv.tensors.device_tensors import Gpus
-from asynckv.tensors.imports import (
-    ImportedAllocation,
-    in_thread,
-    open_allocation,
-    set_done,
-)
-from asynckv.tensors.private_pages import Claim
 from asynckv.tensors.slabs import PAGE_NBYTES
+from asynckv.tensors.stitching import Claim
 from asynckv.waits.own_tasks import OwnTasks
 
 __all__ = ("GpuImport", "ImportedMemory", "PeerMemory", "Read", "import_gpu")

@@ -20,8 +20,8 @@ from asynckv.errors import RemoteProtocolError
 from asynckv.processes import ProcessBound
 from asynckv.protocol.handshake import DigestMode
 from asynckv.tensors.forking import watch_forks
-from asynckv.tensors.private_pages import Claim
 from asynckv.tensors.shared_file import MappedFile
+from asynckv.tensors.stitching import Claim
 
 __all__ = ("PIN_NUMBER", "MappedMemory", "MappedPin")
 

@@ -18,12 +18,12 @@ from typing import Final, TypeAlias
 import numpy
 import numpy.typing
 
+from asynckv.devices.imports import in_thread, set_done
 from asynckv.errors import PeerLost, RemoteProtocolError
 from asynckv.links.fd_socket import fetch_file, hang_up
 from asynckv.processes import ProcessBound
 from asynckv.protocol.transfer_frames import Exposed
 from asynckv.protocol.values import Place
-from asynckv.tensors.imports import in_thread, set_done
 from asynckv.tensors.shared_file import (
     NONCE_NBYTES,
     check_file,

@@ -14,6 +14,9 @@ from collections.abc import Awaitable, Callable, Coroutine
 from functools import partial
 from typing import Any, Final, NamedTuple
 
+from asynckv.devices.arena import DeviceAllocation, DevicePages
+from asynckv.devices.growth import Growth
+from asynckv.devices.names import Device
 from asynckv.errors import AsyncKVError, IncompatiblePeer, NotServed, PeerLost
 from asynckv.links.fd_socket import fetch_file
 from asynckv.links.link import Link
@@ -24,9 +27,6 @@ from asynckv.sharing.gpu_channel import GpuLink
 from asynckv.sharing.handshake import Handshake
 from asynckv.sharing.imports import ImportedMemory, import_gpu
 from asynckv.sharing.mappings import MappedMemory
-from asynckv.tensors.device_pages import DeviceAllocation, DevicePages
-from asynckv.tensors.devices import Device
-from asynckv.tensors.growth import Growth
 from asynckv.tensors.shared_file import MappedFile
 
 __all__ = ("OPEN_S", "PeerImports", "check_same_host")

@@ -17,9 +17,9 @@ import numpy
 import numpy.typing
 import torch
 
+from asynckv.devices.cuda import DeviceMemory
 from asynckv.tensors.allocator import Run
 from asynckv.tensors.blocks import tensor_in
-from asynckv.tensors.cuda import DeviceMemory
 from asynckv.tensors.runs import Memory, Runs, fill, joined
 from asynckv.tensors.slabs import PAGE_NBYTES
 from asynckv.tensors.views import no_memory, tensor_over

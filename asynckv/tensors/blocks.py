@@ -12,7 +12,7 @@ import numpy
 import numpy.typing
 import torch
 
-from asynckv.tensors.on_gpu import KVOnGpu
+from asynckv.devices.tensors import KVOnGpu
 from asynckv.tensors.runs import Memory, Runs, runs_in
 from asynckv.tensors.views import (
     bytes_of,

@@ -172,7 +172,7 @@ class HostCopyPool(ProcessBound):
 
     They are started when there is work for them, and end soon after there is none.
     ``empty`` makes tensors to copy into, ``host_empty`` those that lanes can read.
-    Memory of GPUs is for :class:`~asynckv.tensors.device_copying.CopyPool`.
+    Memory of GPUs is for :class:`~asynckv.devices.copying.CopyPool`.
     """
 
     def __init__(

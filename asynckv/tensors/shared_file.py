@@ -20,9 +20,8 @@ import torch
 from asynckv.protocol.values import Place
 from asynckv.protocol.wire import Digester
 from asynckv.tensors.arena import ALIGNMENT_NBYTES, Region
-from asynckv.tensors.private_pages import Claim, PrivatePages
 from asynckv.tensors.slabs import PAGE_NBYTES, Slabs
-from asynckv.tensors.stitching import stitch
+from asynckv.tensors.stitching import Claim, PrivatePages, stitch
 from asynckv.tensors.views import dtype_of, empty_tensor, tensor_over
 from asynckv.types import TensorSpec
 

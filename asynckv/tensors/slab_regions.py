@@ -8,8 +8,10 @@ moment, so it only notes the region; the owner's thread does the rest.
 
 from __future__ import annotations
 
+import asyncio
+import logging
 from collections.abc import Sequence
-from typing import Protocol, TypeAlias
+from typing import Final, Protocol, TypeAlias
 
 import numpy
 import numpy.typing
@@ -20,7 +22,13 @@ from asynckv.tensors.runs import Memory, runs_at
 from asynckv.tensors.views import tensor_over
 from asynckv.types import TensorSpec
 
-__all__ = ("SlabRegion", "SlabRegionOwner")
+__all__ = (
+    "LATE_S",
+    "LateViews",
+    "SlabRegion",
+    "SlabRegionOwner",
+)
+
 
 _Bytes: TypeAlias = numpy.typing.NDArray[numpy.uint8]
 
@@ -230,3 +238,68 @@ class SlabRegion(Region):
     def _held(self, owner: SlabRegionOwner, memory: _Bytes) -> _Bytes:
         self._holds += 1
         return numpy.asarray(_Window(self, owner, memory))
+
+
+logger = logging.getLogger(__name__)
+
+LATE_S: Final = 10.0
+
+
+class LateViews:
+    """Counts regions whose views are still there 10 s after they were released."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._watched: dict[SlabRegion, float] = {}
+        """When each is late, the first one first."""
+        self._timer: asyncio.TimerHandle | None = None
+        self._is_stopped = False
+
+    def watch(self, region: SlabRegion) -> None:
+        """A region was released while somebody has a view. Never waits."""
+        self._watched.pop(region, None)
+        self._forget_unpinned()
+        try:
+            loop = asyncio.get_running_loop()
+        except RuntimeError:  # released after the loop's end
+            return
+        if not self._is_stopped:
+            self._watched[region] = loop.time() + LATE_S
+            self._look_later(loop)
+
+    def stop(self) -> None:
+        """Watch no more. Never waits."""
+        self._is_stopped = True
+        self._watched.clear()
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _look_later(self, loop: asyncio.AbstractEventLoop) -> None:
+        if self._timer is None and self._watched:
+            self._timer = loop.call_at(next(iter(self._watched.values())), self._look)
+
+    def _look(self) -> None:
+        self._timer, loop = None, asyncio.get_running_loop()
+        late = [r for r, at in self._watched.items() if at <= loop.time()]
+        for region in late:
+            del self._watched[region]
+        sizes = [region.nbytes for region in late if region.is_pinned]
+        self.count += len(sizes)
+        if sizes:
+            logger.warning(
+                "views of %d tensors (%d bytes) have been kept for %g s after their "
+                "entries left: nothing else can use that memory",
+                len(sizes),
+                sum(sizes),
+                LATE_S,
+            )
+        self._forget_unpinned()
+        self._look_later(loop)
+
+    def _forget_unpinned(self) -> None:
+        while self._watched:
+            region = next(iter(self._watched))
+            if region.is_pinned:
+                return
+            del self._watched[region]

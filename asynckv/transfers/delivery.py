@@ -12,15 +12,15 @@ import msgspec
 import torch
 
 from asynckv.abc import KVEntry
+from asynckv.devices.copying import CopyPool
+from asynckv.devices.growth import Growth
+from asynckv.devices.tensors import gpu_of
 from asynckv.errors import EntryTooLarge
 from asynckv.protocol.frames import Offer
 from asynckv.protocol.values import Place
 from asynckv.protocol.wire import digest_of
 from asynckv.sharing.mappings import MappedPin
 from asynckv.tensors.blocks import KVBlocks, KVMemory, memory_of, tensor_at
-from asynckv.tensors.device_copying import CopyPool
-from asynckv.tensors.device_tensors import gpu_of
-from asynckv.tensors.growth import Growth
 from asynckv.tensors.runs import fill
 from asynckv.tensors.views import tensor_from, tensor_in
 from asynckv.transfers.incoming import Incoming

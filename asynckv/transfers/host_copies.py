@@ -16,10 +16,10 @@ from typing import Final, TypeAlias
 import numpy
 import numpy.typing
 
-from asynckv.tensors.cuda import DeviceMemory
-from asynckv.tensors.device_copying import CopyPool
+from asynckv.devices.copying import CopyPool
+from asynckv.devices.cuda import DeviceMemory
+from asynckv.devices.tensors import KVOnGpu
 from asynckv.tensors.feeds import Feed
-from asynckv.tensors.on_gpu import KVOnGpu
 from asynckv.tensors.views import tensor_over
 from asynckv.transfers.source import Source
 from asynckv.types import TensorSpec

@@ -15,6 +15,7 @@ from functools import partial
 from operator import attrgetter
 from typing import Any, Final, Protocol
 
+from asynckv.devices.cuda import DeviceMemory
 from asynckv.errors import RemoteProtocolError
 from asynckv.links.link import LinkStream
 from asynckv.links.progress import OWN_WORK_S, Progress
@@ -24,7 +25,6 @@ from asynckv.protocol.transfer_frames import Eager, Grant, Sent
 from asynckv.protocol.wire import digest_of
 from asynckv.sharing.gpu_channel import RouteLost, other_bytes
 from asynckv.shielding import wait_shielded
-from asynckv.tensors.cuda import DeviceMemory
 from asynckv.tensors.runs import Memory, fill
 from asynckv.transfers.manifest import EAGER_NBYTES
 from asynckv.transfers.targets import DeviceTarget, Target, copy_to_device

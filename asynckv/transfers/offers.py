@@ -11,12 +11,12 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Final
 
+from asynckv.devices.cuda import DeviceMemory
+from asynckv.devices.tensors import gpu_of
 from asynckv.errors import RemoteProtocolError
 from asynckv.links.link import Link, LinkStream
 from asynckv.protocol.frames import Offer
 from asynckv.tensors.blocks import KVBlocks, KVMemory, memory_of, tensor_at
-from asynckv.tensors.cuda import DeviceMemory
-from asynckv.tensors.device_tensors import gpu_of
 from asynckv.transfers.delivery import Delivery, goes_to_gpu, is_on_gpu
 from asynckv.transfers.incoming import Incoming, Route
 from asynckv.transfers.manifest import is_eager, unpack

@@ -18,6 +18,8 @@ from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
 from typing import Any, Final, Protocol, TypeAlias
 
+from asynckv.devices.arena import DeviceRegion
+from asynckv.devices.copying import CopyPool
 from asynckv.errors import GPUFailed, RemoteProtocolError
 from asynckv.links.link import Link, LinkStream
 from asynckv.protocol.codec import BODY_PART_BYTES
@@ -34,8 +36,6 @@ from asynckv.protocol.wire import digest_of
 from asynckv.sharing.exporter import Importer
 from asynckv.sharing.gpu_channel import GpuLink
 from asynckv.tensors.arena import Region
-from asynckv.tensors.device_copying import CopyPool
-from asynckv.tensors.device_regions import DeviceRegion
 from asynckv.tensors.feeds import Feed
 from asynckv.tensors.runs import Memory, joined
 from asynckv.transfers.host_copies import D2HCopier, HostCopy

@@ -14,6 +14,8 @@ from typing import ClassVar, TypeAlias, cast
 
 import msgspec
 
+from asynckv.devices.copying import CopyPool
+from asynckv.devices.cuda import DeviceMemory
 from asynckv.errors import ChecksumError, GPUFailed, RemoteProtocolError
 from asynckv.links.progress import Progress
 from asynckv.protocol.handshake import DigestMode, strictest
@@ -21,8 +23,6 @@ from asynckv.protocol.transfer_frames import Grant, Sent
 from asynckv.sharing.gpu_channel import RouteLost, other_bytes
 from asynckv.sharing.imports import PeerMemory
 from asynckv.shielding import clear_all_frames
-from asynckv.tensors.cuda import DeviceMemory
-from asynckv.tensors.device_copying import CopyPool
 from asynckv.tensors.runs import Memory
 from asynckv.waits.own_tasks import OwnTasks
 

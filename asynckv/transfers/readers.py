@@ -15,6 +15,8 @@ import numpy
 import numpy.typing
 import torch
 
+from asynckv.devices.copying import CopyPool
+from asynckv.devices.cuda import DeviceMemory
 from asynckv.errors import AsyncKVError, ChecksumError, RemoteProtocolError
 from asynckv.links.link import Link
 from asynckv.protocol.transfer_frames import Sent
@@ -27,10 +29,7 @@ from asynckv.sharing.mappings import MappedMemory, MappedPin
 from asynckv.shielding import clear_all_frames
 from asynckv.tensors.arena import SHARED_PAGES_BELOW
 from asynckv.tensors.blocks import KVMemory, memory_of, tensor_at
-from asynckv.tensors.cuda import DeviceMemory
-from asynckv.tensors.device_copying import CopyPool
-from asynckv.tensors.jobs import CopyJob
-from asynckv.tensors.long_copies import RunsCopy, long_copies
+from asynckv.tensors.jobs import CopyJob, RunsCopy, long_copies
 from asynckv.tensors.runs import Memory, Runs, fill
 from asynckv.tensors.shared_file import MappedFile, check_place, edges_of
 from asynckv.tensors.views import tensor_from, tensor_over

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from functools import cached_property
 
+from asynckv.devices.copying import CopyPool
+from asynckv.devices.growth import Growth
 from asynckv.links.link import Link
 from asynckv.sharing.gpu_channel import GpuLink, NcclRoute
 from asynckv.sharing.imports import ImportedMemory
 from asynckv.sharing.mappings import MappedMemory
 from asynckv.sharing.peer_imports import PeerImports
-from asynckv.tensors.device_copying import CopyPool
-from asynckv.tensors.growth import Growth
 from asynckv.transfers.delivery import ReceiveBudget
 from asynckv.transfers.host_copies import D2HCopier, HostCopies
 from asynckv.transfers.manifest import INLINE_NBYTES

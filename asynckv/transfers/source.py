@@ -12,15 +12,14 @@ from typing import Final, Protocol, TypeAlias
 
 import torch
 
+from asynckv.devices.arena import DeviceRegion
+from asynckv.devices.copying import CopyPool
+from asynckv.devices.cuda import DeviceMemory
+from asynckv.devices.growth import Growth
+from asynckv.devices.tensors import KVOnGpu, gpu_of
 from asynckv.protocol.wire import digest_of
 from asynckv.tensors.arena import Region
 from asynckv.tensors.blocks import KVBlocks, KVMemory, memory_of, rows_of, spec_in
-from asynckv.tensors.cuda import DeviceMemory
-from asynckv.tensors.device_copying import CopyPool
-from asynckv.tensors.device_regions import DeviceRegion
-from asynckv.tensors.device_tensors import gpu_of
-from asynckv.tensors.growth import Growth
-from asynckv.tensors.on_gpu import KVOnGpu
 from asynckv.tensors.runs import Memory, Runs
 from asynckv.tensors.views import empty_tensor, packed, tensor_over
 from asynckv.transfers.manifest import INLINE_NBYTES, is_eager

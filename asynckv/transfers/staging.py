@@ -16,9 +16,9 @@ import logging
 from collections.abc import Sequence
 
 from asynckv.abc import InsertWriter
+from asynckv.devices.growth import Growth
 from asynckv.errors import PeerLost
 from asynckv.observability.waits import LoggedWait
-from asynckv.tensors.growth import Growth
 from asynckv.transfers.source import StagedTensor, release_staged
 from asynckv.types import TensorSpec
 from asynckv.waits.line import FairLine

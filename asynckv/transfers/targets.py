@@ -13,12 +13,12 @@ from typing import ClassVar
 
 import torch
 
+from asynckv.devices.copying import CopyPool
+from asynckv.devices.cuda import DeviceMemory
 from asynckv.errors import ChecksumError, GPUFailed
 from asynckv.observability.lines import as_line
 from asynckv.tensors.arena import Region
 from asynckv.tensors.blocks import KVMemory, check_apart, check_landing, landing_of
-from asynckv.tensors.cuda import DeviceMemory
-from asynckv.tensors.device_copying import CopyPool
 from asynckv.tensors.runs import Memory, fill
 from asynckv.tensors.views import bytes_of
 from asynckv.transfers.layout import check_names

@@ -23,7 +23,7 @@ from asynckv.protocol.wire import (
 )
 from asynckv.security.tls_socket import Connection
 from asynckv.shielding import clear_all_frames
-from asynckv.tensors.small_blocks import SmallBlocks
+from asynckv.tensors.runs import SmallBlocks
 from asynckv.transports.lane_sockets import LaneOwner, LaneSocket
 from asynckv.transports.parts import Part, PartTable, PendingParts, call_on
 

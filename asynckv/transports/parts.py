@@ -18,8 +18,7 @@ from typing import Final, Generic, TypeAlias, TypeVar
 from asynckv.errors import LocalProtocolError, RemoteProtocolError
 from asynckv.protocol.wire import Chunk, Digester
 from asynckv.tensors.feeds import Feed
-from asynckv.tensors.runs import Memory, pieces_of
-from asynckv.tensors.small_blocks import SmallBlocks
+from asynckv.tensors.runs import Memory, SmallBlocks, pieces_of
 from asynckv.waits.replies import Waits
 
 __all__ = (

@@ -13,8 +13,8 @@ from asynckv.abc import KVEntry
 from asynckv.buffers.entries.entries import EntryState, StoredEntry
 from asynckv.buffers.lookup import LookupBuffer
 from asynckv.buffers.remote.peer import Peer, connect
+from asynckv.devices.cuda import DeviceMemory
 from asynckv.errors import ChecksumError, GPUFailed, LeaseLost
-from asynckv.tensors.cuda import DeviceMemory
 from asynckv.tensors.views import empty_tensor
 from asynckv.testing.blocked import until
 from asynckv.testing.cancellation import CancelMode, Outcome, sweep_cancellation

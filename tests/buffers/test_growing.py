@@ -12,7 +12,7 @@ import torch
 from asynckv.buffers.lookup import LookupBuffer
 from asynckv.buffers.store import StoreBuffer
 from asynckv.errors import EntryTooLarge
-from asynckv.tensors import late_views
+from asynckv.tensors import slab_regions
 from asynckv.tensors.slabs import has_slabs
 from asynckv.testing.blocked import until
 from asynckv.types import TensorSpec
@@ -226,7 +226,7 @@ async def test_an_empty_tensor_without_room_is_an_ordinary_one(
 async def test_a_view_of_what_has_left_is_said_when_it_is_kept_long(
     lookup: LookupBuffer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(late_views, "LATE_S", 0.02)
+    monkeypatch.setattr(slab_regions, "LATE_S", 0.02)
     await _arena_is_there(lookup)
     tensor = lookup.empty((20 * _MIB,), torch.uint8)
     other = lookup.empty((20 * _MIB,), torch.uint8)  # never inserted: it is no entry's

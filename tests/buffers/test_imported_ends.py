@@ -14,6 +14,10 @@ import pytest
 import torch
 
 from asynckv.buffers.remote.peer import Peer, connect
+from asynckv.devices.arena import DeviceAllocation
+from asynckv.devices.cuda import DeviceMemory, Event
+from asynckv.devices.growth import Growth
+from asynckv.devices.imports import import_allocation
 from asynckv.errors import ChecksumError, ConfigError, GPUFailed, PeerLost
 from asynckv.links.fd_socket import has_fd_sockets
 from asynckv.links.link import LinkStream
@@ -25,10 +29,6 @@ from asynckv.sharing.exporter import ExportedMemory, Importer
 from asynckv.sharing.imports import GpuImport, ImportedMemory
 from asynckv.sharing.mappings import MappedPin
 from asynckv.sharing.peer_imports import PeerImports
-from asynckv.tensors.cuda import DeviceMemory, Event
-from asynckv.tensors.device_pages import DeviceAllocation
-from asynckv.tensors.growth import Growth
-from asynckv.tensors.imports import import_allocation
 from asynckv.testing.blocked import until, until_blocked
 from asynckv.testing.cancellation import CancelMode, Outcome, sweep_cancellation
 from asynckv.testing.expectations import is_same

@@ -17,8 +17,8 @@ from asynckv.buffers.lookup import LookupBuffer
 from asynckv.buffers.remote.peer import Peer, connect
 from asynckv.buffers.serve import Server
 from asynckv.sharing.mappings import MappedMemory
-from asynckv.tensors.private_pages import Claim
 from asynckv.tensors.shared_file import MappedFile
+from asynckv.tensors.stitching import Claim
 from asynckv.testing.blocked import until
 
 MIB = 2**20

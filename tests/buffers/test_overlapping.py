@@ -15,11 +15,11 @@ import pytest
 from asynckv.buffers.remote.insert import Sending
 from asynckv.buffers.remote.peer import Peer
 from asynckv.buffers.remote.store import begin_put
+from asynckv.devices.copying import CopyPool
+from asynckv.devices.cuda import Stream
 from asynckv.errors import GPUFailed
 from asynckv.protocol.frames import Accepted, Put
 from asynckv.protocol.transfer_frames import Grant
-from asynckv.tensors.cuda import Stream
-from asynckv.tensors.device_copying import CopyPool
 from asynckv.testing.blocked import until
 from asynckv.testing.expectations import is_same, only
 from asynckv.testing.lookup_checks.values import MIB, noise

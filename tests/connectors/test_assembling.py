@@ -16,9 +16,9 @@ from asynckv.connectors.caches import PagedCaches
 from asynckv.connectors.engine import KVEngine
 from asynckv.connectors.headers import EntryHeader
 from asynckv.connectors.p2p_orders import LoadOrder
+from asynckv.devices.copying import CopyPool
 from asynckv.errors import IncompatiblePeer
 from asynckv.parallel.shapes import EngineShape
-from asynckv.tensors.device_copying import CopyPool
 from asynckv.testing.blocked import until
 from asynckv.types import TensorSpec
 from harness.engines.toy_model import ToyModel

@@ -5,9 +5,9 @@ import torch
 
 from asynckv.connectors.block_moves import BlockMoves
 from asynckv.connectors.caches import PagedCaches
+from asynckv.devices.copying import CopyPool
+from asynckv.devices.tensors import at_once
 from asynckv.errors import GPUFailed
-from asynckv.tensors.device_copying import CopyPool
-from asynckv.tensors.on_gpu import at_once
 from harness.fake_devices import FakeDevice, fake_device, lanes_of
 
 

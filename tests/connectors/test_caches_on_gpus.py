@@ -21,9 +21,9 @@ from asynckv.connectors.engine import KVEngine
 from asynckv.connectors.p2p_orders import P2PMetadata
 from asynckv.connectors.p2p_worker import P2PWorker
 from asynckv.connectors.store_worker import StoreWorker
+from asynckv.devices.cuda import Event
 from asynckv.errors import ConfigError, GPUFailed
 from asynckv.parallel.shapes import EngineShape
-from asynckv.tensors.cuda import Event
 from asynckv.testing.blocked import until
 from harness.cancellations.connectors.grounds import open_p2p, until_saved
 from harness.engines.toy_engine import ToyEngine

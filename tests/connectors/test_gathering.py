@@ -12,7 +12,7 @@ from asynckv.connectors.block_moves import BlockMoves
 from asynckv.connectors.caches import PagedCaches
 from asynckv.connectors.gathering import LayerGathering
 from asynckv.connectors.staging import Staging
-from asynckv.tensors.device_copying import CopyPool
+from asynckv.devices.copying import CopyPool
 from asynckv.testing.blocked import until, until_blocked
 from harness.fake_devices import FakeDevice, fake_device, lanes_of
 from harness.fake_gpus.gates import Gate

@@ -15,9 +15,9 @@ from asynckv.connectors.block_moves import BlockMoves
 from asynckv.connectors.caches import PagedCaches
 from asynckv.connectors.gpu_layers import GpuLayers
 from asynckv.connectors.staging import Staging
+from asynckv.devices.arena import DeviceArena
+from asynckv.devices.copying import CopyPool
 from asynckv.tensors.blocks import KVMemory
-from asynckv.tensors.device_arena import DeviceArena
-from asynckv.tensors.device_copying import CopyPool
 from asynckv.testing.blocked import until, until_blocked
 from asynckv.transfers.source import StagedTensor
 from asynckv.transfers.staging import StagingWriter

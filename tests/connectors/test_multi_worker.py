@@ -22,8 +22,8 @@ from asynckv.connectors.registry import make_worker
 from asynckv.connectors.spool import Spool
 from asynckv.connectors.store_orders import StoreMetadata, StoreOrder
 from asynckv.connectors.store_worker import StoreWorker
+from asynckv.devices.cuda import Event
 from asynckv.tensors.blocks import KVBlocks
-from asynckv.tensors.cuda import Event
 from asynckv.testing.blocked import until_blocked
 from harness.engines.toy_model import ToyModel
 from harness.engines.toy_pairs import make_engine, pair_configs, toy_shape

@@ -24,8 +24,8 @@ from asynckv.connectors.p2p_saves import P2PSave
 from asynckv.connectors.p2p_worker import P2PWorker
 from asynckv.connectors.staging import Staging
 from asynckv.connectors.transfers import Transfers
+from asynckv.devices.copying import CopyPool
 from asynckv.tensors.blocks import KVMemory
-from asynckv.tensors.device_copying import CopyPool
 from asynckv.testing.blocked import until, until_blocked
 from asynckv.testing.faults.fault import Kind
 from asynckv.testing.faults.injectors import BlackHole, Stall

@@ -21,8 +21,8 @@ from asynckv.connectors.keys import prompt_digest
 from asynckv.connectors.p2p_loads import P2PLoad, release
 from asynckv.connectors.p2p_orders import LoadOrder, P2PMetadata
 from asynckv.connectors.p2p_saves import tell_failure
+from asynckv.devices.copying import CopyPool
 from asynckv.errors import IncompatiblePeer
-from asynckv.tensors.device_copying import CopyPool
 from asynckv.testing.blocked import until, until_blocked
 from asynckv.types import TensorSpec
 from harness.cancellations.connectors.grounds import open_p2p

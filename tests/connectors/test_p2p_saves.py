@@ -17,10 +17,10 @@ from asynckv.connectors.headers import EntryHeader, NotSaved
 from asynckv.connectors.p2p_orders import SaveOrder
 from asynckv.connectors.p2p_saves import P2PSave, Target, tell_failure
 from asynckv.connectors.staging import Staging
+from asynckv.devices.copying import CopyPool
+from asynckv.devices.cuda import Event
 from asynckv.errors import EntryConflict
 from asynckv.tensors.blocks import KVMemory
-from asynckv.tensors.cuda import Event
-from asynckv.tensors.device_copying import CopyPool
 from asynckv.testing.blocked import until, until_blocked
 from asynckv.types import TensorSpec
 from harness.fake_devices import fake_device, lanes_of

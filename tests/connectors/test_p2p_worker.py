@@ -24,10 +24,10 @@ from asynckv.connectors.options import Direction
 from asynckv.connectors.p2p_orders import LoadOrder, P2PMetadata, SaveOrder
 from asynckv.connectors.p2p_scheduler import P2PScheduler
 from asynckv.connectors.p2p_worker import P2PWorker
+from asynckv.devices.names import Device
 from asynckv.errors import WrongLoop
 from asynckv.parallel.layouts import KVLayout
 from asynckv.parallel.shapes import EngineShape
-from asynckv.tensors.devices import Device
 from asynckv.testing.blocked import until, until_blocked
 from harness.engines.toy_engine import ToyEngine, ToyLoadFailed
 from harness.engines.toy_model import ToyModel

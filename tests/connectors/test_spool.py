@@ -9,7 +9,7 @@ import torch
 from asynckv.connectors.block_moves import BlockMoves
 from asynckv.connectors.caches import PagedCaches
 from asynckv.connectors.spool import Spool
-from asynckv.tensors.device_copying import CopyPool
+from asynckv.devices.copying import CopyPool
 from asynckv.testing.blocked import until
 from harness.fake_devices import FakeDevice, fake_device, lanes_of
 

@@ -11,9 +11,9 @@ import torch
 from asynckv.connectors.block_moves import BlockMoves
 from asynckv.connectors.caches import PagedCaches
 from asynckv.connectors.staging import Staging
+from asynckv.devices.copying import CopyPool
+from asynckv.devices.cuda import Event
 from asynckv.tensors.blocks import KVBlocks
-from asynckv.tensors.cuda import Event
-from asynckv.tensors.device_copying import CopyPool
 from asynckv.testing.blocked import until, until_blocked
 
 POOL = torch.arange(32.0).view(8, 4)

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from asynckv.tensors.cuda_cupy import open_cuda
-from asynckv.tensors.device_tensors import TorchTensors
+from asynckv.devices.cupy import open_cuda
+from asynckv.devices.tensors import TorchTensors
 from asynckv.transports.nccl.api import Comm, NcclApi, open_nccl
 from asynckv.types import DTYPE_NBYTES
 

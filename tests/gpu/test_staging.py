@@ -12,10 +12,9 @@ import torch
 import asynckv
 from asynckv.cli.bench.figures import percentile
 from asynckv.cli.bench.lag import tick
-from asynckv.tensors.block_copier import BlockCopier
-from asynckv.tensors.block_copies import CopyDirection
-from asynckv.tensors.device_copying import CopyPool
-from asynckv.tensors.device_tensors import open_gpus
+from asynckv.devices.block_copies import BlockCopier, CopyDirection
+from asynckv.devices.copying import CopyPool
+from asynckv.devices.tensors import open_gpus
 from asynckv.tensors.views import bytes_of
 from asynckv.types import DTYPE_NBYTES, TensorSpec
 

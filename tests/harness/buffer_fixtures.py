@@ -11,13 +11,13 @@ import pytest
 from asynckv.buffers.lookup import LookupBuffer
 from asynckv.buffers.remote.peer import Peer, connect
 from asynckv.buffers.serve import Server, serve
+from asynckv.devices import growth
+from asynckv.devices.copying import CopyPool
 from asynckv.links.dial import dial
 from asynckv.links.fd_socket import has_fd_sockets
 from asynckv.links.link import Link, LinkStream
 from asynckv.protocol.codec import Buffer
 from asynckv.protocol.frames import Frame
-from asynckv.tensors import growth
-from asynckv.tensors.device_copying import CopyPool
 from asynckv.testing.pairs import Peers, open_peers
 from asynckv.transfers import host_copies
 from harness.device_memory import open_device_pool

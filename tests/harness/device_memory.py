@@ -8,10 +8,9 @@ from typing import Final
 
 import torch
 
-from asynckv.tensors.device_arena import DeviceArena
-from asynckv.tensors.device_copying import CopyPool
-from asynckv.tensors.device_lanes import DeviceLanes
-from asynckv.tensors.device_regions import DeviceRegion
+from asynckv.devices.arena import DeviceArena, DeviceRegion
+from asynckv.devices.copying import CopyPool
+from asynckv.devices.lanes import DeviceLanes
 from asynckv.tensors.views import spec_of
 from harness.fake_devices import FakeDevice
 

@@ -11,9 +11,9 @@ from typing import Final
 
 import torch
 
-from asynckv.tensors.device_lanes import DeviceLanes
-from asynckv.tensors.device_tensors import Gpus
-from asynckv.tensors.devices import Device
+from asynckv.devices.lanes import DeviceLanes
+from asynckv.devices.names import Device
+from asynckv.devices.tensors import Gpus
 from asynckv.testing.expectations import expect
 from asynckv.types import TensorSpec
 from harness.fake_gpus import FakeGpus, FakeProcess

@@ -8,8 +8,8 @@ from typing import Any, Final, Literal, TypeAlias
 
 import pytest
 
+from asynckv.devices.cupy import open_cuda
 from asynckv.errors import GPUUnavailable
-from asynckv.tensors.cuda_cupy import open_cuda
 from harness import children
 
 __all__ = ("BEGIN", "GPU_KINDS", "GpuKind", "running", "usable", "why_not")

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from asynckv.tensors.cuda import Stream
+from asynckv.devices.cuda import Stream
 from harness.fake_devices import FakeDevice
 from harness.fake_gpus import FakeProcess
 from harness.fake_gpus.gates import Gate

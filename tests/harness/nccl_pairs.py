@@ -9,10 +9,10 @@ from collections.abc import AsyncIterator, Callable
 from typing import ClassVar
 
 from asynckv.abc import PayloadTransport
+from asynckv.devices.cuda import DeviceMemory
 from asynckv.protocol.transfer_frames import DeviceFrame
 from asynckv.protocol.wire import digest_of
 from asynckv.shielding import wait_shielded
-from asynckv.tensors.cuda import DeviceMemory
 from asynckv.tensors.runs import Memory
 from asynckv.testing.blocked import until
 from asynckv.transports.nccl.directions import NcclSettings

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from asynckv.devices.copying import CopyPool
 from asynckv.sharing.peer_imports import PeerImports
-from asynckv.tensors.device_copying import CopyPool
 from asynckv.transfers.delivery import ReceiveBudget
 from asynckv.transfers.routes import PeerRoutes
 

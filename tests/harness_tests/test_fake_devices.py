@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from asynckv.tensors.cuda import DeviceMemory
+from asynckv.devices.cuda import DeviceMemory
 from asynckv.types import TensorSpec
 from harness.fake_devices import fake_device, fake_device_of
 from harness.fake_gpus import FakeGpus

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from asynckv.tensors.cuda import DeviceMemory, Event
+from asynckv.devices.cuda import DeviceMemory, Event
 from asynckv.testing.expectations import is_same, noise
 from harness.fake_devices import FakeDevice
 from harness.held_copies import bytes_of_tensor, held_copies, is_busy

@@ -5,9 +5,9 @@ import asyncio
 import pytest
 import torch
 
+from asynckv.devices import growth, growth as lending
 from asynckv.errors import PeerLost, RemoteProtocolError
 from asynckv.protocol.transfer_frames import Grant, Sent
-from asynckv.tensors import growth, growth as lending
 from asynckv.tensors.slabs import has_slabs
 from asynckv.testing import until, until_blocked
 from asynckv.types import TensorSpec

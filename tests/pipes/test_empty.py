@@ -10,12 +10,12 @@ from typing import Final
 import pytest
 import torch
 
+from asynckv.devices.copying import CopyPool
 from asynckv.errors import EndOfStream, PeerLost
 from asynckv.links.fd_socket import has_fd_sockets
 from asynckv.links.options import Digest
 from asynckv.pipes.opening import listen_pipe, open_pipe
 from asynckv.pipes.pipe import Pipe
-from asynckv.tensors.device_copying import CopyPool
 from asynckv.testing import CancelMode, Outcome, sweep_cancellation, until
 from asynckv.testing.blocked import until_blocked
 from asynckv.testing.expectations import expect_same, is_same, noise

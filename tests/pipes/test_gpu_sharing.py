@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from asynckv.devices.cuda import DeviceMemory
 from asynckv.errors import (
     ChecksumError,
     ConfigError,
@@ -27,7 +28,6 @@ from asynckv.sharing import exporter as sharing, imports as peer_memory
 from asynckv.sharing.exporter import LEAST_NBYTES, Importer
 from asynckv.sharing.handshake import Handshake
 from asynckv.sharing.imports import Read
-from asynckv.tensors.cuda import DeviceMemory
 from asynckv.testing.blocked import until
 from asynckv.testing.expectations import is_same, noise
 from asynckv.testing.pipe_checks import (

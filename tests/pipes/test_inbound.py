@@ -5,6 +5,7 @@ import asyncio
 import pytest
 import torch
 
+from asynckv.devices import growth
 from asynckv.errors import ChecksumError, EndOfStream, PeerLost, RemoteProtocolError
 from asynckv.pipes import inbound
 from asynckv.pipes.inbound import Inbound
@@ -15,7 +16,6 @@ from asynckv.protocol.frames import (
     Read,
 )
 from asynckv.protocol.transfer_frames import Grant
-from asynckv.tensors import growth
 from asynckv.testing import until, until_blocked
 from asynckv.types import TensorSpec
 from harness.receiving_halves import HALF_BYTES, HalfLink, ReceivingHalf

@@ -10,11 +10,11 @@ from collections.abc import AsyncIterator
 
 import pytest
 
+from asynckv.devices.arena import DeviceRegion
+from asynckv.devices.growth import Growth
 from asynckv.errors import ConfigError
 from asynckv.links.fd_socket import fetch_file, has_fd_sockets
 from asynckv.sharing.exporter import LEAST_NBYTES, MAX_PINS, Exporter, Importer
-from asynckv.tensors.device_regions import DeviceRegion
-from asynckv.tensors.growth import Growth
 from asynckv.tensors.paged_arena import PagedArena
 from asynckv.testing.blocked import until
 from harness.fake_devices import FakeDevice

@@ -5,10 +5,10 @@ import threading
 
 import pytest
 
+from asynckv.devices.arena import DevicePages
+from asynckv.devices.quiet import quiet_gpu
 from asynckv.protocol.values import Place
 from asynckv.sharing.exporter import ExportedMemory, edges_in
-from asynckv.tensors.device_pages import DevicePages
-from asynckv.tensors.quiet_gpus import quiet_gpu
 from harness.fake_devices import FakeDevice
 
 FIRST, SECOND = Place((), 0, 1), Place((), 4096, 2)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from asynckv.buffers.remote.peer import connect
+from asynckv.devices.growth import Growth
 from asynckv.errors import AsyncKVError, ConfigError, PeerLost
 from asynckv.links.fd_socket import has_fd_sockets
 from asynckv.links.link import Link, LinkStream
@@ -18,7 +19,6 @@ from asynckv.protocol.transfer_frames import Grant, OpenMemory
 from asynckv.sharing import exporter as sharing, imports, peer_imports as importing
 from asynckv.sharing.exporter import Exporter, Importer, warn_of_loss
 from asynckv.sharing.peer_imports import PeerImports
-from asynckv.tensors.growth import Growth
 from asynckv.testing.blocked import until
 from asynckv.testing.cancellation import CancelMode, Outcome, sweep_cancellation
 from asynckv.testing.expectations import is_same

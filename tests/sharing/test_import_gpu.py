@@ -15,6 +15,8 @@ from typing import Any
 import msgspec
 import pytest
 
+from asynckv.devices.growth import Growth
+from asynckv.devices.imports import ImportedAllocation, in_thread
 from asynckv.errors import GPUFailed, RemoteProtocolError
 from asynckv.links.fd_socket import fetch_file, has_fd_sockets
 from asynckv.protocol.transfer_frames import Exposed
@@ -22,8 +24,6 @@ from asynckv.sharing import imports
 from asynckv.sharing.exporter import Exporter, Importer
 from asynckv.sharing.imports import import_gpu
 from asynckv.sharing.peer_imports import check_same_host
-from asynckv.tensors.growth import Growth
-from asynckv.tensors.imports import ImportedAllocation, in_thread
 from asynckv.testing.blocked import until
 from harness.fake_devices import FakeDevice, fake_device_of
 from harness.fake_gpus import FakeGpus

@@ -10,9 +10,9 @@ import torch
 
 from asynckv.abc import KVEntry
 from asynckv.buffers.remote.peer import connect
+from asynckv.devices.cuda import DeviceMemory
 from asynckv.errors import ChecksumError
 from asynckv.links.fd_socket import has_fd_sockets
-from asynckv.tensors.cuda import DeviceMemory
 from asynckv.tensors.views import MISSING_DTYPES, bytes_of, tensor_from
 from asynckv.testing.blocked import until
 from asynckv.testing.cancellation import CancelMode, Outcome, sweep_cancellation

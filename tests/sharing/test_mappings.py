@@ -26,7 +26,7 @@ from asynckv.sharing.exporter import Importer
 from asynckv.sharing.handshake import Handshake
 from asynckv.sharing.mappings import MappedMemory
 from asynckv.tensors.paged_arena import SlabArena
-from asynckv.tensors.private_pages import Claim
+from asynckv.tensors.stitching import Claim
 from asynckv.testing.blocked import until
 from harness.link_pairs import Hearer, linked
 

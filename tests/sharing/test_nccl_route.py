@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from asynckv.buffers.serving.select import Offering
+from asynckv.devices.arena import DeviceRegion
+from asynckv.devices.copying import CopyPool
 from asynckv.errors import ChecksumError, GPUFailed, PeerLost, RemoteProtocolError
 from asynckv.links.options import Digest
 from asynckv.protocol.transfer_frames import Grant, Sent
 from asynckv.sharing.gpu_channel import NcclRoute, RouteLost
 from asynckv.shielding import wait_shielded
-from asynckv.tensors.device_copying import CopyPool
-from asynckv.tensors.device_regions import DeviceRegion
 from asynckv.testing.blocked import cancel_before_each, until
 from asynckv.testing.expectations import is_same
 from asynckv.testing.lookup_checks.values import MIB, noise

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
+from asynckv.devices.cuda import DeviceMemory
 from asynckv.errors import GPUFailed, PeerLost, RemoteProtocolError
 from asynckv.links.fd_socket import has_fd_sockets
 from asynckv.protocol.frames import Push
 from asynckv.protocol.values import Place
 from asynckv.sharing.imports import PeerMemory
-from asynckv.tensors.cuda import DeviceMemory
 from asynckv.testing.blocked import until, until_blocked
 from asynckv.testing.pipe_checks import LARGE, PIPE_BYTES
 from asynckv.types import TensorSpec

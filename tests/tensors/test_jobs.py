@@ -7,7 +7,7 @@ from collections.abc import Generator
 import pytest
 import torch
 
-from asynckv.tensors.device_copying import CopyPool
+from asynckv.devices.copying import CopyPool
 from asynckv.tensors.jobs import CopyJob, Pace, run_jobs
 
 

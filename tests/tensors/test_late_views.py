@@ -5,10 +5,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from asynckv.tensors import late_views as late_views_module
-from asynckv.tensors.late_views import LateViews
+from asynckv.tensors import slab_regions as late_views_module
 from asynckv.tensors.paged_arena import SlabArena
-from asynckv.tensors.slab_regions import SlabRegion
+from asynckv.tensors.slab_regions import LateViews, SlabRegion
 from asynckv.tensors.slabs import has_slabs
 from asynckv.testing.blocked import until
 

@@ -6,10 +6,9 @@ import numpy
 import pytest
 import torch
 
-from asynckv.tensors import long_copies as module
-from asynckv.tensors.device_copying import CopyPool
-from asynckv.tensors.jobs import run_jobs
-from asynckv.tensors.long_copies import RunsCopy, long_copies
+from asynckv.devices.copying import CopyPool
+from asynckv.tensors import jobs as module
+from asynckv.tensors.jobs import RunsCopy, long_copies, run_jobs
 from asynckv.tensors.runs import Runs, runs_in
 from asynckv.tensors.views import bytes_of
 

@@ -8,10 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from asynckv.tensors import private_pages
-from asynckv.tensors.private_pages import PrivatePages
+from asynckv.tensors import stitching as private_pages
 from asynckv.tensors.slabs import PAGE_NBYTES, has_slabs
-from asynckv.tensors.stitching import stitch
+from asynckv.tensors.stitching import PrivatePages, stitch
 
 pytestmark = pytest.mark.skipif(not has_slabs(), reason="no memory files here")
 

@@ -10,12 +10,12 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
+from asynckv.devices.copying import CopyPool
 from asynckv.parallel.copies import Span
 from asynckv.parallel.layouts import CROSS_LAYER_LAYOUTS, KVLayout
 from asynckv.parallel.plans import ReshardPlan, plan_reshard
 from asynckv.parallel.shapes import EngineShape, Rank
 from asynckv.tensors.blocks import KVBlocks
-from asynckv.tensors.device_copying import CopyPool
 from asynckv.tensors.jobs import CopyJob
 from asynckv.tensors.resharding import reshard, reshard_jobs
 from asynckv.testing.blocked import until, until_blocked

@@ -7,7 +7,7 @@ import torch
 from asynckv.parallel.copies import CopySide
 from asynckv.parallel.places import Step
 from asynckv.tensors.blocks import KVBlocks
-from asynckv.tensors.segments import Places, SegmentView, alignment_of
+from asynckv.tensors.resharding import Places, SegmentView, alignment_of
 
 # Blocks of 8 bytes: two segments, each two pieces of one byte.
 _SIDE = CopySide(0, 1, 2, 4, (Step(0, 2),))

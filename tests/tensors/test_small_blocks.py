@@ -4,7 +4,7 @@ import numpy
 import pytest
 from hypothesis import given, strategies as st
 
-from asynckv.tensors.small_blocks import SmallBlocks
+from asynckv.tensors.runs import SmallBlocks
 
 _BASE = bytes(range(240))
 

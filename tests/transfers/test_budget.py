@@ -4,8 +4,8 @@ import asyncio
 
 import pytest
 
+from asynckv.devices.growth import Growth
 from asynckv.errors import EntryTooLarge
-from asynckv.tensors.growth import Growth
 from asynckv.tensors.slabs import has_slabs
 from asynckv.transfers.delivery import ReceiveBudget
 from asynckv.types import TensorSpec

@@ -6,11 +6,10 @@ from functools import partial
 
 import pytest
 
+from asynckv.devices.arena import DeviceArena, DeviceRegion
+from asynckv.devices.copying import CopyPool
 from asynckv.errors import GPUFailed
 from asynckv.protocol.wire import digest_of
-from asynckv.tensors.device_arena import DeviceArena
-from asynckv.tensors.device_copying import CopyPool
-from asynckv.tensors.device_regions import DeviceRegion
 from asynckv.tensors.feeds import Feed
 from asynckv.tensors.views import bytes_of, tensor_over
 from asynckv.testing.blocked import until, until_blocked

@@ -7,11 +7,11 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from asynckv.devices.copying import CopyPool
+from asynckv.devices.cuda import DeviceMemory
 from asynckv.errors import ChecksumError, GPUFailed
 from asynckv.protocol.wire import digest_of
 from asynckv.tensors.arena import Region
-from asynckv.tensors.cuda import DeviceMemory
-from asynckv.tensors.device_copying import CopyPool
 from asynckv.tensors.runs import fill
 from asynckv.tensors.views import bytes_of, empty_tensor
 from asynckv.testing.expectations import noise

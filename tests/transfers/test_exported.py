@@ -8,12 +8,12 @@ from contextlib import asynccontextmanager
 
 import pytest
 
+from asynckv.devices.copying import EDGE_NBYTES
 from asynckv.links.fd_socket import has_fd_sockets
 from asynckv.protocol.frames import Cancel, Get
 from asynckv.protocol.handshake import DigestMode
 from asynckv.protocol.transfer_frames import Eager, Grant, Sent
 from asynckv.protocol.wire import digest_of
-from asynckv.tensors.device_copying import EDGE_NBYTES
 from asynckv.tensors.views import bytes_of
 from asynckv.testing.blocked import until
 from asynckv.testing.lookup_checks.values import MIB, noise

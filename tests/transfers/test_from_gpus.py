@@ -8,6 +8,7 @@ import pytest
 
 from asynckv.buffers.lookup import LookupBuffer
 from asynckv.buffers.serve import serve
+from asynckv.devices.copying import CopyPool
 from asynckv.errors import PeerLost
 from asynckv.links.dial import dial
 from asynckv.protocol.frames import Accepted, Failure
@@ -17,7 +18,6 @@ from asynckv.protocol.transfer_frames import (
     Sent,
 )
 from asynckv.protocol.wire import digest_of
-from asynckv.tensors.device_copying import CopyPool
 from asynckv.tensors.views import bytes_of
 from asynckv.testing.blocked import until
 from asynckv.testing.expectations import is_same

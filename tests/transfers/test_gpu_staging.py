@@ -6,10 +6,10 @@ from collections.abc import AsyncIterator
 import pytest
 import torch
 
+from asynckv.devices.copying import CopyPool
+from asynckv.devices.growth import Growth
 from asynckv.errors import GPUFailed
 from asynckv.tensors.blocks import KVBlocks
-from asynckv.tensors.device_copying import CopyPool
-from asynckv.tensors.growth import Growth
 from asynckv.testing.expectations import is_same
 from asynckv.testing.lookup_checks.values import noise
 from asynckv.transfers.source import (

@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 import torch
 
+from asynckv.devices.arena import DeviceArena, DeviceRegion
+from asynckv.devices.copying import CopyPool
 from asynckv.errors import RemoteProtocolError
 from asynckv.links.link import Link
 from asynckv.protocol.frames import Cancel, Frame, Get
@@ -19,9 +21,6 @@ from asynckv.protocol.transfer_frames import Eager, Exposed, Grant, Sent
 from asynckv.sharing.exporter import Importer
 from asynckv.sharing.gpu_channel import GpuLink
 from asynckv.tensors.arena import HeapArena, Region
-from asynckv.tensors.device_arena import DeviceArena
-from asynckv.tensors.device_copying import CopyPool
-from asynckv.tensors.device_regions import DeviceRegion
 from asynckv.testing.blocked import until
 from asynckv.testing.lookup_checks.values import MIB, noise
 from asynckv.transfers.host_copies import D2HCopier

@@ -12,6 +12,8 @@ import numpy
 import pytest
 import torch
 
+from asynckv.devices.copying import CopyPool
+from asynckv.devices.cuda import DeviceMemory
 from asynckv.errors import ChecksumError, GPUFailed, RemoteProtocolError
 from asynckv.protocol.frames import Commit, Frame
 from asynckv.protocol.transfer_frames import (
@@ -21,8 +23,6 @@ from asynckv.protocol.transfer_frames import (
 )
 from asynckv.protocol.wire import digest_of
 from asynckv.sharing.gpu_channel import RouteLost
-from asynckv.tensors.cuda import DeviceMemory
-from asynckv.tensors.device_copying import CopyPool
 from asynckv.tensors.views import empty_tensor
 from asynckv.testing.blocked import until, until_blocked
 from asynckv.transfers import incoming as incoming_module

@@ -5,14 +5,14 @@ from collections.abc import AsyncIterator
 
 import pytest
 
+from asynckv.devices.copying import CopyPool
+from asynckv.devices.cuda import DeviceMemory
 from asynckv.errors import ChecksumError, RemoteProtocolError
 from asynckv.links.fd_socket import has_fd_sockets
 from asynckv.protocol.transfer_frames import Sent
 from asynckv.protocol.values import Place
 from asynckv.sharing.imports import ImportedMemory
 from asynckv.shielding import wait_shielded
-from asynckv.tensors.cuda import DeviceMemory
-from asynckv.tensors.device_copying import CopyPool
 from asynckv.testing.blocked import cancel_before_each, until
 from asynckv.testing.lookup_checks.values import MIB, noise
 from asynckv.transfers.readers import IpcStreamRoute, ShownParts

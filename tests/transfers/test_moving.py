@@ -3,9 +3,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from asynckv.devices.copying import CopyPool
 from asynckv.protocol.frames import Offer
 from asynckv.tensors.blocks import KVBlocks, KVMemory
-from asynckv.tensors.device_copying import CopyPool
 from asynckv.tensors.views import spec_of
 from asynckv.testing.expectations import is_same
 from asynckv.testing.lookup_checks.values import noise

@@ -11,6 +11,9 @@ import torch
 
 from asynckv.buffers.remote.peer import connect
 from asynckv.buffers.serve import Server
+from asynckv.devices.copying import CopyPool
+from asynckv.devices.cuda import DeviceMemory
+from asynckv.devices.growth import Growth
 from asynckv.errors import PeerLost, RemoteProtocolError
 from asynckv.links.link import Link
 from asynckv.protocol.frames import Frame, Offer, Select
@@ -22,9 +25,6 @@ from asynckv.protocol.transfer_frames import (
 from asynckv.protocol.values import MappedOffer
 from asynckv.protocol.wire import digest_of
 from asynckv.sharing.gpu_channel import NcclRoute
-from asynckv.tensors.cuda import DeviceMemory
-from asynckv.tensors.device_copying import CopyPool
-from asynckv.tensors.growth import Growth
 from asynckv.tensors.views import bytes_of
 from asynckv.testing.blocked import until, until_blocked
 from asynckv.testing.expectations import is_same

@@ -9,13 +9,13 @@ from typing import Any
 import numpy
 import pytest
 
+from asynckv.devices.cuda import DeviceMemory
 from asynckv.errors import ChecksumError, RemoteProtocolError
 from asynckv.links.progress import Progress
 from asynckv.protocol.handshake import DigestMode
 from asynckv.protocol.transfer_frames import Sent
 from asynckv.sharing.gpu_channel import RouteLost, other_bytes
 from asynckv.shielding import wait_shielded
-from asynckv.tensors.cuda import DeviceMemory
 from asynckv.tensors.runs import runs_in
 from asynckv.testing.blocked import cancel_before_each, until
 from asynckv.transfers.read_route import IpcRoute, MapRoute

@@ -8,11 +8,11 @@ from collections.abc import Awaitable, Callable, Iterator
 import pytest
 import torch
 
+from asynckv.devices.copying import CopyPool
+from asynckv.devices.tensors import KVOnGpu
 from asynckv.errors import GPUFailed
 from asynckv.tensors.arena import HeapArena
 from asynckv.tensors.blocks import KVBlocks, KVMemory, spec_in
-from asynckv.tensors.device_copying import CopyPool
-from asynckv.tensors.on_gpu import KVOnGpu
 from asynckv.tensors.runs import joined
 from asynckv.tensors.views import bytes_of
 from asynckv.testing.blocked import until, until_blocked

@@ -6,9 +6,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from asynckv.devices.cuda import DeviceMemory
+from asynckv.devices.growth import Growth
 from asynckv.errors import GPUFailed, PeerLost
-from asynckv.tensors.cuda import DeviceMemory
-from asynckv.tensors.growth import Growth
 from asynckv.tensors.paged_arena import PagedArena
 from asynckv.testing.blocked import until_blocked
 from asynckv.testing.lookup_checks.values import noise

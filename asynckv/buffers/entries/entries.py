@@ -18,10 +18,10 @@ import msgspec
 
 from asynckv.abc import TokenIds
 from asynckv.buffers.entries.prefix_index import Place
+from asynckv.devices.tensors import KVOnGpu
 from asynckv.protocol.wire import digest_of
 from asynckv.tensors.arena import Region
 from asynckv.tensors.blocks import KVMemory, spec_in
-from asynckv.tensors.on_gpu import KVOnGpu
 from asynckv.tensors.slab_regions import SlabRegion
 from asynckv.transfers.layout import Layout, layout_of
 from asynckv.transfers.manifest import INLINE_NBYTES, content_digest, pack

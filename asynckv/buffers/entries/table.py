@@ -20,9 +20,9 @@ import msgspec
 
 from asynckv.buffers.entries.entries import Draft, EntryState, StoredEntry
 from asynckv.buffers.statistics import Counters
+from asynckv.devices.growth import allocate_but
 from asynckv.errors import EntryAborted, EntryConflict, EntryTooLarge
 from asynckv.tensors.arena import Arena, Region
-from asynckv.tensors.growth import allocate_but
 
 __all__ = (
     "LEAST_ACCOUNT_BYTES",

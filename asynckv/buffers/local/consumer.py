@@ -25,9 +25,9 @@ from asynckv.buffers.entries.leases import Leases
 from asynckv.buffers.local.handover import hand_over, lend
 from asynckv.buffers.local.select import LocalSelect
 from asynckv.buffers.local.writer import LocalStream
+from asynckv.devices.copying import CopyPool
 from asynckv.errors import BufferClosed
 from asynckv.tensors.blocks import KVMemory
-from asynckv.tensors.device_copying import CopyPool
 from asynckv.transfers.queries import Query
 from asynckv.types import KVFingerprint
 

@@ -11,14 +11,14 @@ import torch
 
 from asynckv.abc import KVEntry
 from asynckv.buffers.entries.entries import Lease
+from asynckv.devices.copying import CopyPool
+from asynckv.devices.cuda import DeviceMemory
 from asynckv.errors import LeaseLost
 from asynckv.tensors.arena import Region
 from asynckv.tensors.blocks import (
     KVMemory,
     tensor_at,
 )
-from asynckv.tensors.cuda import DeviceMemory
-from asynckv.tensors.device_copying import CopyPool
 from asynckv.tensors.runs import Runs
 from asynckv.transfers.layout import unflatten
 from asynckv.transfers.queries import tensor_of

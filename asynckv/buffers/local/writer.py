@@ -19,11 +19,11 @@ from asynckv.buffers.entries.entries import Draft, Lease, StoredEntry
 from asynckv.buffers.entries.ledger import Ledger
 from asynckv.buffers.local.handover import tensors_of, view_of
 from asynckv.buffers.local.select import LocalSelect
+from asynckv.devices.copying import CopyPool
+from asynckv.devices.cuda import DeviceMemory
+from asynckv.devices.tensors import KVOnGpu
 from asynckv.errors import EntryAborted, LeaseLost
 from asynckv.tensors.blocks import KVMemory, spec_in
-from asynckv.tensors.cuda import DeviceMemory
-from asynckv.tensors.device_copying import CopyPool
-from asynckv.tensors.on_gpu import KVOnGpu
 from asynckv.tensors.runs import Runs
 from asynckv.transfers.manifest import content_digest
 from asynckv.transfers.queries import tensor_of

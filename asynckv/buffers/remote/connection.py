@@ -11,6 +11,8 @@ from typing import Final, Literal
 
 import anyio
 
+from asynckv.devices.growth import Growth
+from asynckv.devices.names import Device
 from asynckv.errors import AsyncKVError, PeerLost, PeerRestarted
 from asynckv.links.dial import dial
 from asynckv.links.link import Link
@@ -20,8 +22,6 @@ from asynckv.protocol.frames import Cancel, Frame, OpeningFrame, Result
 from asynckv.protocol.values import Limits, PeerIdentity
 from asynckv.security.keyring import NO_KEYS, Keyring
 from asynckv.sharing.peer_imports import PeerImports
-from asynckv.tensors.devices import Device
-from asynckv.tensors.growth import Growth
 from asynckv.transfers.delivery import ReceiveBudget
 from asynckv.transfers.routes import GpuRoutes, PeerRoutes
 from asynckv.types import KVFingerprint

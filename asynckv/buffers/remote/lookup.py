@@ -22,11 +22,11 @@ from asynckv.buffers.local.consumer import PendingSelect
 from asynckv.buffers.remote.connection import PeerConnection, ask
 from asynckv.buffers.remote.insert import RemoteWriter, begin_insert
 from asynckv.buffers.remote.select import RemoteConsumer, check_key_fits
+from asynckv.devices.tensors import KVOnGpu
 from asynckv.links.link import Link
 from asynckv.observability.waits import LoggedWait, LoggedWaits
 from asynckv.protocol.frames import Peek, Taken, Withdraw
 from asynckv.tensors.blocks import KVMemory
-from asynckv.tensors.on_gpu import KVOnGpu
 from asynckv.tensors.views import spec_like
 from asynckv.transfers.layout import check_names, flatten
 from asynckv.transfers.manifest import INLINE_NBYTES

@@ -13,6 +13,7 @@ from asynckv.abc.closing import AsyncWithOnly
 from asynckv.buffers.remote.connection import PeerConnection
 from asynckv.buffers.remote.lookup import RemoteLookupBuffer
 from asynckv.buffers.remote.store import RemoteStoreBuffer
+from asynckv.devices.names import DeviceName, device_named
 from asynckv.errors import PeerLost
 from asynckv.links.link import Link
 from asynckv.links.options import (
@@ -27,7 +28,6 @@ from asynckv.links.options import (
 from asynckv.observability.lines import as_line
 from asynckv.protocol.handshake import ONE_FINGERPRINT
 from asynckv.security.tls import TLS
-from asynckv.tensors.devices import DeviceName, device_named
 from asynckv.types import KVFingerprint, parse_bytes
 
 __all__ = ("Peer", "connect")

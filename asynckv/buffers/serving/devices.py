@@ -16,6 +16,8 @@ from typing import Any, Final, TypeAlias
 from asynckv.buffers.in_memory import InMemoryBuffer
 from asynckv.buffers.lookup import LookupBuffer
 from asynckv.buffers.serving.service import Service
+from asynckv.devices.copying import CopyPool
+from asynckv.devices.names import Device
 from asynckv.errors import AsyncKVError, ConfigError, RemoteProtocolError
 from asynckv.links.link import Link, LinkStream
 from asynckv.links.streams import StreamHandler
@@ -26,8 +28,6 @@ from asynckv.sharing.exporter import Exporter, Importer, warn_of_loss
 from asynckv.sharing.gpu_channel import DeviceStream, GpuLink, NcclRoute
 from asynckv.sharing.handshake import Handshake
 from asynckv.sharing.imports import PeerMemory
-from asynckv.tensors.device_copying import CopyPool
-from asynckv.tensors.devices import Device
 from asynckv.transfers.host_copies import HostCopies
 from asynckv.transfers.incoming import Route
 from asynckv.transfers.read_route import IpcRoute

@@ -197,7 +197,7 @@ async def _serve(url: str, settings: Settings, console: Console) -> None:
 
 async def _measure_device(device: str, console: Console, quick: bool) -> None:
     from asynckv.cli.bench.device import DeviceRow, device_number, run_device_bench
-    from asynckv.tensors.devices import Device
+    from asynckv.devices.names import Device
 
     def tell(row: DeviceRow) -> None:
         console.print(row.line(), highlight=False, soft_wrap=True)

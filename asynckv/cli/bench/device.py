@@ -20,13 +20,13 @@ import torch
 from asynckv.cli.bench.device_pairs import DevicePair, open_device_pair
 from asynckv.cli.bench.figures import percentile
 from asynckv.cli.bench.lag import tick
+from asynckv.devices.copying import CopyPool
+from asynckv.devices.cuda import CudaApi
+from asynckv.devices.lanes import DeviceLanes, DeviceRows
+from asynckv.devices.names import Device
+from asynckv.devices.opening import OpenDevice, open_device
 from asynckv.errors import GPUUnavailable
 from asynckv.links.sockets import in_thread
-from asynckv.tensors.cuda import CudaApi
-from asynckv.tensors.device_copying import CopyPool
-from asynckv.tensors.device_lanes import DeviceLanes, DeviceRows
-from asynckv.tensors.devices import Device
-from asynckv.tensors.open_device import OpenDevice, open_device
 from asynckv.transports.nccl.api import NcclApi, open_nccl
 from asynckv.types import TensorSpec
 

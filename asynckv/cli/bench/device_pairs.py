@@ -16,8 +16,8 @@ import asynckv
 from asynckv.cli.bench.child import own_child
 from asynckv.cli.bench.device_server import TOKENS, content_of
 from asynckv.cli.bench.memory import WrongBytes
+from asynckv.devices.names import Device
 from asynckv.links.sockets import in_thread
-from asynckv.tensors.devices import Device
 
 __all__ = ("DevicePair", "open_device_pair")
 

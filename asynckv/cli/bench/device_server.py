@@ -17,8 +17,8 @@ import torch
 import asynckv
 from asynckv.cli.bench.child import until_hung_up
 from asynckv.cli.loops import run
-from asynckv.tensors.devices import Device
-from asynckv.tensors.open_device import OpenDevice, open_device
+from asynckv.devices.names import Device
+from asynckv.devices.opening import OpenDevice, open_device
 from asynckv.types import TensorSpec
 
 __all__ = ("TOKENS", "content_of", "main", "serve_gpu")

@@ -9,7 +9,7 @@ import dataclasses
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
-    from asynckv.tensors.devices import Device
+    from asynckv.devices.names import Device
 
 __all__ = ("HOST", "Place", "check_place", "place_named")
 
@@ -61,7 +61,7 @@ def place_named(name: str) -> Place:
     """
     if name == "cpu":
         return HOST
-    from asynckv.tensors.devices import device_named
+    from asynckv.devices.names import device_named
 
     device = device_named(name)
     return HOST if device is None else Place(device.name, device)
@@ -76,6 +76,6 @@ async def check_place(place: Place) -> None:
     :raises GPUFailed: CUDA failed, or did not answer
     """
     if place.device is not None:
-        from asynckv.tensors.open_device import open_device
+        from asynckv.devices.opening import open_device
 
         await open_device(place.device)

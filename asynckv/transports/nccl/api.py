@@ -16,9 +16,9 @@ import warnings
 from collections.abc import Iterator
 from typing import Any, Final, Protocol, runtime_checkable
 
+from asynckv.devices.cuda import Stream
+from asynckv.devices.cupy import import_cupy
 from asynckv.errors import GPUFailed, GPUUnavailable
-from asynckv.tensors.cuda import Stream
-from asynckv.tensors.cuda_cupy import import_cupy
 
 __all__ = (
     "UNIQUE_ID_NBYTES",

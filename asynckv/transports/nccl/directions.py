@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable
 from typing import Final
 
+from asynckv.devices.cuda import DeviceMemory, Event
 from asynckv.errors import LocalProtocolError, RemoteProtocolError
 from asynckv.protocol.transfer_frames import (
     DeviceDone,
@@ -25,7 +26,6 @@ from asynckv.protocol.transfer_frames import (
     DeviceSkip,
     DeviceWithdraw,
 )
-from asynckv.tensors.cuda import DeviceMemory, Event
 from asynckv.transports.nccl.rendezvous import Receiving, Sending, Step
 from asynckv.transports.nccl.worker import DeviceWorker
 from asynckv.transports.nccl.worker_pipes import WorkerPipe

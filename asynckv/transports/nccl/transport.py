@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import ClassVar, Final, Protocol, runtime_checkable
 
 from asynckv.abc import PayloadTransport
+from asynckv.devices.cuda import DeviceMemory
 from asynckv.errors import LocalProtocolError, PeerLost, RemoteProtocolError
 from asynckv.protocol.transfer_frames import (
     DeviceDone,
@@ -28,7 +29,6 @@ from asynckv.protocol.transfer_frames import (
     MeetDevice,
     PrepareDevice,
 )
-from asynckv.tensors.cuda import DeviceMemory
 from asynckv.tensors.runs import Memory
 from asynckv.transports.ending import Ending, QuietWaits
 from asynckv.transports.nccl.connecting import (
@@ -88,7 +88,7 @@ class NcclTransport(PayloadTransport):
 
     ``side_channel`` of :meth:`open` is a
     :class:`~asynckv.transports.nccl.transport.DeviceChannel`. ``source`` and ``target``
-    are :class:`~asynckv.tensors.cuda.DeviceMemory` of the worker's GPU; it belongs
+    are :class:`~asynckv.devices.cuda.DeviceMemory` of the worker's GPU; it belongs
     to the transfer until it is quiet. ``on_lost`` and ``done`` are called as
     :class:`~asynckv.transports.inline.InlineTransport` calls them, but with no digest;
     ``on_peer_finished`` when the peer has closed its side and nothing was under way,

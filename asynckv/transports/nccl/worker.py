@@ -29,11 +29,11 @@ import time
 from collections.abc import Callable
 from typing import Final, Protocol, TypeAlias
 
+from asynckv.devices.cuda import CudaApi, Event
+from asynckv.devices.imports import in_thread
+from asynckv.devices.names import Device
+from asynckv.devices.quiet import quiet_gpu
 from asynckv.errors import ConfigError, GPUFailed
-from asynckv.tensors.cuda import CudaApi, Event
-from asynckv.tensors.devices import Device
-from asynckv.tensors.imports import in_thread
-from asynckv.tensors.quiet_gpus import quiet_gpu
 from asynckv.transports.nccl.api import NcclApi, open_nccl
 from asynckv.transports.nccl.worker_pipes import WorkerPipe
 from asynckv.transports.parts import call_on

@@ -6,8 +6,8 @@ import logging
 from collections.abc import Callable
 from typing import Final, Literal, TypeAlias
 
+from asynckv.devices.cuda import CudaApi, DeviceMemory, Event, Stream
 from asynckv.errors import GPUFailed
-from asynckv.tensors.cuda import CudaApi, DeviceMemory, Event, Stream
 from asynckv.transports.nccl.api import Comm, NcclApi
 
 __all__ = ("PipeEnd", "WorkerPipe")

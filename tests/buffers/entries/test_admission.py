@@ -8,9 +8,9 @@ import pytest
 from asynckv.buffers.entries.admission import Admission, Landed
 from asynckv.buffers.entries.entries import EntryState, StoredEntry
 from asynckv.buffers.entries.ledger import Ledger
+from asynckv.devices.arena import DeviceRegion
 from asynckv.errors import BufferClosed, EntryAborted, EntryConflict, EntryTooLarge
 from asynckv.tensors.arena import HeapArena, Region
-from asynckv.tensors.device_regions import DeviceRegion
 from asynckv.testing.blocked import until_blocked
 from asynckv.transfers.queries import make_query
 from harness.holders import RecordingHolder, draft_of

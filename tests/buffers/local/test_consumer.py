@@ -9,8 +9,8 @@ import torch
 from asynckv.buffers.entries.ledger import Ledger
 from asynckv.buffers.local.consumer import LocalConsumer
 from asynckv.buffers.lookup import LookupBuffer
+from asynckv.devices.copying import CopyPool
 from asynckv.errors import BufferClosed, LeaseLost
-from asynckv.tensors.device_copying import CopyPool
 from asynckv.testing.blocked import until
 from asynckv.testing.lookup_checks.values import MIB, borrow, insert, noise
 from asynckv.transfers.queries import Query

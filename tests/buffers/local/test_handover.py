@@ -13,9 +13,9 @@ from asynckv.buffers.local.handover import (
     tensors_of,
 )
 from asynckv.buffers.lookup import LookupBuffer
+from asynckv.devices.copying import CopyPool
 from asynckv.errors import LeaseLost
 from asynckv.tensors.arena import HeapArena, Region
-from asynckv.tensors.device_copying import CopyPool
 from asynckv.transfers.queries import Query
 from asynckv.types import TensorSpec
 from harness.holders import RecordingHolder, draft_of

@@ -7,8 +7,8 @@ import pytest
 from asynckv.buffers.entries.entries import StoredEntry
 from asynckv.buffers.local.writer import LocalSource
 from asynckv.buffers.lookup import LookupBuffer
+from asynckv.devices.copying import CopyPool
 from asynckv.errors import LeaseLost
-from asynckv.tensors.device_copying import CopyPool
 from asynckv.testing.blocked import until
 from asynckv.testing.lookup_checks.values import MIB, cancelled, noise
 from asynckv.transfers.queries import Query

@@ -13,6 +13,7 @@ from asynckv.buffers.lookup import LookupBuffer
 from asynckv.buffers.serve import Server, serve
 from asynckv.buffers.serving import devices
 from asynckv.buffers.serving.devices import PeerImport
+from asynckv.devices.growth import Growth
 from asynckv.errors import GPUFailed
 from asynckv.links.dial import dial
 from asynckv.links.fd_socket import has_fd_sockets
@@ -20,7 +21,6 @@ from asynckv.links.link import Link, LinkStream
 from asynckv.protocol.frames import Cancel, Cancelled, Failure, Frame
 from asynckv.protocol.transfer_frames import Exposed, Grant, OpenMemory
 from asynckv.sharing import imports
-from asynckv.tensors.growth import Growth
 from asynckv.testing.blocked import until
 from asynckv.testing.lookup_checks.values import MIB
 from harness.fake_devices import FakeDevice, fake_device_of

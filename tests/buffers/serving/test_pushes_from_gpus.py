@@ -11,13 +11,13 @@ from asynckv.buffers.lookup import LookupBuffer
 from asynckv.buffers.serve import serve
 from asynckv.buffers.serving import service
 from asynckv.buffers.serving.service import Silence
+from asynckv.devices.copying import CopyPool
+from asynckv.devices.cuda import DeviceMemory
 from asynckv.errors import GPUFailed, LeaseLost, PeerLost
 from asynckv.links.dial import dial
 from asynckv.protocol.frames import Accepted, Commit, Failure, Push, Retract
 from asynckv.protocol.transfer_frames import Grant, Sent
 from asynckv.protocol.wire import digest_of
-from asynckv.tensors.cuda import DeviceMemory
-from asynckv.tensors.device_copying import CopyPool
 from asynckv.tensors.views import bytes_of
 from asynckv.testing.blocked import until
 from asynckv.testing.expectations import is_same

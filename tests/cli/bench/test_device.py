@@ -7,9 +7,9 @@ import pytest
 
 from asynckv.cli.bench.command import bench
 from asynckv.cli.bench.device import DeviceRow, device_number, run_device_bench
+from asynckv.devices.cupy import open_cuda
+from asynckv.devices.names import Device
 from asynckv.errors import GPUUnavailable
-from asynckv.tensors.cuda_cupy import open_cuda
-from asynckv.tensors.devices import Device
 from asynckv.transports.nccl.api import open_nccl
 from harness.fake_devices import fake_device
 from harness.gpu_processes import BEGIN

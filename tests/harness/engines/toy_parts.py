@@ -15,7 +15,7 @@ from asynckv.connectors.options import ConnectorOptions
 from asynckv.connectors.p2p_notices import P2PNotices
 from asynckv.connectors.p2p_routes import P2PRoutes
 from asynckv.connectors.transfers import Transfers
-from asynckv.tensors.device_copying import CopyPool
+from asynckv.devices.copying import CopyPool
 from harness.engines.toy_pairs import pair_configs
 
 __all__ = ("ToyParts", "open_toy_parts")

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Final, Literal, TypeAlias
 
 import numpy
 
+from asynckv.devices.cuda import Stream
 from asynckv.errors import GPUFailed
-from asynckv.tensors.cuda import Stream
 from harness.fake_gpus.memory import Allocation
 from harness.fake_gpus.streams import FakeStream
 from harness.fake_gpus.wires import Wire

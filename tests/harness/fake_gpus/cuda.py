@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, TypeVar
 
 import numpy
 
+from asynckv.devices.cuda import DeviceMemory, PinnedMemory, Stream
 from asynckv.errors import GPUFailed
-from asynckv.tensors.cuda import DeviceMemory, PinnedMemory, Stream
 from harness.fake_gpus.memory import Allocation, Bytes
 from harness.fake_gpus.streams import (
     Copy,
@@ -29,7 +29,7 @@ _Stream = TypeVar("_Stream", bound=FakeStream)
 
 
 class FakeCuda:
-    """Fits :class:`~asynckv.tensors.cuda.CudaApi`."""
+    """Fits :class:`~asynckv.devices.cuda.CudaApi`."""
 
     def __init__(self, process: FakeProcess) -> None:
         self._process = process

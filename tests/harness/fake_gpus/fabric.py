@@ -9,8 +9,8 @@ import threading
 from collections.abc import Callable
 from typing import Final
 
+from asynckv.devices.cuda import IPC_HANDLE_NBYTES
 from asynckv.errors import GPUFailed
-from asynckv.tensors.cuda import IPC_HANDLE_NBYTES
 from harness.fake_gpus.communicators import NcclWork
 from harness.fake_gpus.cuda import FakeCuda
 from harness.fake_gpus.memory import AddressSpace, Allocation, shared_bytes

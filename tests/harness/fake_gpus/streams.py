@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Protocol
 import numpy
 import torch
 
+from asynckv.devices.cuda import Event, Stream
+from asynckv.devices.tensors import index_rows
 from asynckv.errors import GPUFailed
-from asynckv.tensors.cuda import Event, Stream
-from asynckv.tensors.device_tensors import index_rows
 from harness.fake_gpus.memory import AddressSpace, Allocation, Bytes
 
 if TYPE_CHECKING:

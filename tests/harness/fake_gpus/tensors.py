@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
+from asynckv.devices.cuda import DeviceMemory, Event, Stream
+from asynckv.devices.tensors import Gpus, gpu_of
 from asynckv.errors import GPUFailed
-from asynckv.tensors.cuda import DeviceMemory, Event, Stream
-from asynckv.tensors.device_tensors import Gpus, gpu_of
 from asynckv.tensors.views import tensor_over
 from asynckv.types import TensorSpec
 from harness.fake_gpus.cuda import ours
@@ -79,7 +79,7 @@ class FakeTensor(torch.Tensor):
 
 
 class FakeTensors:
-    """Fits :class:`~asynckv.tensors.device_tensors.DeviceTensors`.
+    """Fits :class:`~asynckv.devices.tensors.DeviceTensors`.
 
     Each GPU has a current stream: :meth:`stream`. A thread may have another one, by
     :meth:`use_stream`.

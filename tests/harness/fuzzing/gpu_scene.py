@@ -9,13 +9,13 @@ import asyncio
 import dataclasses
 from typing import Final
 
+from asynckv.devices.cuda import DeviceMemory
 from asynckv.links.dial import dial
 from asynckv.links.link import LinkStream
 from asynckv.links.listen import listen
 from asynckv.protocol.frames import OpeningFrame
 from asynckv.protocol.transfer_frames import OpenDevices
 from asynckv.sharing.gpu_channel import DeviceStream
-from asynckv.tensors.cuda import DeviceMemory
 from asynckv.testing.blocked import until
 from asynckv.testing.expectations import expect
 from asynckv.transports.nccl.directions import NcclSettings

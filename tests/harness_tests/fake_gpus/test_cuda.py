@@ -3,8 +3,8 @@ from __future__ import annotations
 import numpy
 import pytest
 
+from asynckv.devices.cuda import CudaApi
 from asynckv.errors import GPUFailed
-from asynckv.tensors.cuda import CudaApi
 from asynckv.types import TensorSpec
 from harness.fake_gpus import POISON, FakeGpus, FakeProcess
 from harness.fake_gpus.tensors import FakeTensors

@@ -6,8 +6,8 @@ from concurrent.futures import Future
 
 import pytest
 
+from asynckv.devices.cuda import DeviceMemory
 from asynckv.errors import GPUFailed
-from asynckv.tensors.cuda import DeviceMemory
 from asynckv.transports.nccl.api import NcclApi
 from harness.fake_gpus import FakeGpus, FakeProcess
 from harness.fake_gpus.communicators import FakeComm

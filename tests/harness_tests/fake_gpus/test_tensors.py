@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from asynckv.tensors.device_tensors import DeviceTensors, gpu_of
+from asynckv.devices.tensors import DeviceTensors, gpu_of
 from asynckv.tensors.views import bytes_of
 from asynckv.types import TensorSpec
 from harness.fake_gpus import FakeGpus, FakeProcess

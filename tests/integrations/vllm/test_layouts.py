@@ -12,9 +12,9 @@ import torch
 from asynckv.connectors.block_moves import BlockMoves
 from asynckv.connectors.caches import PagedCaches
 from asynckv.connectors.spool import Spool
+from asynckv.devices.copying import CopyPool
 from asynckv.errors import ConfigError
 from asynckv.integrations.vllm.pages import pages_of
-from asynckv.tensors.device_copying import CopyPool
 
 pytestmark = [pytest.mark.vllm, pytest.mark.usefixtures("vllm_is_imported")]
 

@@ -18,9 +18,9 @@ from asynckv.connectors.engine import KVEngine
 from asynckv.connectors.p2p_orders import P2PMetadata
 from asynckv.connectors.p2p_worker import P2PWorker
 from asynckv.connectors.spool import Spool
+from asynckv.devices.copying import CopyPool
 from asynckv.errors import ConfigError
 from asynckv.integrations.vllm.pages import attention_of, pages_of
-from asynckv.tensors.device_copying import CopyPool
 from asynckv.testing.blocked import until
 from harness.gpu_workers import LOADED, SAVED, load_order, save_order
 

@@ -2,9 +2,9 @@ from __future__ import annotations
 
 import pytest
 
+from asynckv.devices.cuda import DeviceMemory
 from asynckv.errors import LocalProtocolError, RemoteProtocolError
 from asynckv.protocol.transfer_frames import DeviceOffer
-from asynckv.tensors.cuda import DeviceMemory
 from asynckv.transports.nccl.directions import Arrivals, DevicePart
 
 

@@ -4,8 +4,8 @@ import sys
 
 import pytest
 
+from asynckv.devices.cupy import CupyStream
 from asynckv.errors import GPUFailed, GPUUnavailable
-from asynckv.tensors.cuda_cupy import CupyStream
 from asynckv.transports.nccl.api import CupyNccl, open_nccl
 from harness.cupy_double import CupyDouble, NcclError
 

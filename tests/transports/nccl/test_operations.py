@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from asynckv.tensors.cuda import DeviceMemory
+from asynckv.devices.cuda import DeviceMemory
 from asynckv.testing.blocked import until
 from asynckv.transports.nccl.directions import DevicePart, Operation
 from asynckv.transports.parts import call_on

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from asynckv.tensors.cuda import DeviceMemory
+from asynckv.devices.cuda import DeviceMemory
 from asynckv.transports.nccl.directions import DevicePart
 
 

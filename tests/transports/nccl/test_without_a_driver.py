@@ -21,7 +21,7 @@ pytestmark = [
 BEGIN = """
 import cupy
 from asynckv.errors import GPUFailed, GPUUnavailable
-from asynckv.tensors.cuda_cupy import open_cuda
+from asynckv.devices.cupy import open_cuda
 from asynckv.transports.nccl.api import open_nccl
 if cupy.cuda.is_available():
     raise SystemExit("a GPU is here")
@@ -84,8 +84,8 @@ flags = cupy.cuda.runtime.eventDisableTiming, cupy.cuda.runtime.eventInterproces
 assert flags == (2, 4) and cupy.cuda.runtime.hostAllocPortable == 1
 """,
     "all_that_needs_no_driver_is_constructed": """
-from asynckv.tensors.cuda_cupy import CupyCuda, CupyEvent, CupyStream
-from asynckv.tensors.cuda_driver import open_driver
+from asynckv.devices.cupy import CupyCuda, CupyEvent, CupyStream
+from asynckv.devices.cupy import open_driver
 cuda = CupyCuda(cupy)
 CupyEvent(cupy.cuda.runtime, 0, open_driver).close()
 CupyStream(cupy.cuda.runtime, 0).close()
@@ -100,14 +100,14 @@ for call in (cuda.stream, cuda.event, cuda.device_count,
         raise SystemExit("it needs no driver")
 """,
     "the_drivers_library_is_asked_for_by_name": """
-from asynckv.tensors.cuda_driver import open_driver
+from asynckv.devices.cupy import open_driver
 try:
     open_driver()
 except GPUUnavailable as error:
     assert "libcuda" in str(error)
 """,
     "what_cuda_refuses_is_an_error_of_ours": """
-from asynckv.tensors.cuda_cupy import CupyCuda
+from asynckv.devices.cupy import CupyCuda
 try:
     CupyCuda(cupy).malloc(1)
 except GPUFailed as error:

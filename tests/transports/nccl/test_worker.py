@@ -10,9 +10,9 @@ from collections.abc import Callable
 
 import pytest
 
+from asynckv.devices.cuda import DeviceMemory, Event
+from asynckv.devices.quiet import quiet_gpu
 from asynckv.errors import GPUFailed
-from asynckv.tensors.cuda import DeviceMemory, Event
-from asynckv.tensors.quiet_gpus import quiet_gpu
 from asynckv.transports.nccl.api import Comm
 from asynckv.transports.nccl.worker import DeviceWorker
 from asynckv.transports.nccl.worker_pipes import WorkerPipe

@@ -4,9 +4,9 @@ import asyncio
 
 import pytest
 
+from asynckv.devices.names import Device
+from asynckv.devices.tensors import Gpus
 from asynckv.errors import ConfigError, GPUFailed
-from asynckv.tensors.device_tensors import Gpus
-from asynckv.tensors.devices import Device
 from asynckv.testing.blocked import until
 from asynckv.testing.cancellation import CancelMode, Outcome, sweep_cancellation
 from asynckv.transports.nccl.worker import WorkerUse, use_worker, worker_of

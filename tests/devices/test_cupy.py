@@ -1,0 +1,135 @@
+from __future__ import annotations
+
+import ctypes
+import sys
+
+import pytest
+
+from asynckv.devices.cuda import CudaApi, DeviceMemory
+from asynckv.devices.cupy import CudaDriver, CupyCuda, import_cupy, open_cuda
+from asynckv.errors import GPUFailed, GPUUnavailable
+from harness.cupy_double import CUDARuntimeError, CupyDouble, LibcudaDouble
+
+RELAXED = 2
+
+
+@pytest.fixture
+def cupy(monkeypatch: pytest.MonkeyPatch) -> CupyDouble:
+    double = CupyDouble()
+    monkeypatch.setitem(sys.modules, "cupy", double)
+    return double
+
+
+@pytest.fixture
+def library() -> LibcudaDouble:
+    return LibcudaDouble()
+
+
+@pytest.fixture
+def cuda(cupy: CupyDouble, library: LibcudaDouble) -> CupyCuda:
+    driver = CudaDriver(library)
+    return CupyCuda(cupy, lambda: driver)
+
+
+def test_without_cupy_it_says_which_extra_to_install(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    with pytest.raises(GPUUnavailable, match="not installed") as caught:
+        import_cupy()
+    assert "pip install" in caught.value.hint and ".[cuda13]" in caught.value.hint
+
+
+def test_without_a_gpu_it_says_where_to_look(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "cupy", CupyDouble(has_gpu=False))
+    with pytest.raises(GPUUnavailable, match="no CUDA driver") as caught:
+        open_cuda()
+    assert "nvidia-smi" in caught.value.hint
+
+
+def test_memory_is_plain_and_of_the_threads_own_device(
+    cupy: CupyDouble, cuda: CupyCuda
+) -> None:
+    cupy.answers.update(malloc=4096, getDevice=3)
+    cuda.use_device(3)
+    assert cuda.malloc(10) == DeviceMemory(4096, 10, 3)
+    assert cupy.calls == [("setDevice", 3), ("malloc", 10), ("getDevice",)]
+
+
+def test_streams_do_not_block_and_events_have_no_timing(cupy: CupyDouble) -> None:
+    cuda = open_cuda()
+    cuda.stream()
+    cuda.event()
+    assert cupy.calls == [("streamCreateWithFlags", 1), ("eventCreateWithFlags", 2)]
+
+
+@pytest.mark.parametrize(("status", "has_fired"), [(0, True), (600, False)])
+def test_an_event_has_fired_or_has_not(
+    cupy: CupyDouble, cuda: CupyCuda, status: int, has_fired: bool
+) -> None:
+    cupy.answers["eventQuery"] = status
+    assert cuda.event().query() is has_fired
+
+
+def test_an_event_whose_work_failed_says_so(cupy: CupyDouble, cuda: CupyCuda) -> None:
+    cupy.answers["eventQuery"] = 719
+    with pytest.raises(GPUFailed, match="719") as caught:
+        cuda.event().query()
+    assert caught.value.code == 719
+
+
+def test_what_cuda_refuses_is_an_error_of_ours(cupy: CupyDouble) -> None:
+    cupy.answers["malloc"] = CUDARuntimeError(2)
+    with pytest.raises(GPUFailed, match="allocate 10 bytes") as caught:
+        open_cuda().malloc(10)
+    assert caught.value.code == 2
+    assert isinstance(caught.value.__cause__, CUDARuntimeError)
+
+
+def test_a_closed_event_is_destroyed_once(cupy: CupyDouble) -> None:
+    cupy.answers["eventCreateWithFlags"] = 7
+    event = open_cuda().event()
+    event.close()
+    event.close()
+    assert cupy.calls.count(("eventDestroy", 7)) == 1
+
+
+def test_pinned_memory_is_looked_at_where_it_lies(cupy: CupyDouble) -> None:
+    array = (ctypes.c_ubyte * 8)()
+    cupy.answers["hostAlloc"] = ctypes.addressof(array)
+    open_cuda().host_alloc(8).view[3] = 9
+    assert bytes(array) == bytes([0, 0, 0, 9, 0, 0, 0, 0])
+
+
+def test_it_fits_the_seam() -> None:
+    cuda: CudaApi = CupyCuda(CupyDouble())
+    assert cuda.device_count() == 0
+
+
+def test_the_uuid_of_a_gpu_is_read_whole(
+    cuda: CupyCuda, library: LibcudaDouble
+) -> None:
+    library.uuid = b"\xab\x00" + bytes(range(14))
+    assert cuda.uuid(0) == library.uuid.hex()
+
+
+def test_a_thread_of_ours_breaks_no_capture_from_then_on(
+    cuda: CupyCuda, library: LibcudaDouble
+) -> None:
+    cuda.use_device(0)
+    assert library.mode == RELAXED
+
+
+def test_on_a_thread_of_the_callers_only_the_call_itself_is_relaxed(
+    cupy: CupyDouble, cuda: CupyCuda, library: LibcudaDouble
+) -> None:
+    modes = list[int]()
+
+    def note() -> int:
+        modes.append(library.mode)
+        return 0
+
+    cupy.answers.update(eventQuery=note, free=note)
+    assert cuda.event().query()
+    cuda.free(DeviceMemory(4096, 8, 0))
+    assert modes == [RELAXED] * 2 and library.mode == 0

@@ -1,0 +1,261 @@
+from __future__ import annotations
+
+import asyncio
+import errno
+import gc
+import os
+import threading
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import anyio
+import pytest
+import torch
+
+from asynckv.devices.growth import Growth
+from asynckv.tensors.arena import HeapArena
+from asynckv.tensors.paged_arena import PagedArena, SlabArena
+from asynckv.tensors.slabs import MIN_SLAB_NBYTES, has_slabs
+from asynckv.testing.blocked import until
+from asynckv.types import TensorSpec
+from harness.fake_devices import fake_device
+
+pytestmark = pytest.mark.skipif(not has_slabs(), reason="no memory files here")
+
+_MIB = 2**20
+
+
+class Changes:
+    def __init__(self) -> None:
+        self.times = 0
+
+    def __call__(self) -> None:
+        self.times += 1
+
+
+@pytest.fixture
+def changes() -> Changes:
+    return Changes()
+
+
+@pytest.fixture
+async def growth(changes: Changes) -> AsyncIterator[Growth]:
+    growth = Growth(64 * _MIB, changes)
+    yield growth
+    await growth.aclose()
+
+
+def _nbytes(growth: Growth) -> int:
+    assert isinstance(growth.arena, SlabArena)
+    return growth.arena.pages.nbytes
+
+
+def _mappings() -> int:
+    return Path("/proc/self/maps").read_text().count("memfd:asynckv")
+
+
+async def test_slabs_come_until_so_much_is_spare(
+    growth: Growth, changes: Changes
+) -> None:
+    assert growth.awaits(20 * _MIB)
+    await growth.reach(20 * _MIB)
+    assert _nbytes(growth) == 2 * MIN_SLAB_NBYTES
+    assert not growth.awaits(20 * _MIB)
+    assert changes.times == 2
+
+
+async def test_nothing_is_waited_for_that_slabs_cannot_help(growth: Growth) -> None:
+    for nbytes in (0, 64 * 1024, 65 * _MIB):
+        assert not growth.awaits(nbytes)
+        await growth.reach(nbytes)
+    assert _nbytes(growth) == 0
+
+
+async def test_what_the_application_keeps_is_not_waited_for(growth: Growth) -> None:
+    spec = TensorSpec((60 * _MIB,), "uint8")
+    await growth.reach(spec.nbytes)
+    kept = growth.lending.spare(spec)
+    assert growth.arena.handed_out_bytes == spec.nbytes
+    await growth.reach(spec.nbytes)
+    assert growth.lending.spare(spec).nbytes == spec.nbytes
+    assert growth.arena.handed_out_bytes == spec.nbytes
+    del kept
+
+
+async def test_a_cancelled_wait_leaves_no_trace(growth: Growth) -> None:
+    with anyio.move_on_after(0) as scope:
+        await growth.reach(_MIB)
+    assert scope.cancelled_caught
+    await growth.reach(_MIB)
+    assert _nbytes(growth) == MIN_SLAB_NBYTES
+
+
+async def test_a_slab_that_is_refused_is_not_waited_for_again(
+    growth: Growth, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(fd: int, start: int, nbytes: int) -> None:
+        raise OSError(errno.ENOMEM, "no memory")
+
+    monkeypatch.setattr(os, "posix_fallocate", refuse)
+    await growth.reach(_MIB)
+    assert not growth.awaits(_MIB)
+    assert growth.arena.refused_slabs == 1
+
+
+async def test_without_a_thread_nothing_is_waited_for(
+    growth: Growth, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    await growth.reach(_MIB)
+    assert not growth.awaits(_MIB)
+
+
+async def test_without_memory_files_everything_is_on_the_heap(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delattr(os, "memfd_create")
+    growth = Growth(64 * _MIB)
+    assert isinstance(growth.arena, HeapArena)
+    await growth.reach(_MIB)
+    assert growth.lending.spare(TensorSpec((_MIB,), "uint8")).nbytes == _MIB
+    await growth.aclose()
+
+
+async def test_memory_of_the_host_is_open_without_any_slab(growth: Growth) -> None:
+    await growth.open()
+    assert _nbytes(growth) == 0
+
+
+async def test_what_the_application_let_go_of_is_found_free(
+    growth: Growth, changes: Changes
+) -> None:
+    spec = TensorSpec((4 * _MIB,), "uint8")
+    await growth.reach(spec.nbytes)
+    kept, before = growth.lending.spare(spec), changes.times
+    assert growth.arena.handed_out_bytes == spec.nbytes
+    del kept
+    await until(lambda: changes.times > before)
+    assert growth.arena.handed_out_bytes == 0
+
+
+async def test_closed_it_wants_no_more_slabs(growth: Growth) -> None:
+    await growth.aclose()
+    assert not growth.awaits(_MIB)
+    await growth.reach(_MIB)
+
+
+async def test_what_is_idle_is_given_back_at_the_end() -> None:
+    growth, mappings = Growth(64 * _MIB), _mappings()
+    await growth.reach(60 * _MIB)
+    slabs = growth.arena.pages._slabs  # type: ignore[union-attr]
+    assert slabs is not None
+    tensor = growth.lending.spare(TensorSpec((_MIB,), "uint8")).fill_(7)
+    copy = os.dup(slabs.fileno())
+    del slabs
+    await growth.aclose()
+    assert os.fstat(copy).st_blocks * 512 == _MIB
+    os.close(copy)
+    assert bool((tensor == 7).all())
+    assert _mappings() == mappings + 1
+    del tensor
+    assert _mappings() == mappings
+
+
+async def test_without_a_thread_it_is_given_back_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    growth, mappings = Growth(64 * _MIB), _mappings()
+    await growth.reach(_MIB)
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    growth.close()
+    assert _mappings() == mappings
+    await growth.aclose()
+
+
+def test_after_the_loop_it_is_given_back_at_once() -> None:
+    growth, mappings = Growth(64 * _MIB), _mappings()
+    asyncio.run(growth.reach(_MIB))
+    growth.close()
+    assert _mappings() == mappings
+
+
+def test_who_holds_a_view_and_its_memory_is_no_cycle_that_stays() -> None:
+    class Owner:
+        def __init__(self) -> None:
+            self.growth = Growth(16 * _MIB, self.look)
+            self.tensor: torch.Tensor | None = None
+
+        def look(self) -> None: ...
+
+    owner, mappings = Owner(), _mappings()
+    asyncio.run(owner.growth.reach(_MIB))
+    owner.tensor = owner.growth.lending.spare(TensorSpec((_MIB,), "uint8"))
+    assert _mappings() == mappings + 1
+    for thread in threading.enumerate():
+        if thread.name == "asynckv-slab":
+            thread.join()
+    del owner
+    for _ in range(2):  # the arena is what the view referred to
+        gc.collect()
+    assert _mappings() == mappings
+
+
+class Idle:
+    """Memory whose end takes as long as a test likes."""
+
+    def __init__(self) -> None:
+        self.may_go = threading.Event()
+        self.is_gone = False
+
+    def drop(self) -> None:
+        self.may_go.wait()
+        self.is_gone = True
+
+
+async def test_its_end_waits_for_all_that_is_dropped(growth: Growth) -> None:
+    await growth.reach(_MIB)
+    first, second = Idle(), Idle()
+    for idle in (first, second):
+        growth.drop_soon(idle)
+    second.may_go.set()
+    closing = asyncio.create_task(growth.aclose())
+    await until(lambda: second.is_gone)
+    assert not closing.done() and not first.is_gone
+    first.may_go.set()
+    await closing
+    assert first.is_gone
+
+
+async def test_a_slab_that_is_not_under_way_is_not_waited_for() -> None:
+    growth = Growth(2**20)
+    assert not await growth.grown()
+    await growth.aclose()
+
+
+async def test_whoever_wants_to_know_is_told_when_memory_of_a_gpu_is_free_again() -> (
+    None
+):
+    told: list[int] = []
+    with fake_device() as gpu:
+        growth = Growth(2**20, device=gpu.device)
+        await growth.open()
+        arena = growth.arena
+        assert isinstance(arena, PagedArena)
+        growth.call_when_given_back(lambda: told.append(arena.used_bytes))
+        taken = arena.take_spares([2**19, 2**18])
+        assert taken is not None
+        one, two = taken
+        assert arena.take_spares([2**17, 2**18]) is None
+        hold = two.hold()
+        one.release()
+        two.release()
+        assert told == [2**18]
+        hold.release()
+        assert (len(told), arena.pinned_bytes) == (2, 0)
+        await growth.aclose()

@@ -1,0 +1,149 @@
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator
+
+import pytest
+
+from asynckv.devices import marks as stream_marks
+from asynckv.devices.cuda import Event, Stream
+from asynckv.devices.marks import StreamMarks
+from asynckv.errors import GPUFailed
+from asynckv.testing.blocked import until, until_blocked
+from harness.fake_gpus import FakeProcess
+from harness.fake_gpus.gates import Gate
+from harness.fake_gpus.streams import FakeStream
+
+
+@pytest.fixture
+async def marks() -> AsyncIterator[StreamMarks]:
+    yield (marks := StreamMarks(limit_s=5))
+    marks.close()
+    await until(lambda: not any("gpu-marks" in t.name for t in threading.enumerate()))
+
+
+@pytest.fixture
+def stream(process: FakeProcess) -> FakeStream:
+    return process.cuda.stream()
+
+
+def mark(process: FakeProcess, stream: FakeStream) -> Event:
+    event = process.cuda.event()
+    event.record(stream)
+    return event
+
+
+async def test_it_waits_until_the_stream_is_there(
+    process: FakeProcess, stream: FakeStream, marks: StreamMarks
+) -> None:
+    gate = Gate()
+    stream.add(gate)
+    first = asyncio.create_task(marks.reached(mark(process, stream)))
+    await marks.reached(mark(process, process.cuda.stream()))
+    await marks.reached(None)
+    assert not first.done()
+    gate.open()
+    await first
+
+
+async def test_its_thread_ends_when_it_is_closed_and_no_wait_is_left(
+    process: FakeProcess, stream: FakeStream, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stream_marks, "_IDLE_S", 60.0)
+    gate, marks = Gate(), StreamMarks()
+    stream.add(gate)
+    waiting = asyncio.create_task(marks.reached(mark(process, stream)))
+    await until_blocked(waiting)
+    marks.close()
+    gate.open()
+    await waiting
+    await until(lambda: not any("gpu-marks" in t.name for t in threading.enumerate()))
+
+
+async def test_a_cancelled_wait_ends_at_once(
+    process: FakeProcess, stream: FakeStream, marks: StreamMarks
+) -> None:
+    gate = Gate()
+    stream.add(gate)
+    waiting = asyncio.create_task(marks.reached(mark(process, stream)))
+    await until_blocked(waiting)
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    marks.close()
+    # Nobody looks at that mark any more.
+    await until(lambda: not any("gpu-marks" in t.name for t in threading.enumerate()))
+    gate.open()
+
+
+async def test_a_stream_that_fails_is_said_to(
+    process: FakeProcess, stream: FakeStream, marks: StreamMarks
+) -> None:
+    gate = Gate()
+    stream.add(gate)
+    failing = asyncio.create_task(marks.reached(mark(process, stream)))
+    await until_blocked(failing)
+    gate.fail(GPUFailed("an illegal access"))
+    with pytest.raises(GPUFailed, match="illegal access"):
+        await failing
+    await marks.reached(mark(process, process.cuda.stream()))  # others go on
+
+
+async def test_a_stream_that_does_not_get_on_is_given_up(
+    process: FakeProcess, stream: FakeStream
+) -> None:
+    gate = Gate()
+    stream.add(gate)
+    with pytest.raises(GPUFailed, match="has not got on"):
+        await StreamMarks(limit_s=0.01).reached(mark(process, stream))
+    gate.open()
+    await until(lambda: not any("gpu-marks" in t.name for t in threading.enumerate()))
+
+
+class _Late(threading.Condition):
+    """One whose waits have just timed out when they are notified."""
+
+    def wait(self, timeout: float | None = None) -> bool:
+        super().wait(timeout)
+        return False
+
+    @property
+    def has_waiter(self) -> bool:
+        return bool(self._waiters)  # type: ignore[attr-defined]
+
+
+async def test_a_wait_that_begins_as_the_thread_would_end_is_served(
+    process: FakeProcess, stream: FakeStream, marks: StreamMarks
+) -> None:
+    marks._changed = late = _Late()
+    await marks.reached(mark(process, stream))
+    await until(lambda: late.has_waiter)
+    await marks.reached(mark(process, stream))
+
+
+class _Stuck:
+    """A mark of a driver that does not answer."""
+
+    def __init__(self) -> None:
+        self.answers = threading.Event()
+
+    def query(self) -> bool:
+        return self.answers.wait()
+
+    def record(self, stream: Stream) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+    def export(self) -> bytes:
+        return b""
+
+    def close(self) -> None: ...
+
+
+async def test_a_call_of_cuda_that_does_not_return_is_given_up() -> None:
+    stuck = _Stuck()
+    with pytest.raises(GPUFailed, match="has not got on"):
+        await asyncio.wait_for(StreamMarks(limit_s=0.01).reached(stuck), 10)
+    stuck.answers.set()
+    await until(lambda: not any("gpu-marks" in t.name for t in threading.enumerate()))
