@@ -13,6 +13,7 @@ from asynckv.abc.closing import async_with_only
 from asynckv.buffers.in_memory import InMemoryBuffer
 from asynckv.buffers.statistics import StoreStatistics
 from asynckv.buffers.values import StoredValues
+from asynckv.devices.arena import place_of
 from asynckv.tensors.views import check_into, check_landing_place, spec_of
 from asynckv.transfers.queries import as_keys
 from asynckv.types import KVFingerprint
@@ -62,7 +63,7 @@ class StoreBuffer(InMemoryBuffer, KVStoreBuffer):
         try:
             # No variable: an error's traceback would keep the memory in use.
             [digest] = await self.pool.copy(
-                [value], [pending.region.place(pending.spec)]
+                [value], [place_of(pending.region, pending.spec)]
             )
             self.values.commit(pending, digest)
         finally:
@@ -82,7 +83,7 @@ class StoreBuffer(InMemoryBuffer, KVStoreBuffer):
                 check_into(into, pinned.spec, key)
             target = self.pool.empty(pinned.spec) if into is None else into
             await self.pool.copy(
-                [pinned.region.place(pinned.spec)], [target], digest=False
+                [place_of(pinned.region, pinned.spec)], [target], digest=False
             )
             return target
         finally:

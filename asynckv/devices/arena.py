@@ -28,6 +28,7 @@ from asynckv.devices.tensors import Gpus
 from asynckv.errors import GPUFailed, GPUUnavailable
 from asynckv.tensors.allocator import PageAllocator
 from asynckv.tensors.arena import Pages, Region, pack, pages_of
+from asynckv.tensors.blocks import tensor_in
 from asynckv.tensors.paged_arena import IdlePages, PagedArena
 from asynckv.tensors.runs import Memory, Runs
 from asynckv.tensors.slab_pages import Place
@@ -45,6 +46,7 @@ __all__ = (
     "HostRegion",
     "IdleDevice",
     "ViewKeeper",
+    "place_of",
     "region_behind",
 )
 
@@ -397,7 +399,11 @@ class DeviceRegion(SlabRegion):
         """As :meth:`tensor`: a GPU has no memory that cannot be written."""
         return self.tensor(spec)
 
-    def place(self, spec: TensorSpec) -> torch.Tensor | Runs | DeviceMemory:
+    def place(self) -> DeviceMemory:
+        """Return these bytes for a copy, which keeps them.
+
+        :raises RuntimeError: the region was released
+        """
         return self._lend(is_marked=False)
 
     def _lend(self, *, is_marked: bool) -> DeviceMemory:
@@ -408,6 +414,18 @@ class DeviceRegion(SlabRegion):
         keeper = ViewKeeper(self, owner, allocation, stream)
         self._holds += 1
         return allocation.part(self.start, self.nbytes, keeper)
+
+
+def place_of(region: Region, spec: TensorSpec) -> torch.Tensor | Runs | DeviceMemory:
+    """Return what a copy of the tensor in a region reads or writes, wherever it lies.
+
+    On the host a tensor, or the places of its bytes.
+
+    :raises RuntimeError: the region is a GPU's, and was released
+    """
+    if isinstance(region, DeviceRegion):
+        return region.place()
+    return tensor_in(region.memory(), spec)
 
 
 def region_behind(place: DeviceMemory) -> DeviceRegion | None:

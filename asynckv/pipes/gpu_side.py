@@ -14,7 +14,7 @@ from functools import partial
 import anyio
 import torch
 
-from asynckv.devices.arena import DeviceRegion
+from asynckv.devices.arena import DeviceRegion, place_of
 from asynckv.devices.copying import CopyPool
 from asynckv.devices.growth import Growth
 from asynckv.devices.lanes import DeviceLanes
@@ -285,7 +285,7 @@ class GpuSide:
         if into is None:
             return _lent(region, spec)
         target = self.pool.catch(into, is_written=True)
-        await self.pool.copy([region.place(spec)], [target], digest=False)
+        await self.pool.copy([place_of(region, spec)], [target], digest=False)
         return into
 
     def abort(self) -> None:

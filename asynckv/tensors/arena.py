@@ -17,10 +17,8 @@ import numpy
 import numpy.typing
 import torch
 
-from asynckv.devices.cuda import DeviceMemory
 from asynckv.tensors.allocator import Run
-from asynckv.tensors.blocks import tensor_in
-from asynckv.tensors.runs import Memory, Runs, fill, joined
+from asynckv.tensors.runs import Memory, fill, joined
 from asynckv.tensors.slabs import PAGE_NBYTES
 from asynckv.tensors.views import no_memory, tensor_over
 from asynckv.types import TensorSpec
@@ -148,13 +146,6 @@ class Region:
         """Put so few bytes there now; ``False`` if it is a GPU's."""
         fill(self.memory(), piece)
         return True
-
-    def place(self, spec: TensorSpec) -> torch.Tensor | Runs | DeviceMemory:
-        """Return what a tensor is copied to or from: one, or the places of its bytes.
-
-        As :meth:`memory` for :class:`~asynckv.tensors.copying.CopyPool`.
-        """
-        return tensor_in(self.memory(), spec)
 
     def hold(self) -> Hold:
         """Keep the memory as it is, also when it is released, until the hold ends."""

@@ -6,13 +6,12 @@ Nothing here copies a block: whoever moves them reads and writes them where they
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Final, NamedTuple, TypeAlias
+from typing import Final, NamedTuple, Protocol, TypeAlias
 
 import numpy
 import numpy.typing
 import torch
 
-from asynckv.devices.tensors import KVOnGpu
 from asynckv.tensors.runs import Memory, Runs, runs_in
 from asynckv.tensors.views import (
     bytes_of,
@@ -27,6 +26,7 @@ from asynckv.types import TensorSpec
 __all__ = (
     "KVBlocks",
     "KVMemory",
+    "Specified",
     "check_apart",
     "check_landing",
     "landing_of",
@@ -128,6 +128,14 @@ class KVBlocks:
         return runs_in(_extent(self.pool), self.block_ids * step, self.block_nbytes)
 
 
+class Specified(Protocol):
+    """What can be moved in a tensor's place."""
+
+    @property
+    def spec(self) -> TensorSpec:
+        """Shape and dtype as of one tensor."""
+
+
 KVMemory: TypeAlias = torch.Tensor | KVBlocks
 """What a tensor's bytes come from, or land in."""
 
@@ -206,7 +214,7 @@ def tensor_in(memory: Memory, spec: TensorSpec) -> torch.Tensor | Runs:
     return memory if isinstance(memory, Runs) else tensor_over(memory, spec)
 
 
-def spec_in(memory: KVMemory | KVOnGpu) -> TensorSpec:
+def spec_in(memory: torch.Tensor | Specified) -> TensorSpec:
     """Return shape and dtype.
 
     :raises ValueError: it cannot be sent

@@ -12,7 +12,7 @@ from typing import Final, Protocol, TypeAlias
 
 import torch
 
-from asynckv.devices.arena import DeviceRegion
+from asynckv.devices.arena import DeviceRegion, place_of
 from asynckv.devices.copying import CopyPool
 from asynckv.devices.cuda import DeviceMemory
 from asynckv.devices.growth import Growth
@@ -187,7 +187,7 @@ class RegionSource:
         return self.region.memory()
 
     def place(self) -> Place:
-        return self.region.place(self.spec)
+        return place_of(self.region, self.spec)
 
     def release(self) -> None:
         """Its owner does that."""

@@ -13,6 +13,7 @@ from typing import ClassVar
 
 import torch
 
+from asynckv.devices.arena import place_of
 from asynckv.devices.copying import CopyPool
 from asynckv.devices.cuda import DeviceMemory
 from asynckv.errors import ChecksumError, GPUFailed
@@ -215,7 +216,7 @@ def target_in(region: Region, part: Part, pool: CopyPool) -> Target:
 
 def device_memory(region: Region | None, spec: TensorSpec) -> DeviceMemory:
     """Return the memory of a GPU that a region is in; whoever has it keeps it."""
-    place = None if region is None else region.place(spec)
+    place = None if region is None else place_of(region, spec)
     if not isinstance(place, DeviceMemory):
         raise TypeError("a region of a GPU lies elsewhere")
     return place

@@ -13,6 +13,7 @@ from asynckv.abc import KVEntry
 from asynckv.buffers.entries.entries import EntryState, StoredEntry
 from asynckv.buffers.lookup import LookupBuffer
 from asynckv.buffers.remote.peer import Peer, connect
+from asynckv.devices.arena import place_of
 from asynckv.devices.cuda import DeviceMemory
 from asynckv.errors import ChecksumError, GPUFailed, LeaseLost
 from asynckv.tensors.views import empty_tensor
@@ -93,7 +94,7 @@ async def test_bytes_that_changed_on_the_gpu_are_refused_by_who_gets_them(
     (entry,) = pair.buffer.ledger.table.entries.values()
     part = next(part for part in entry.parts if part.name == "key")
     assert part.region is not None
-    place = part.region.place(part.spec)
+    place = place_of(part.region, part.spec)
     assert isinstance(place, DeviceMemory)
     pair.ours.process.cuda.view(place)[MIB // 2] ^= 1
     with pytest.raises(ChecksumError):

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from asynckv.buffers.remote.peer import Peer, connect
-from asynckv.devices.arena import DeviceAllocation
+from asynckv.devices.arena import DeviceAllocation, place_of
 from asynckv.devices.cuda import DeviceMemory, Event
 from asynckv.devices.growth import Growth
 from asynckv.devices.imports import import_allocation
@@ -73,7 +73,7 @@ async def view_of(pair: GpuPair) -> torch.Tensor:
 def change(pair: GpuPair, offset: int) -> None:
     """Change a byte of what was inserted, in the memory of the GPU."""
     (stored,) = pair.buffer.ledger.table.entries.values()
-    place = stored.regions[0].place(stored.parts[0].spec)
+    place = place_of(stored.regions[0], stored.parts[0].spec)
     assert isinstance(place, DeviceMemory)
     pair.ours.process.cuda.view(place)[offset] ^= 1
 

@@ -14,7 +14,7 @@ from asynckv.buffers.lookup import LookupBuffer
 from asynckv.buffers.remote.peer import Peer, connect
 from asynckv.buffers.serve import serve
 from asynckv.buffers.serving import select as offer
-from asynckv.devices.arena import DeviceRegion
+from asynckv.devices.arena import DeviceRegion, place_of
 from asynckv.devices.cuda import DeviceMemory
 from asynckv.errors import ChecksumError, EntryAborted, GPUFailed, LeaseLost, PeerLost
 from asynckv.links.fd_socket import has_fd_sockets
@@ -220,7 +220,7 @@ async def test_what_has_no_known_edges_is_compared_whole(
 def change(pair: GpuPair, index: int, offset: int) -> None:
     """Change a byte of what was put, in the memory of the GPU."""
     entry = only(pair.buffer)
-    place = entry.regions[index].place(entry.parts[index].spec)
+    place = place_of(entry.regions[index], entry.parts[index].spec)
     assert isinstance(place, DeviceMemory)
     pair.ours.process.cuda.view(place)[offset] ^= 1
 

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Iterator
 import pytest
 import torch
 
-from asynckv.devices.arena import DeviceArena
+from asynckv.devices.arena import DeviceArena, place_of
 from asynckv.devices.copying import EDGE_NBYTES, CopyPool
 from asynckv.devices.cuda import DeviceMemory
 from asynckv.devices.tensors import KVOnGpu
@@ -157,7 +157,7 @@ async def test_edges_are_the_first_and_the_last_bytes_of_each_place(
 ) -> None:
     whole = noise(sum(sizes))
     region = await filled_region(arena, pool, whole)
-    place, starts = region.place(spec_of(whole)), [0, *itertools.accumulate(sizes)]
+    place, starts = place_of(region, spec_of(whole)), [0, *itertools.accumulate(sizes)]
     assert isinstance(place, DeviceMemory)
     ends = [*itertools.pairwise(starts)]
     found = await pool.edges([place.part(*one) for one in ends])
@@ -170,9 +170,11 @@ async def test_what_lands_has_edges_wherever_it_comes_from(
 ) -> None:
     value, other = noise(NBYTES), noise(NBYTES, 2)
     first, second = await filled_region(arena, pool, value), region_in(arena, NBYTES)
-    await pool.copy([first.place(spec_of(value))], [second.place(spec_of(value))])
+    await pool.copy(
+        [place_of(first, spec_of(value))], [place_of(second, spec_of(value))]
+    )
     assert first.edges == second.edges == edges_of(value)
-    await pool.copy([gpu.tensor(other)], [second.place(spec_of(other))])
+    await pool.copy([gpu.tensor(other)], [place_of(second, spec_of(other))])
     assert (first.edges, second.edges) == (edges_of(value), edges_of(other))
     arena.free([first, second])
 
@@ -181,7 +183,10 @@ async def test_edges_stay_those_of_the_first_time_that_they_are_read(
     gpu: FakeDevice, arena: DeviceArena, pool: CopyPool
 ) -> None:
     region, spec = region_in(arena, MIB), spec_of(noise(MIB))
-    tensor, place = region.tensor(spec).as_subclass(torch.Tensor), region.place(spec)
+    tensor, place = (
+        region.tensor(spec).as_subclass(torch.Tensor),
+        place_of(region, spec),
+    )
     assert isinstance(place, DeviceMemory)
     tensor.copy_(noise(MIB))
     await pool.digest([place.part(0, MIB // 2)])

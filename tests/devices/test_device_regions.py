@@ -6,7 +6,7 @@ import threading
 import pytest
 import torch
 
-from asynckv.devices.arena import DeviceArena, HostRegion, region_behind
+from asynckv.devices.arena import DeviceArena, HostRegion, place_of, region_behind
 from asynckv.devices.cuda import DeviceMemory
 from asynckv.errors import GPUFailed
 from asynckv.types import TensorSpec
@@ -23,7 +23,7 @@ def test_its_tensor_is_on_the_gpu_and_its_place_is_the_same_memory(
     arena: DeviceArena,
 ) -> None:
     region = region_in(arena, MIB)
-    tensor, place = region.tensor(SPEC), region.place(SPEC)
+    tensor, place = region.tensor(SPEC), place_of(region, SPEC)
     tensor.as_subclass(torch.Tensor).fill_(7)
     assert isinstance(place, DeviceMemory) and region_behind(place) is region
     view = arena.pages.allocation.gpus
@@ -135,7 +135,7 @@ def test_what_asynckv_itself_is_at_needs_no_fence(
     gpu: FakeDevice, arena: DeviceArena
 ) -> None:
     region, gate = region_in(arena, MIB), Gate()
-    place = region.place(SPEC)
+    place = place_of(region, SPEC)
     arena.free([region])
     gpu.tensors.stream(0).add(gate)  # of whoever computes, and knows nothing of it
     assert not arena.fits([4 * MIB])

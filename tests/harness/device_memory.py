@@ -8,7 +8,7 @@ from typing import Final
 
 import torch
 
-from asynckv.devices.arena import DeviceArena, DeviceRegion
+from asynckv.devices.arena import DeviceArena, DeviceRegion, place_of
 from asynckv.devices.copying import CopyPool
 from asynckv.devices.lanes import DeviceLanes
 from asynckv.tensors.views import spec_of
@@ -62,5 +62,5 @@ async def filled_region(
 ) -> DeviceRegion:
     """As :func:`region_in`, with the bytes of a tensor in it."""
     region = region_in(arena, tensor.nbytes)
-    await pool.copy([tensor], [region.place(spec_of(tensor))])
+    await pool.copy([tensor], [place_of(region, spec_of(tensor))])
     return region

@@ -10,6 +10,7 @@ import torch
 
 from asynckv.abc import KVEntry
 from asynckv.buffers.remote.peer import connect
+from asynckv.devices.arena import place_of
 from asynckv.devices.cuda import DeviceMemory
 from asynckv.errors import ChecksumError
 from asynckv.links.fd_socket import has_fd_sockets
@@ -112,7 +113,7 @@ async def test_tensors_land_in_memory_of_the_gpu_that_the_caller_has(
 async def test_bytes_that_changed_at_an_edge_are_refused(pair: GpuPair) -> None:
     await pair.buffer.insert([1], None, pair.ours.tensor(noise(MIB)), None, None)
     (stored,) = pair.buffer.ledger.table.entries.values()
-    place = stored.regions[0].place(stored.parts[0].spec)
+    place = place_of(stored.regions[0], stored.parts[0].spec)
     assert isinstance(place, DeviceMemory)
     pair.ours.process.cuda.view(place)[0] ^= 1
     with pytest.raises(ChecksumError):

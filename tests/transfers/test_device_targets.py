@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from asynckv.devices.arena import place_of
 from asynckv.devices.copying import CopyPool
 from asynckv.devices.cuda import DeviceMemory
 from asynckv.errors import ChecksumError, GPUFailed
@@ -56,7 +57,7 @@ def target_of(part: Part, pool: CopyPool) -> DeviceTarget:
 
 async def digest_there(part: Part, pool: CopyPool) -> bytes:
     assert part.region is not None
-    (digest,) = await pool.digest([part.region.place(SPEC)])
+    (digest,) = await pool.digest([place_of(part.region, SPEC)])
     return digest
 
 

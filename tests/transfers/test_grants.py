@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from asynckv.devices.arena import DeviceArena, DeviceRegion
+from asynckv.devices.arena import DeviceArena, DeviceRegion, place_of
 from asynckv.devices.copying import CopyPool
 from asynckv.errors import RemoteProtocolError
 from asynckv.links.link import Link
@@ -176,7 +176,7 @@ class ByNccl(NoRoutes):
 async def on_gpu(arena: DeviceArena, pool: CopyPool, nbytes: int) -> RegionSource:
     region, spec = arena.take_spare(nbytes), TensorSpec((nbytes,), "uint8")
     assert isinstance(region, DeviceRegion)
-    await pool.copy([noise(nbytes)], [region.place(spec)])
+    await pool.copy([noise(nbytes)], [place_of(region, spec)])
     return RegionSource(region, spec)
 
 

@@ -11,6 +11,7 @@ import torch
 
 from asynckv.abc import KVEntry
 from asynckv.buffers.entries.entries import Lease
+from asynckv.devices.arena import place_of
 from asynckv.devices.copying import CopyPool
 from asynckv.devices.cuda import DeviceMemory
 from asynckv.errors import LeaseLost
@@ -95,7 +96,7 @@ async def _copied(
     for index, (part, region) in enumerate(held):
         if index and not index % _AT_A_TIME:
             await asyncio.sleep(0)
-        sources.append(region.place(part.spec))
+        sources.append(place_of(region, part.spec))
         into = targets.get(part.name)
         places.append(pool.empty(part.spec) if into is None else into)
     copying = pool.copy(sources, places, digest=False)

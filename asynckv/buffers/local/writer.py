@@ -19,6 +19,7 @@ from asynckv.buffers.entries.entries import Draft, Lease, StoredEntry
 from asynckv.buffers.entries.ledger import Ledger
 from asynckv.buffers.local.handover import tensors_of, view_of
 from asynckv.buffers.local.select import LocalSelect
+from asynckv.devices.arena import place_of
 from asynckv.devices.copying import CopyPool
 from asynckv.devices.cuda import DeviceMemory
 from asynckv.devices.tensors import KVOnGpu
@@ -132,7 +133,9 @@ class LocalWriter(InsertWriter):
     async def _copy(self, index: int, tensor: KVMemory) -> None:
         entry, part = self._entry, self._entry.parts[index]
         if part.region is not None:
-            (digest,) = await self._pool.copy([tensor], [part.region.place(part.spec)])
+            (digest,) = await self._pool.copy(
+                [tensor], [place_of(part.region, part.spec)]
+            )
             self._ledger.landed(entry, index, digest)
         elif entry.left_by:
             raise EntryAborted(reason=entry.left_by)
@@ -250,7 +253,7 @@ class LocalSource:
             if len(regions) > _BATCH_TENSORS:
                 await asyncio.sleep(0)
             targets = {
-                index: regions[index].place(entry.parts[index].spec)
+                index: place_of(regions[index], entry.parts[index].spec)
                 for index in some
                 if index not in in_place
             }
