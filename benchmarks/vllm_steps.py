@@ -31,8 +31,8 @@ import torch
 from asynckv.abc import KVTransferResults
 from asynckv.config import KVTransferConfig
 from asynckv.connectors.engine import KVEngine
-from asynckv.connectors.p2p_scheduler import P2PScheduler
-from asynckv.connectors.p2p_worker import P2PWorker
+from asynckv.connectors.p2p.scheduler import P2PScheduler
+from asynckv.connectors.p2p.worker import P2PWorker
 from asynckv.integrations.bridge import Bridge
 from asynckv.integrations.vllm.scheduler_role import SchedulerRole
 from asynckv.integrations.vllm.worker_role import WorkerRole

@@ -1,17 +1,37 @@
-"""The paged caches of one rank: pools of blocks by layer, read and written in place."""
+"""The paged caches of one rank: pools of blocks by layer, read and written in place.
+
+From their blocks bytes go to memory of the host or their GPU, and back, wherever the
+caches are. On a GPU what is read is what the engine's stream had been given to compute,
+and nothing is written that it may still read.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import functools
 from collections.abc import Mapping, Sequence
+from typing import Final
 
 import torch
 
 from asynckv.abc import BlockIds
+from asynckv.devices.copying import CopyPool
+from asynckv.devices.cuda import DeviceMemory, Event
+from asynckv.devices.marks import StreamMarks
+from asynckv.devices.pools import GpuPools, gpu_mark
+from asynckv.devices.tensors import at_once, gpu_of
+from asynckv.errors import GPUFailed, GPUUnavailable
 from asynckv.parallel.shapes import EngineShape
 from asynckv.tensors.blocks import KVBlocks
+from asynckv.tensors.views import empty_tensor, spec_of
 from asynckv.types import TensorSpec
 
-__all__ = ("REGION_NAMES", "PagedCaches")
+__all__ = (
+    "REGION_NAMES",
+    "BlockMoves",
+    "PagedCaches",
+)
+
 
 REGION_NAMES = ("key", "value")
 """What the pools of a layer are called in an entry; a fused one is all ``key``."""
@@ -114,3 +134,178 @@ def _pools_of(
         except ValueError as exc:
             raise ValueError(f"{layer}: {exc}") from exc
     return pools
+
+
+_NOT_FOLLOWED: Final = object()
+
+
+class BlockMoves:
+    """Gathers and scatters blocks of one rank's caches, in the threads of ``pool``.
+
+    :raises ValueError: caches on several devices
+    """
+
+    def __init__(self, caches: PagedCaches, pool: CopyPool) -> None:
+        self.caches = caches
+        self.pool = pool
+        self._marks = StreamMarks()
+        self._followed: object = _NOT_FOLLOWED
+        pools = [one for layer in caches.layers for one in caches.pools(layer)]
+        self._gpu = GpuPools(pools, pool.lanes) if caches.is_on_gpu else None
+        self._any_pool = pools[0]
+        self._is_open = False
+
+    def close(self) -> None:
+        """Let the thread that looks at streams end; the pool is its owner's."""
+        self._marks.close()
+
+    @property
+    def is_on_gpu(self) -> bool:
+        """Whether the host can only read blocks by way of copies."""
+        return self._gpu is not None
+
+    def fit(self, device: str) -> bool:
+        """Whether blocks go to a buffer on ``device`` without leaving their GPU."""
+        pools = (p for layer in self.caches.layers for p in self.caches.pools(layer))
+        return (
+            self._gpu is not None
+            and str(self.caches.device) == device
+            and all(pool.is_contiguous() for pool in pools)
+        )
+
+    def mark(self) -> Event | None:
+        """Mark where the calling thread's current stream is; ``None`` for the host's.
+
+        In any thread. Never waits.
+
+        :raises GPUFailed: CUDA refused
+        """
+        if self._gpu is None:
+            return None
+        return gpu_mark(self._any_pool, self.pool.lanes.tensors)
+
+    def follow(self, mark: object) -> None:
+        """Let :meth:`now` be ``mark``, which another thread made of its stream.
+
+        Or raise it: an error that the other thread had instead.
+        """
+        self._followed = mark
+
+    def now(self) -> Event | None:
+        """Return the mark that was followed last, else one of this thread's stream.
+
+        :raises GPUFailed: CUDA refused
+        """
+        if self._followed is _NOT_FOLLOWED:
+            return self.mark()
+        if isinstance(self._followed, Exception):
+            raise self._followed.with_traceback(None)
+        return self._followed  # type: ignore[return-value]
+
+    async def reached(self, mark: Event | None) -> None:
+        """Wait until the stream of ``mark`` has got there. Cancelled: no trace.
+
+        :raises GPUFailed: it failed, or does not get there
+        """
+        await self._marks.reached(mark)
+
+    async def fetch(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Return them in host memory: those of a GPU, which are ready, as copies.
+
+        A cancelled call ends when they are read no more.
+
+        :raises GPUFailed: CUDA failed
+        """
+        if self._gpu is None:  # then none of them is on one
+            return list(tensors)
+        found = {at: one for at, one in enumerate(tensors) if gpu_of(one) is not None}
+        copies = [empty_tensor(spec_of(one)) for one in found.values()]
+        sources = [at_once(one, self.pool.lanes.tensors) for one in found.values()]
+        await self.pool.copy(sources, copies, digest=False)
+        copied = dict(zip(found, copies, strict=True))
+        return [copied.get(at, one) for at, one in enumerate(tensors)]
+
+    async def open(self) -> None:
+        """Have ready what a GPU takes its time for: kernels of torch, memory for them.
+
+        CUDA may keep who allocates waiting for an operation that waits for a peer. A
+        cancelled call leaves it to the first gathering.
+
+        :raises GPUFailed: CUDA failed
+        :raises GPUUnavailable: CuPy or a driver is missing
+        """
+        if self._gpu is not None and len(self._any_pool):
+            block = KVBlocks(self._any_pool, (0, 0))  # two: one is not gathered
+            await self.gather([block], [empty_tensor(block.spec)], None)
+        self._is_open = True
+
+    async def open_if_possible(self) -> None:
+        """As :meth:`open`, once; what fails is for a transfer to say.
+
+        A cancelled call leaves it to the next one.
+        """
+        if not self._is_open:
+            with contextlib.suppress(GPUFailed, GPUUnavailable):
+                await self.open()
+
+    async def gather(
+        self,
+        sources: Sequence[KVBlocks],
+        targets: Sequence[torch.Tensor],
+        mark: Event | None,
+    ) -> None:
+        """Copy blocks into tensors of the host, as they are at ``mark``.
+
+        A cancelled call, or one that fails, ends when no block is read any more.
+
+        :raises GPUFailed: CUDA failed, or the stream of ``mark`` does not get there
+        :raises GPUUnavailable: CuPy or a driver is missing
+        """
+        if self._gpu is None:
+            await self.pool.copy(sources, targets, digest=False)
+            return
+        await self.reached(mark)
+        make = functools.partial(self._gpu.gathering, sources, targets)
+        await self.pool.make_and_run(make)
+
+    async def gather_there(
+        self,
+        sources: Sequence[KVBlocks],
+        targets: Sequence[DeviceMemory],
+    ) -> None:
+        """Copy blocks, as they are now, into plain memory of their GPU, that is ready.
+
+        It is there on return. A cancelled call, or one that fails, ends when no block
+        is read any more.
+
+        :raises ValueError: a target is on another GPU, or not as long as its blocks
+        :raises GPUFailed: CUDA failed
+        :raises GPUUnavailable: CuPy or a driver is missing
+        """
+        if self._gpu is None:
+            raise ValueError("these blocks are on no GPU")
+        make = functools.partial(self._gpu.gathering, sources, targets)
+        await self.pool.make_and_run(make)
+
+    async def scatter(
+        self,
+        sources: Sequence[torch.Tensor],
+        targets: Sequence[KVBlocks],
+        mark: Event | None,
+    ) -> None:
+        """Copy tensors into blocks, after all that was before ``mark``.
+
+        They are the host's, or on the GPU of the blocks, and ready there.
+        It is there on return: no stream need wait for it. A cancelled call, or one that
+        fails, ends when no block is written any more; they may hold a part then.
+
+        :raises ValueError: a source is not as its blocks are, or a block is there twice
+        :raises GPUFailed: as :meth:`gather` does
+        :raises GPUUnavailable: as :meth:`gather` does
+        """
+        if self._gpu is None:
+            await self.pool.copy(sources, targets, digest=False)
+            return
+        await self.reached(mark)
+        make = functools.partial(self._gpu.scattering, sources, targets)
+        await self.pool.make_and_run(make)

@@ -9,6 +9,7 @@ from typing import Final
 import msgspec
 
 from asynckv.config import KVTransferConfig
+from asynckv.connectors.connections import FINGERPRINT_HINT
 from asynckv.connectors.options import (
     CONNECTOR_OPTIONS,
     ConnectorOptions,
@@ -21,7 +22,6 @@ from asynckv.connectors.registry import (
     children_of,
     find_connector,
 )
-from asynckv.connectors.store_line import FINGERPRINT_HINT
 from asynckv.errors import ConfigError
 from asynckv.links.address import check_exposure, parse_url
 from asynckv.links.options import make_keyring

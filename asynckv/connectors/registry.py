@@ -14,12 +14,11 @@ import msgspec
 from asynckv.abc import KVConnectorScheduler, KVConnectorWorker
 from asynckv.config import KVTransferConfig
 from asynckv.connectors.engine import KVEngine
-from asynckv.connectors.multi_scheduler import MultiScheduler
-from asynckv.connectors.multi_worker import MultiWorker
-from asynckv.connectors.p2p_scheduler import P2PScheduler
-from asynckv.connectors.p2p_worker import P2PWorker
-from asynckv.connectors.store_scheduler import StoreScheduler
-from asynckv.connectors.store_worker import StoreWorker
+from asynckv.connectors.multi import MultiScheduler, MultiWorker
+from asynckv.connectors.p2p.scheduler import P2PScheduler
+from asynckv.connectors.p2p.worker import P2PWorker
+from asynckv.connectors.store.scheduler import StoreScheduler
+from asynckv.connectors.store.worker import StoreWorker
 from asynckv.errors import ConfigError
 
 __all__ = (

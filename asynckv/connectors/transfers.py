@@ -1,18 +1,261 @@
-"""The transfers of one worker: a task for each, and a ledger of how they ended."""
+"""A request's life in a connector: which transfers are under way, and what is told.
+
+For each (request, direction) there is one life at a time, and its end is told exactly
+once; whatever else is said of it is only counted. That ledger is pure: no clock, no
+loop, no tensor. A worker has a task for each transfer; of what it says of their ends
+the scheduler side believes what it has ordered.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import collections
+import dataclasses
+import enum
 import logging
 from collections.abc import Callable, Coroutine, Iterable
-from typing import Any
+from typing import Any, Final, Literal, TypeAlias
 
-from asynckv.abc import KVTransferResults
-from asynckv.connectors.lifecycle import Life, TransferCounters, TransferLedger, Way
+from asynckv.abc import BlockIds, KVTransferResults
 from asynckv.observability.lines import as_line
+from asynckv.parallel.outputs import KVConnectorOutput
 from asynckv.shielding import wait_shielded
 
-__all__ = ("Transfers", "reason_of")
+__all__ = (
+    "ExpectedLoads",
+    "Life",
+    "Phase",
+    "TransferCounters",
+    "TransferLedger",
+    "Transfers",
+    "Way",
+    "output_of",
+    "reason_of",
+    "results_of",
+)
+
+
+Way: TypeAlias = Literal["send", "recv"]
+
+_REMEMBERED: Final = 4096
+"""Ended ones of which it is still known that they were here."""
+
+
+class Phase(enum.Enum):
+    """Where a transfer is in its life."""
+
+    MOVING = "moving"
+    """Issued. Memory may be read or written by it."""
+    STOPPING = "stopping"
+    """Cancelled; memory is not quiet yet."""
+    DONE = "done"
+    """Everything arrived; nobody was told yet."""
+    FAILED = "failed"
+    """Ended without that, and memory is quiet; nobody was told yet."""
+    TOLD = "told"
+    """Over."""
+
+
+@dataclasses.dataclass(eq=False, slots=True)
+class Life:
+    """One transfer of one request. Whoever moves its bytes keeps it as a token.
+
+    With ``lacks_room`` it failed as there was no room where it would have been kept.
+    """
+
+    request_id: str
+    way: Way
+    block_ids: frozenset[int] = frozenset()
+    phase: Phase = Phase.MOVING
+    reason: str = ""
+    is_cancelled: bool = False
+    lacks_room: bool = False
+
+    @property
+    def is_over(self) -> bool:
+        """Whether memory is quiet."""
+        return self.phase not in (Phase.MOVING, Phase.STOPPING)
+
+
+@dataclasses.dataclass(slots=True)
+class TransferCounters:
+    """What was said of transfers, and what of it did not count."""
+
+    begun: int = 0
+    done: int = 0
+    failed: int = 0
+    cancelled: int = 0
+    late: int = 0
+    duplicate: int = 0
+    unknown: int = 0
+
+
+class TransferLedger:
+    """Every transfer of one side, by request and direction.
+
+    Nothing here raises for what a peer or an engine says too late, twice or of
+    somebody unknown: it is counted.
+    """
+
+    def __init__(self, remembered: int = _REMEMBERED) -> None:
+        self._lives: dict[tuple[str, Way], Life] = {}
+        self._ended: collections.OrderedDict[tuple[str, Way], None] = (
+            collections.OrderedDict()
+        )
+        self._remembered = remembered
+        self._untold: list[Life] = []
+        self.counters = TransferCounters()
+
+    def __len__(self) -> int:
+        """How many are not told yet."""
+        return len(self._lives)
+
+    def begin(
+        self, request_id: str, way: Way, block_ids: frozenset[int] = frozenset()
+    ) -> Life | None:
+        """A transfer is issued; ``None``, and counted, if one is under way already."""
+        name = (request_id, way)
+        if name in self._lives:
+            self.counters.duplicate += 1
+            return None
+        self._ended.pop(name, None)
+        life = self._lives[name] = Life(request_id, way, block_ids)
+        self.counters.begun += 1
+        return life
+
+    def find(self, request_id: str, way: Way) -> Life | None:
+        """Return the transfer that is not told yet, if there is one."""
+        return self._lives.get((request_id, way))
+
+    def cancel(self, request_id: str, way: Way) -> Life | None:
+        """Nobody wants it any more: return what has to be stopped, if anything has."""
+        life = self._lives.get((request_id, way))
+        if life is None:
+            self._count_stranger((request_id, way))
+            return None
+        if life.phase is not Phase.MOVING:
+            return None
+        life.phase, life.is_cancelled = Phase.STOPPING, True
+        self.counters.cancelled += 1
+        return life
+
+    def settle(self, life: Life, reason: str = "") -> bool:
+        """A transfer has ended and its memory is quiet: done, or why it failed.
+
+        One that was cancelled has failed, even if all of it had arrived. ``False``, and
+        counted, if it was over before.
+        """
+        if self._lives.get((life.request_id, life.way)) is not life:
+            self.counters.late += 1
+            return False
+        if life.is_over:
+            self.counters.duplicate += 1
+            return False
+        if life.phase is Phase.STOPPING:
+            reason = reason or "cancelled"
+        life.phase = Phase.FAILED if reason else Phase.DONE
+        life.reason = reason
+        self.counters.failed += bool(reason)
+        self.counters.done += not reason
+        self._untold.append(life)
+        return True
+
+    def hear(self, request_id: str, way: Way, reason: str = "") -> Life | None:
+        """Somebody else says that a transfer has ended: whose it is, if it counts."""
+        life = self._lives.get((request_id, way))
+        if life is None:
+            self._count_stranger((request_id, way))
+            return None
+        return life if self.settle(life, reason) else None
+
+    def take_untold(self) -> list[Life]:
+        """Return what has ended since the last call, once. They are forgotten."""
+        told, self._untold = self._untold, []
+        for life in told:
+            life.phase = Phase.TOLD
+            name = (life.request_id, life.way)
+            del self._lives[name]
+            self._ended[name] = None
+        while len(self._ended) > self._remembered:
+            self._ended.popitem(last=False)
+        return told
+
+    def _count_stranger(self, name: tuple[str, Way]) -> None:
+        if name in self._ended:
+            self.counters.late += 1
+        else:
+            self.counters.unknown += 1
+
+
+class ExpectedLoads:
+    """Each load that was ordered ends once; what else workers say is only counted."""
+
+    def __init__(self) -> None:
+        self._ledger = TransferLedger()
+        self._aborts: list[str] = []
+
+    def __len__(self) -> int:
+        """How many have not ended."""
+        return len(self._ledger)
+
+    def are_quiet(self, request_id: str) -> bool:
+        """Whether no older request of that id has a load that was aborted, and goes on.
+
+        Until then its blocks are held, and whose an end is could not be told.
+        """
+        life = self._ledger.find(request_id, "recv")
+        return life is None or life.phase is not Phase.STOPPING
+
+    @property
+    def counters(self) -> TransferCounters:
+        """What was said of them, and what of it did not count."""
+        return self._ledger.counters
+
+    @property
+    def has_aborts(self) -> bool:
+        """Whether there is something for :meth:`take_aborts`."""
+        return bool(self._aborts)
+
+    def begin(self, request_id: str, block_ids: BlockIds) -> Life | None:
+        """A load is ordered; ``None``, and counted, if the request has one."""
+        return self._ledger.begin(request_id, "recv", frozenset(_flat(block_ids)))
+
+    def abort(self, request_id: str) -> bool:
+        """Nobody waits for it; ``True``: its blocks must stay until it has ended."""
+        if self._ledger.cancel(request_id, "recv") is None:
+            return False
+        self._aborts.append(request_id)
+        return True
+
+    def take_aborts(self) -> tuple[str, ...]:
+        """Return what the workers have to be told, once."""
+        aborts, self._aborts = self._aborts, []
+        return tuple(aborts)
+
+    def hear(self, results: KVTransferResults) -> KVTransferResults:
+        """Take what the workers say; return the ends that count, each once."""
+        for request_id in results.finished_recving:
+            is_failed = request_id in results.failed_recving
+            why = results.reasons.get(request_id) or "the load failed"
+            self._ledger.hear(request_id, "recv", why if is_failed else "")
+        lives = self._ledger.take_untold()
+        failed = [life for life in lives if life.reason]
+        return KVTransferResults(
+            finished_recving=frozenset(life.request_id for life in lives),
+            failed_recving=frozenset(life.request_id for life in failed),
+            # What else the workers name may be somebody else's by now.
+            invalid_block_ids=frozenset[int]().union(*(f.block_ids for f in failed)),
+            reasons={life.request_id: life.reason for life in failed},
+        )
+
+    def clear(self) -> None:
+        """Tell the workers nothing more."""
+        self._aborts.clear()
+
+
+def _flat(block_ids: BlockIds) -> Iterable[int]:
+    return (block for group in block_ids for block in group)
+
 
 logger = logging.getLogger(__name__)
 
@@ -225,3 +468,31 @@ def reason_of(error: BaseException) -> str:
     """Return what is told of an error."""
     name = type(error).__name__
     return f"{name}: {error}" if str(error) else name
+
+
+def output_of(results: KVTransferResults) -> KVConnectorOutput:
+    """Return what one rank says, for the aggregator."""
+    return KVConnectorOutput(
+        finished_sending=set(results.finished_sending),
+        failed_sending=set(results.failed_sending),
+        full_sending=set(results.full_sending),
+        finished_recving=set(results.finished_recving),
+        failed_recving=set(results.failed_recving),
+        invalid_block_ids=set(results.invalid_block_ids),
+        reasons=dict(results.reasons),
+        parts=tuple(map(output_of, results.parts)),
+    )
+
+
+def results_of(output: KVConnectorOutput) -> KVTransferResults:
+    """Return what all ranks say, for ``update_connector_output``."""
+    return KVTransferResults(
+        finished_sending=frozenset(output.finished_sending or ()),
+        failed_sending=frozenset(output.failed_sending or ()),
+        full_sending=frozenset(output.full_sending or ()),
+        finished_recving=frozenset(output.finished_recving or ()),
+        failed_recving=frozenset(output.failed_recving or ()),
+        invalid_block_ids=frozenset(output.invalid_block_ids),
+        reasons=dict(output.reasons),
+        parts=tuple(map(results_of, output.parts)),
+    )

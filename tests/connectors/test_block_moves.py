@@ -3,8 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from asynckv.connectors.block_moves import BlockMoves
-from asynckv.connectors.caches import PagedCaches
+from asynckv.connectors.caches import BlockMoves, PagedCaches
 from asynckv.devices.copying import CopyPool
 from asynckv.devices.tensors import at_once
 from asynckv.errors import GPUFailed

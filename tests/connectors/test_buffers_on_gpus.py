@@ -18,8 +18,8 @@ import torch
 from asynckv.buffers.lookup import LookupBuffer
 from asynckv.config import KVTransferConfig
 from asynckv.connectors.engine import KVEngine
-from asynckv.connectors.p2p_orders import LoadOrder, P2PMetadata
-from asynckv.connectors.p2p_worker import P2PWorker
+from asynckv.connectors.p2p.worker import P2PWorker
+from asynckv.connectors.requests import LoadOrder, P2PMetadata
 from asynckv.errors import ConfigError, GPUUnavailable
 from asynckv.testing.blocked import until
 from harness.cancellations.connectors.grounds import (

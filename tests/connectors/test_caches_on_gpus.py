@@ -16,11 +16,11 @@ import torch
 from asynckv.buffers.serve import serve
 from asynckv.buffers.store import StoreBuffer
 from asynckv.config import KVTransferConfig
-from asynckv.connectors.block_moves import BlockMoves
+from asynckv.connectors.caches import BlockMoves
 from asynckv.connectors.engine import KVEngine
-from asynckv.connectors.p2p_orders import P2PMetadata
-from asynckv.connectors.p2p_worker import P2PWorker
-from asynckv.connectors.store_worker import StoreWorker
+from asynckv.connectors.p2p.worker import P2PWorker
+from asynckv.connectors.requests import P2PMetadata
+from asynckv.connectors.store.worker import StoreWorker
 from asynckv.devices.cuda import Event
 from asynckv.errors import ConfigError, GPUFailed
 from asynckv.parallel.shapes import EngineShape

@@ -15,14 +15,18 @@ import torch
 from asynckv.buffers.store import StoreBuffer
 from asynckv.config import KVTransferConfig
 from asynckv.connectors.engine import KVEngine
-from asynckv.connectors.multi_scheduler import MultiMetadata
-from asynckv.connectors.multi_worker import MultiWorker
+from asynckv.connectors.multi import MultiMetadata, MultiWorker
 from asynckv.connectors.options import Direction
-from asynckv.connectors.p2p_orders import LoadOrder, P2PMetadata, SaveOrder
-from asynckv.connectors.p2p_worker import P2PWorker
-from asynckv.connectors.store_orders import StoreMetadata, StoreOrder
-from asynckv.connectors.store_shapes import namespace_of
-from asynckv.connectors.store_worker import StoreWorker
+from asynckv.connectors.p2p.worker import P2PWorker
+from asynckv.connectors.requests import (
+    LoadOrder,
+    P2PMetadata,
+    SaveOrder,
+    StoreMetadata,
+    StoreOrder,
+)
+from asynckv.connectors.store.lookup import namespace_of
+from asynckv.connectors.store.worker import StoreWorker
 from asynckv.integrations.bridge.bridge import Bridge
 from asynckv.tensors import copying
 from asynckv.testing.blocked import until

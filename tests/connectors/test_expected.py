@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from asynckv.abc import KVTransferResults
-from asynckv.connectors.expected import ExpectedLoads
+from asynckv.connectors.transfers import ExpectedLoads
 
 
 def said(*names: str, failed: tuple[str, ...] = ()) -> KVTransferResults:

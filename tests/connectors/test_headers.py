@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from asynckv.connectors.headers import EntryHeader
+from asynckv.connectors.keys import EntryHeader
 from asynckv.errors import IncompatiblePeer
 from asynckv.types import TensorSpec
 from harness.engines.toy_model import ToyModel

@@ -12,7 +12,7 @@ from asynckv.abc import (
 )
 from asynckv.config import KVTransferConfig
 from asynckv.connectors.engine import KVEngine
-from asynckv.connectors.multi_scheduler import MultiMetadata, MultiScheduler
+from asynckv.connectors.multi import MultiMetadata, MultiScheduler
 from asynckv.connectors.registry import make_scheduler
 
 ENGINE = KVEngine(engine_id="E", block_size=4)

@@ -12,16 +12,18 @@ from asynckv.abc import KVConnectorMetadata, KVTransferResults
 from asynckv.buffers.serve import serve
 from asynckv.buffers.store import StoreBuffer
 from asynckv.config import KVTransferConfig
-from asynckv.connectors.block_moves import BlockMoves
-from asynckv.connectors.caches import PagedCaches
+from asynckv.connectors.caches import BlockMoves, PagedCaches
 from asynckv.connectors.engine import KVEngine
-from asynckv.connectors.multi_scheduler import MultiMetadata
-from asynckv.connectors.multi_worker import MultiWorker
-from asynckv.connectors.p2p_orders import LoadOrder, P2PMetadata
+from asynckv.connectors.multi import MultiMetadata, MultiWorker
 from asynckv.connectors.registry import make_worker
-from asynckv.connectors.spool import Spool
-from asynckv.connectors.store_orders import StoreMetadata, StoreOrder
-from asynckv.connectors.store_worker import StoreWorker
+from asynckv.connectors.requests import (
+    LoadOrder,
+    P2PMetadata,
+    StoreMetadata,
+    StoreOrder,
+)
+from asynckv.connectors.store.transfers import Spool
+from asynckv.connectors.store.worker import StoreWorker
 from asynckv.devices.cuda import Event
 from asynckv.tensors.blocks import KVBlocks
 from asynckv.testing.blocked import until_blocked

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from asynckv.abc import KVTransferResults
-from asynckv.connectors.outputs import output_of, results_of
+from asynckv.connectors.transfers import output_of, results_of
 
 
 def test_nothing_that_a_worker_says_is_lost_on_the_way_to_its_scheduler() -> None:

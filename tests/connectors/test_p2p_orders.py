@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import msgspec
 
-from asynckv.connectors.p2p_orders import LoadOrder, P2PMetadata, SaveOrder
+from asynckv.connectors.requests import LoadOrder, P2PMetadata, SaveOrder
 from harness.engines.toy_model import ToyModel
 from harness.engines.toy_pairs import toy_shape
 

@@ -4,8 +4,7 @@ import msgspec
 import pytest
 
 from asynckv.abc import KVRequest
-from asynckv.connectors.p2p_orders import SaveOrder
-from asynckv.connectors.p2p_samples import SampledPrompts
+from asynckv.connectors.requests import SampledPrompts, SaveOrder
 
 SAMPLE = KVRequest("0_a", (1, 2, 3), {"do_remote_decode": True}, parent_id="a")
 
@@ -59,7 +58,7 @@ def test_what_was_withdrawn_is_not_shared_with_who_comes_later() -> None:
 
 
 def test_prompts_are_not_remembered_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("asynckv.connectors.p2p_samples._REMEMBERED", 2)
+    monkeypatch.setattr("asynckv.connectors.requests._REMEMBERED", 2)
     prompts = SampledPrompts()
     for parent in "abc":
         sample = msgspec.structs.replace(SAMPLE, parent_id=parent)

@@ -9,9 +9,9 @@ from asynckv.abc import KVConnectorScheduler
 from asynckv.config import KVTransferConfig
 from asynckv.connectors import registry
 from asynckv.connectors.engine import KVEngine
-from asynckv.connectors.multi_worker import MultiWorker
-from asynckv.connectors.p2p_scheduler import P2PScheduler
-from asynckv.connectors.p2p_worker import P2PWorker
+from asynckv.connectors.multi import MultiWorker
+from asynckv.connectors.p2p.scheduler import P2PScheduler
+from asynckv.connectors.p2p.worker import P2PWorker
 from asynckv.connectors.registry import (
     KVConnectorKind,
     children_of,
@@ -57,7 +57,7 @@ def test_both_sides_of_the_configured_connector_are_made() -> None:
         ("P2PConector", None, "did you mean 'P2PConnector'"),
         ("x", None, "connectors: "),
         ("x", "no.such.module", "has no 'x'"),
-        ("P2PWorker", "asynckv.connectors.p2p_worker", "is no KVConnectorKind"),
+        ("P2PWorker", "asynckv.connectors.p2p.worker", "is no KVConnectorKind"),
     ],
 )
 def test_a_connector_that_is_not_there_is_named(

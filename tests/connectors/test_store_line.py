@@ -5,8 +5,8 @@ import pytest
 from asynckv.buffers.serve import serve
 from asynckv.buffers.store import StoreBuffer
 from asynckv.config import KVTransferConfig
+from asynckv.connectors.connections import StoreLine
 from asynckv.connectors.engine import KVEngine
-from asynckv.connectors.store_line import StoreLine
 from asynckv.errors import ConfigError
 
 ENGINE = KVEngine(engine_id="E", block_size=4)

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import msgspec
 
-from asynckv.connectors.store_orders import StoreMetadata, StoreOrder
+from asynckv.connectors.requests import StoreMetadata, StoreOrder
 
 
 def test_orders_cross_processes() -> None:

@@ -20,11 +20,11 @@ from asynckv.abc import (
 )
 from asynckv.config import KVTransferConfig
 from asynckv.connectors.engine import KVEngine
-from asynckv.connectors.p2p_scheduler import P2PScheduler
-from asynckv.connectors.p2p_worker import P2PWorker
+from asynckv.connectors.p2p.scheduler import P2PScheduler
+from asynckv.connectors.p2p.worker import P2PWorker
 from asynckv.connectors.registry import make_scheduler, make_worker
-from asynckv.connectors.store_scheduler import StoreScheduler
-from asynckv.connectors.store_worker import StoreWorker
+from asynckv.connectors.store.scheduler import StoreScheduler
+from asynckv.connectors.store.worker import StoreWorker
 from asynckv.errors import WrongLoop
 from asynckv.integrations.bridge import Bridge
 

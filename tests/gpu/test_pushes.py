@@ -14,8 +14,8 @@ import torch
 from asynckv.config import KVTransferConfig
 from asynckv.connectors.engine import KVEngine
 from asynckv.connectors.keys import prompt_digest
-from asynckv.connectors.p2p_orders import LoadOrder, P2PMetadata
-from asynckv.connectors.p2p_worker import P2PWorker
+from asynckv.connectors.p2p.worker import P2PWorker
+from asynckv.connectors.requests import LoadOrder, P2PMetadata
 from asynckv.testing.blocked import until
 from harness.engines.toy_pairs import free_urls
 
@@ -37,8 +37,8 @@ _PRODUCER: Final = """
 import asyncio, sys, torch
 from asynckv.config import KVTransferConfig
 from asynckv.connectors.engine import KVEngine
-from asynckv.connectors.p2p_orders import P2PMetadata, SaveOrder
-from asynckv.connectors.p2p_worker import P2PWorker
+from asynckv.connectors.requests import P2PMetadata, SaveOrder
+from asynckv.connectors.p2p.worker import P2PWorker
 from asynckv.testing.blocked import until
 url, layers, room = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 shape = tuple(map(int, sys.argv[4].split(",")))

@@ -15,8 +15,8 @@ from asynckv.buffers.serve import serve
 from asynckv.buffers.store import StoreBuffer
 from asynckv.config import KVTransferConfig
 from asynckv.connectors.engine import KVEngine
-from asynckv.connectors.store_orders import StoreMetadata, StoreOrder
-from asynckv.connectors.store_worker import StoreWorker
+from asynckv.connectors.requests import StoreMetadata, StoreOrder
+from asynckv.connectors.store.worker import StoreWorker
 from asynckv.testing.blocked import until
 
 pytestmark = [
@@ -36,8 +36,8 @@ _SAVER: Final = """
 import asyncio, sys, torch
 from asynckv.config import KVTransferConfig
 from asynckv.connectors.engine import KVEngine
-from asynckv.connectors.store_orders import StoreMetadata, StoreOrder
-from asynckv.connectors.store_worker import StoreWorker
+from asynckv.connectors.requests import StoreMetadata, StoreOrder
+from asynckv.connectors.store.worker import StoreWorker
 url, layers = sys.argv[1], int(sys.argv[2])
 shape = tuple(map(int, sys.argv[3].split(",")))
 async def main():

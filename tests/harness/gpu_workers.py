@@ -17,8 +17,8 @@ import torch
 from asynckv.config import KVRole, KVTransferConfig
 from asynckv.connectors.engine import KVEngine
 from asynckv.connectors.keys import prompt_digest
-from asynckv.connectors.p2p_orders import LoadOrder, P2PMetadata, SaveOrder
-from asynckv.connectors.p2p_worker import P2PWorker
+from asynckv.connectors.p2p.worker import P2PWorker
+from asynckv.connectors.requests import LoadOrder, P2PMetadata, SaveOrder
 from asynckv.testing.blocked import until
 from harness.fake_devices import fake_device_of, lanes_of
 from harness.fake_gpus import FakeGpus

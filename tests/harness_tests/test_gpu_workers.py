@@ -12,8 +12,8 @@ from collections.abc import AsyncIterator
 import pytest
 import torch
 
-from asynckv.connectors.p2p_orders import P2PMetadata
-from asynckv.connectors.p2p_worker import P2PWorker
+from asynckv.connectors.p2p.worker import P2PWorker
+from asynckv.connectors.requests import P2PMetadata
 from asynckv.testing.blocked import until
 from harness.engines.toy_pairs import free_urls
 from harness.gpu_processes import GPU_KINDS, GpuKind, usable

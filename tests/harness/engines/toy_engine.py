@@ -24,7 +24,7 @@ from asynckv.abc import (
     TakesHandshakes,
 )
 from asynckv.config import KVLoadFailurePolicy
-from asynckv.connectors.outputs import output_of, results_of
+from asynckv.connectors.transfers import output_of, results_of
 from asynckv.parallel.aggregator import KVOutputAggregator
 from asynckv.parallel.outputs import KVConnectorOutput
 from harness.engines.toy_model import ToyModel

@@ -10,9 +10,9 @@ from collections.abc import Mapping
 from asynckv.abc import KVConnectorWorker
 from asynckv.config import KVLoadFailurePolicy, KVRole, KVTransferConfig
 from asynckv.connectors.engine import KVEngine
-from asynckv.connectors.p2p_worker import P2PWorker
+from asynckv.connectors.p2p.worker import P2PWorker
 from asynckv.connectors.registry import find_connector, make_scheduler, make_worker
-from asynckv.connectors.store_worker import StoreWorker
+from asynckv.connectors.store.worker import StoreWorker
 from asynckv.parallel.layouts import KVLayout
 from asynckv.parallel.shapes import EngineShape
 from harness.engines.toy_engine import ToyEngine

@@ -8,12 +8,10 @@ from typing import Literal
 
 import torch
 
-from asynckv.connectors.block_moves import BlockMoves
-from asynckv.connectors.caches import PagedCaches
+from asynckv.connectors.caches import BlockMoves, PagedCaches
 from asynckv.connectors.engine import KVEngine
 from asynckv.connectors.options import ConnectorOptions
-from asynckv.connectors.p2p_notices import P2PNotices
-from asynckv.connectors.p2p_routes import P2PRoutes
+from asynckv.connectors.p2p.routes import P2PNotices, P2PRoutes
 from asynckv.connectors.transfers import Transfers
 from asynckv.devices.copying import CopyPool
 from harness.engines.toy_pairs import pair_configs

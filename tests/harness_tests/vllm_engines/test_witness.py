@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from asynckv.connectors.p2p_orders import LoadOrder, P2PMetadata
+from asynckv.connectors.requests import LoadOrder, P2PMetadata
 from harness.vllm_engines.witness import BlockWitness
 
 CARRIED = {"do_remote_prefill": True, "transfer_id": "t"}

@@ -15,10 +15,9 @@ from asynckv.buffers.serve import serve
 from asynckv.buffers.store import StoreBuffer
 from asynckv.config import KVRole, KVTransferConfig
 from asynckv.connectors.engine import KVEngine
-from asynckv.connectors.p2p_orders import P2PMetadata
-from asynckv.connectors.p2p_worker import P2PWorker
-from asynckv.connectors.store_orders import StoreMetadata, StoreOrder
-from asynckv.connectors.store_worker import StoreWorker
+from asynckv.connectors.p2p.worker import P2PWorker
+from asynckv.connectors.requests import P2PMetadata, StoreMetadata, StoreOrder
+from asynckv.connectors.store.worker import StoreWorker
 from asynckv.integrations.bridge import Bridge
 from asynckv.integrations.vllm.worker_role import WorkerRole
 from asynckv.testing.blocked import until

@@ -9,9 +9,8 @@ from typing import Any, Final
 import pytest
 import torch
 
-from asynckv.connectors.block_moves import BlockMoves
-from asynckv.connectors.caches import PagedCaches
-from asynckv.connectors.spool import Spool
+from asynckv.connectors.caches import BlockMoves, PagedCaches
+from asynckv.connectors.store.transfers import Spool
 from asynckv.devices.copying import CopyPool
 from asynckv.errors import ConfigError
 from asynckv.integrations.vllm.pages import pages_of

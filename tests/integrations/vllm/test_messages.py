@@ -12,7 +12,7 @@ pytestmark = pytest.mark.vllm
 _CODE = """
 import copy
 from asynckv.abc import KVConnectorHandshake, KVTransferResults
-from asynckv.connectors.p2p_orders import LoadOrder, P2PMetadata
+from asynckv.connectors.requests import LoadOrder, P2PMetadata
 from asynckv.integrations.vllm.messages import (
     AsyncKVHandshake, AsyncKVMetadata, AsyncKVWorkerMetadata,
 )

@@ -12,12 +12,11 @@ import pytest
 import torch
 
 from asynckv.config import KVRole, KVTransferConfig
-from asynckv.connectors.block_moves import BlockMoves
-from asynckv.connectors.caches import PagedCaches
+from asynckv.connectors.caches import BlockMoves, PagedCaches
 from asynckv.connectors.engine import KVEngine
-from asynckv.connectors.p2p_orders import P2PMetadata
-from asynckv.connectors.p2p_worker import P2PWorker
-from asynckv.connectors.spool import Spool
+from asynckv.connectors.p2p.worker import P2PWorker
+from asynckv.connectors.requests import P2PMetadata
+from asynckv.connectors.store.transfers import Spool
 from asynckv.devices.copying import CopyPool
 from asynckv.errors import ConfigError
 from asynckv.integrations.vllm.pages import attention_of, pages_of

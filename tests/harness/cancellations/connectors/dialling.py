@@ -7,8 +7,8 @@ from typing import Final
 
 import msgspec
 
+from asynckv.connectors.connections import PeerLine, Peers
 from asynckv.connectors.engine import KVEngine
-from asynckv.connectors.peers import PeerLine, Peers
 from asynckv.errors import PeerLost
 from asynckv.testing.cancellation import Outcome
 from asynckv.testing.expectations import expect, expect_error

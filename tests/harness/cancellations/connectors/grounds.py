@@ -20,8 +20,8 @@ from asynckv.config import KVTransferConfig
 from asynckv.connectors.engine import KVEngine
 from asynckv.connectors.keys import prompt_digest
 from asynckv.connectors.options import Direction
-from asynckv.connectors.p2p_orders import LoadOrder, P2PMetadata, SaveOrder
-from asynckv.connectors.p2p_worker import P2PWorker
+from asynckv.connectors.p2p.worker import P2PWorker
+from asynckv.connectors.requests import LoadOrder, P2PMetadata, SaveOrder
 from asynckv.testing.blocked import until
 from asynckv.testing.expectations import expect
 from harness.cancellations.connectors.caches import ToyCaches

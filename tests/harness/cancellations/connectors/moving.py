@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 from typing import Final
 
-from asynckv.connectors.headers import EntryHeader
-from asynckv.connectors.p2p_loads import P2PLoad, Source, release
-from asynckv.connectors.p2p_orders import LoadOrder
-from asynckv.connectors.p2p_saves import P2PSave, Target, tell_failure, withdraw
+from asynckv.connectors.keys import EntryHeader
+from asynckv.connectors.p2p.load import P2PLoad, Source, release
+from asynckv.connectors.p2p.save import P2PSave, Target, tell_failure, withdraw
+from asynckv.connectors.requests import LoadOrder
 from asynckv.testing.cancellation import Outcome
 from asynckv.testing.expectations import expect
 from harness.cancellations.connectors.grounds import P2PGround

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 from typing import Final
 
-from asynckv.connectors.gpu_layers import GpuLayers
+from asynckv.connectors.p2p.gpu_layers import GpuLayers
 from asynckv.testing.blocked import until
 from asynckv.testing.cancellation import Outcome
 from asynckv.transfers.source import StagedTensor, release_staged

@@ -10,13 +10,11 @@ from typing import Final
 import msgspec
 
 from asynckv.abc import KVConnectorMetadata, KVQuestion
-from asynckv.connectors.multi_scheduler import MultiMetadata, MultiScheduler
-from asynckv.connectors.multi_worker import MultiWorker
-from asynckv.connectors.p2p_orders import P2PMetadata
-from asynckv.connectors.p2p_worker import P2PWorker
-from asynckv.connectors.store_orders import StoreMetadata, StoreOrder
-from asynckv.connectors.store_scheduler import StoreScheduler
-from asynckv.connectors.store_worker import StoreWorker
+from asynckv.connectors.multi import MultiMetadata, MultiScheduler, MultiWorker
+from asynckv.connectors.p2p.worker import P2PWorker
+from asynckv.connectors.requests import P2PMetadata, StoreMetadata, StoreOrder
+from asynckv.connectors.store.scheduler import StoreScheduler
+from asynckv.connectors.store.worker import StoreWorker
 from asynckv.testing.cancellation import Outcome
 from asynckv.testing.expectations import expect
 from harness.cancellations.connectors.closing import new_worker

@@ -9,7 +9,7 @@ import msgspec
 import torch
 
 from asynckv.buffers.lookup import LookupBuffer
-from asynckv.connectors.p2p_orders import LoadOrder, P2PMetadata
+from asynckv.connectors.requests import LoadOrder, P2PMetadata
 from asynckv.testing.cancellation import Outcome
 from asynckv.testing.expectations import expect
 from harness.cancellations.connectors.grounds import P2PGround, until_loaded

@@ -18,9 +18,9 @@ from asynckv.buffers.store import StoreBuffer
 from asynckv.config import KVTransferConfig
 from asynckv.connectors.engine import KVEngine
 from asynckv.connectors.keys import prefix_block_keys
-from asynckv.connectors.store_orders import StoreMetadata, StoreOrder
-from asynckv.connectors.store_scheduler import StoreScheduler
-from asynckv.connectors.store_worker import StoreWorker
+from asynckv.connectors.requests import StoreMetadata, StoreOrder
+from asynckv.connectors.store.scheduler import StoreScheduler
+from asynckv.connectors.store.worker import StoreWorker
 from asynckv.testing.blocked import until
 from asynckv.testing.expectations import expect
 from harness.cancellations.connectors.caches import ToyCaches

@@ -6,10 +6,10 @@ import asyncio
 from typing import Any, Final
 
 from asynckv.abc import KVAnswer, KVQuestion
-from asynckv.connectors.store_line import StoreLine
-from asynckv.connectors.store_orders import StoreMetadata, StoreOrder
-from asynckv.connectors.store_scheduler import StoreScheduler
-from asynckv.connectors.store_worker import StoreWorker
+from asynckv.connectors.connections import StoreLine
+from asynckv.connectors.requests import StoreMetadata, StoreOrder
+from asynckv.connectors.store.scheduler import StoreScheduler
+from asynckv.connectors.store.worker import StoreWorker
 from asynckv.errors import PeerLost
 from asynckv.testing.cancellation import Outcome
 from asynckv.testing.expectations import expect, expect_error

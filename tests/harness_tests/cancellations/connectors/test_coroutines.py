@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from asynckv.connectors.p2p_loads import P2PLoad
+from asynckv.connectors.p2p.load import P2PLoad
 from harness.cancellations.connectors.coroutines import (
     ONE_STEP,
     codes_of_coroutines,

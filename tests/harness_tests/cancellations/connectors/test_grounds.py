@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from asynckv.connectors.options import Direction
-from asynckv.connectors.p2p_orders import P2PMetadata
+from asynckv.connectors.requests import P2PMetadata
 from harness.cancellations import quiet
 from harness.cancellations.connectors import grounds
 from harness.cancellations.connectors.grounds import (

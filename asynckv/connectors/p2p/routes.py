@@ -1,0 +1,351 @@
+"""Which buffer holds a prompt's entries: all that ``push`` and ``pull`` differ in.
+
+With what a worker tells its peers of entries that are not needed, or will not come.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Final
+
+import anyio
+
+from asynckv.abc import KVLookupBuffer
+from asynckv.buffers.entries.entries import EntryState
+from asynckv.buffers.lookup import LookupBuffer
+from asynckv.buffers.serve import Server, serve
+from asynckv.config import KVTransferConfig
+from asynckv.connectors.connections import Peers, identity_of
+from asynckv.connectors.engine import KVEngine
+from asynckv.connectors.keys import EntryHeader
+from asynckv.connectors.options import ConnectorOptions, url_of_rank
+from asynckv.connectors.p2p.load import Source, release
+from asynckv.connectors.p2p.save import Target, tell_failure, withdraw
+from asynckv.connectors.requests import LoadOrder, SaveOrder
+from asynckv.connectors.transfers import Transfers
+from asynckv.devices.names import Device
+from asynckv.errors import IncompatiblePeer, PeerLost
+from asynckv.observability.lines import as_line
+from asynckv.parallel.plans import RankRead
+from asynckv.parallel.shapes import EngineShape
+from asynckv.protocol.values import PeerIdentity
+
+__all__ = (
+    "P2PNotices",
+    "P2PRoutes",
+)
+
+
+_DRAIN_S: Final = 1.0
+
+_FULL_AFTER_S: Final = 0.5
+"""Whoever wants an entry that waits for room gets it: one that waits is unwanted."""
+
+
+class P2PRoutes:
+    """This rank's own buffer, where it serves one, and its ways to those of others.
+
+    With ``pull`` an entry is in the buffer of the rank that computed it, under the id
+    of its transfer. With ``push`` it is in that of each rank that reads it, and its id
+    also says whose it is.
+    """
+
+    def __init__(self, config: KVTransferConfig, engine: KVEngine) -> None:
+        self._config = config
+        self._engine = engine
+        self._options = ConnectorOptions.of(config)
+        self._stack = contextlib.AsyncExitStack()
+        self.peers = Peers(config, engine)
+        self.buffer: LookupBuffer | None = None
+        self.server: Server | None = None
+        self._lost_callbacks: list[Callable[[str], None]] = []
+
+    @property
+    def serves(self) -> bool:
+        """Whether entries wait here, for peers or for this engine itself."""
+        if self._options.direction == "pull":
+            return self._config.is_kv_producer
+        return self._config.is_kv_consumer
+
+    @property
+    def pushes(self) -> bool:
+        """Whether what is computed here is put into the buffers of others."""
+        return self._options.direction == "push" and self._config.is_kv_producer
+
+    @property
+    def links(self) -> int:
+        """How many links to ranks of other engines are up, whoever has dialled."""
+        served = 0 if self.server is None else len(self.server.peers)
+        return self.peers.connected + served
+
+    @property
+    def is_full(self) -> bool:
+        """Whether something computed here has waited for room for some time."""
+        if self.buffer is None or self._options.direction == "push":
+            return False
+        now = asyncio.get_running_loop().time()
+        return self.buffer.room.longest_wait_s(now) > _FULL_AFTER_S
+
+    async def open(self, device: Device | None = None) -> None:
+        """Serve the own buffer, where there is one. Cancelled, nothing is open.
+
+        With ``device`` what it keeps, and what is fetched, has memory of that GPU; what
+        is pushed has some of it while it leaves: see :meth:`push_from`.
+
+        :raises ConfigError: the address cannot be listened on
+        :raises GPUUnavailable: CuPy, a driver or that GPU is missing
+        :raises GPUFailed: it has not so much memory left
+        """
+        if self._options.direction == "pull":
+            self.peers.device = device
+        else:
+            self.push_from(device)
+        if not self.serves or self.buffer is not None:
+            return
+        config = self._config
+        buffer = LookupBuffer(
+            config.max_bytes,
+            fingerprint=config.fingerprint,
+            drain_s=_DRAIN_S,
+            device=device,
+        )
+        try:
+            self.server = await self._stack.enter_async_context(self._serving(buffer))
+        except BaseException:
+            buffer.abort()  # memory of a GPU does not wait for the garbage collector
+            raise
+        self.buffer = await self._stack.enter_async_context(buffer)
+
+    def push_from(self, device: Device | None) -> None:
+        """What is pushed leaves ``device``, through a little of it. Never waits.
+
+        What is pulled is kept where it was opened.
+        """
+        if self.pushes:
+            self.peers.push_from(device, self._options.push_buffer_bytes)
+
+    def may_lead_to_gpu(self, order: SaveOrder, device: str) -> bool:
+        """Whether what ``order`` pushes may go from ``device`` to a GPU there."""
+        if self._options.direction == "pull":
+            return False
+        try:
+            readers = self._engine.readers_in(self._consumer_shape(order.peer))
+        except IncompatiblePeer:
+            return False  # the save will say so
+        peers = self.peers
+        return any(peers.may_lead_to_gpu(order.peer, rank, device) for rank in readers)
+
+    def _serving(self, buffer: LookupBuffer) -> Server:
+        config, engine = self._config, self._engine
+        server = serve(
+            url_of_rank(self._options.listen or config.url, engine.rank),
+            lookup=buffer,
+            max_waiting_bytes=config.max_waiting_bytes,
+            identity=identity_of(engine.engine_id, engine.rank),
+            secret_file=config.secret_file,
+            tls=config.tls,
+            allow_plaintext=config.allow_plaintext,
+        )
+        server.call_when_lost(self._on_lost)
+        return server
+
+    def call_when_lost(self, callback: Callable[[str], None]) -> None:
+        """Call back with the identity of each rank that was connected and is gone."""
+        self._lost_callbacks.append(callback)
+
+    def may_come_from_others(self, identity: str) -> bool:
+        """Whether ranks of other engines that push the same part are connected."""
+        rank = identity.rpartition("/")[2]
+        served = () if self.server is None else self.server.peers
+        return any(
+            peer.id != identity and peer.id.rpartition("/")[2] == rank
+            for peer in served
+        )
+
+    def has_pushed(self, order: LoadOrder, rank: int) -> bool:
+        """Whether all that a rank was to push for ``order`` is here."""
+        if self.buffer is None:
+            return False
+        entries = self.buffer.ledger.table.entries
+        entry = entries.get(_pushed(order.transfer_id, rank))
+        return entry is not None and entry.state is EntryState.READY
+
+    def sources(
+        self, order: LoadOrder
+    ) -> tuple[Mapping[int, RankRead | None], Mapping[int, Source]]:
+        """Return what this rank reads from whom, and where that is.
+
+        :raises IncompatiblePeer: the engine that computed it has another model, or more
+            ranks than the configuration gives it
+        """
+        if self._options.direction == "pull":
+            self._check_ranks(order)
+        reads = self._engine.reads_from(order.shape)
+        return reads, {rank: self._source(order, rank) for rank in reads}
+
+    def targets(self, order: SaveOrder) -> tuple[Target, ...]:
+        """Return where the entries of this rank go; nowhere if nobody reads them.
+
+        :raises IncompatiblePeer: nothing can be divided over as many ranks
+        """
+        readers = self._engine.readers_in(self._consumer_shape(order.peer))
+        if self._options.direction == "pull":
+            return ((self._own, order.transfer_id, len(readers)),) if readers else ()
+        entry_id = _pushed(order.transfer_id, self._engine.rank)
+        return tuple((self._way(order.peer, rank), entry_id, 1) for rank in readers)
+
+    def hang_up(self, order: SaveOrder) -> None:
+        """End the links to who is to read this. Never waits."""
+        if self._options.direction == "push":
+            readers = self._engine.readers_in(self._consumer_shape(order.peer))
+            for rank in readers:
+                self.peers.hang_up(order.peer, rank)
+
+    async def aclose(self) -> None:
+        """Close what is open. Bounded and shielded by what it closes.
+
+        Peers are served until the entries are taken, or 1 s is over, and not longer:
+        memory of a GPU that they have open is freed when they are gone.
+        """
+        await self.peers.aclose()
+        async with anyio.create_task_group() as group:
+            group.start_soon(_close_behind, self.buffer, self.server)
+            if self.buffer is not None:
+                await self.buffer.aclose()
+        await self._stack.aclose()
+
+    def abort(self) -> None:
+        """Hang up. Never waits."""
+        self.peers.abort()
+        if self.server is not None:
+            self.server.abort()
+        if self.buffer is not None:
+            self.buffer.abort()
+
+    def _on_lost(self, peer: PeerIdentity) -> None:
+        for callback in self._lost_callbacks:
+            callback(peer.id)
+
+    def _consumer_shape(self, peer: str) -> EngineShape | None:
+        """Return how the engine is cut that decodes, by the configuration."""
+        options = self._options
+        tp_size, pp_size = options.consumer_tp_size or 0, options.consumer_pp_size or 0
+        try:
+            return self._engine.shape_over(options.ranks_of(peer), tp_size, pp_size)
+        except ValueError as exc:
+            raise IncompatiblePeer(
+                f"{peer or 'the engine that decodes'}: {exc}",
+                field="ranks",
+                hint="consumer_tp_size and consumer_pp_size are those of its URLs",
+            ) from exc
+
+    def _check_ranks(self, order: LoadOrder) -> None:
+        """Let no request choose ports: how many ranks there are it may say, not more.
+
+        A peer has as many as its URLs; of one whose first URL alone is known, as many
+        as there are here.
+        """
+        shape, options = order.shape, self._options
+        most = options.ranks_of(order.peer) or self._engine.size
+        if shape is not None and shape.tp_size * shape.pp_size > most:
+            raise IncompatiblePeer(
+                f"the request says that {as_line(order.peer)} has {shape.tp_size} x "
+                f"{shape.pp_size} ranks, the configuration {most}",
+                field="ranks",
+                hint="kv_connector_extra_config.peers can have the URL of each rank",
+            )
+
+    def _source(self, order: LoadOrder, rank: int) -> Source:
+        if self._options.direction == "push":
+            return self._own, _pushed(order.transfer_id, rank)
+        known = order.incarnations
+        incarnation = known[rank] if rank < len(known) else ""
+        return self._way(order.peer, rank, incarnation), order.transfer_id
+
+    def _way(
+        self, peer: str, rank: int, incarnation: str = ""
+    ) -> Callable[[], Awaitable[KVLookupBuffer]]:
+        async def find() -> KVLookupBuffer:
+            return (await self.peers.find(peer, rank, incarnation)).lookup
+
+        return find
+
+    async def _own(self) -> KVLookupBuffer:
+        if self.buffer is None:
+            raise PeerLost("this connector serves no buffer, or is closed")
+        return self.buffer
+
+
+def _pushed(transfer_id: str, rank: int) -> str:
+    return f"{transfer_id}#{rank}"
+
+
+async def _close_behind(buffer: LookupBuffer | None, server: Server | None) -> None:
+    """Close the server as soon as the buffer gives nothing away any more."""
+    if buffer is not None:
+        await buffer.room.until(lambda: buffer.is_closed)
+    if server is not None:
+        await server.aclose()
+
+
+_AT_ONCE: Final = 1024
+"""So many may be under way; then the oldest is left to its producer's ``ttl_s``."""
+
+
+class P2PNotices:
+    """Sends them beside everything else: nobody waits for them, none of them raises."""
+
+    def __init__(
+        self, transfers: Transfers, routes: P2PRoutes, options: ConnectorOptions
+    ) -> None:
+        self._transfers, self._routes, self._options = transfers, routes, options
+
+    def release(self, order: LoadOrder) -> None:
+        """Nobody here needs it: let who holds it have the memory back. Never waits."""
+        try:
+            _, sources = self._routes.sources(order)
+        except IncompatiblePeer:
+            return  # then it was no transfer for this engine
+        self.release_all(order, list(sources.values()))
+
+    def release_all(self, order: LoadOrder, sources: Sequence[Source]) -> None:
+        """The same, of these entries of it."""
+        timeout_s = self._options.load_timeout_s
+        for source in sources:
+            # Requests may name transfers that there are not: those are waited for.
+            self._transfers.begin_untold(
+                functools.partial(release, source, order, timeout_s),
+                f"release of {order.transfer_id}",
+                at_most=_AT_ONCE,
+            )
+
+    def withdraw(self, order: SaveOrder) -> None:
+        """Nobody will ask for what was saved: have the memory back. Never waits."""
+        try:
+            targets = self._routes.targets(order)
+        except IncompatiblePeer:
+            return  # then there is none
+        timeout_s = self._options.load_timeout_s
+        for target in targets:
+            self._transfers.begin_untold(
+                functools.partial(withdraw, target, timeout_s),
+                f"withdrawal of {order.transfer_id}",
+                at_most=_AT_ONCE,
+            )
+
+    def tell_failure(self, order: SaveOrder, header: EntryHeader, reason: str) -> None:
+        """It was not saved: nobody shall wait for what does not come. Never waits."""
+        try:
+            targets = self._routes.targets(order)
+        except IncompatiblePeer:
+            return  # then nobody can wait for it
+        tokens, ttl_s = order.token_ids, self._options.ttl_s
+        for target in targets:
+            self._transfers.begin_untold(
+                functools.partial(tell_failure, target, tokens, header, reason, ttl_s),
+                f"failure of {order.transfer_id}",
+                at_most=_AT_ONCE,
+            )

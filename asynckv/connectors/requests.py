@@ -1,0 +1,327 @@
+"""What engines ask of a connector, and what its scheduler side tells its workers.
+
+What a request says of its transfer comes from outside, and is judged here. Of a prompt
+that is sampled several times the KV is saved once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import secrets
+from typing import Final, TypeAlias
+
+import msgspec
+
+from asynckv.abc import BlockIds, KVConnectorMetadata, KVRequest
+from asynckv.connectors.engine import KVEngine
+from asynckv.connectors.keys import prompt_digest
+from asynckv.connectors.options import ConnectorOptions
+from asynckv.connectors.transfers import Life
+from asynckv.parallel.shapes import EngineShape
+
+__all__ = (
+    "LoadOrder",
+    "P2PMetadata",
+    "P2PParams",
+    "P2PRequest",
+    "SampledPrompts",
+    "SaveOrder",
+    "SavedPrompt",
+    "StoreMetadata",
+    "StoreOrder",
+)
+
+
+class LoadOrder(msgspec.Struct, frozen=True):
+    """Fill ``block_ids`` from a transfer, beginning with its block ``first_block``.
+
+    The transfer's prompt must begin with the ``num_tokens`` tokens of this ``digest``,
+    and must have been computed with the same ``salt`` (see :class:`EntryHeader`).
+    Without blocks nothing is loaded or reported: the producer of that prompt learns
+    that nobody needs it. ``shape`` is how its engine says its KV is cut.
+    ``is_async``: between steps; else the next forward waits for it, layer by layer.
+    With a ``refusal`` nothing is asked for: the load fails at once, for that reason.
+    """
+
+    request_id: str
+    transfer_id: str
+    peer: str
+    block_ids: BlockIds
+    first_block: int = 0
+    num_tokens: int = 0
+    digest: bytes = b""
+    incarnations: tuple[str, ...] = ()
+    shape: EngineShape | None = None
+    is_async: bool = True
+    salt: bytes = b""
+    refusal: str = ""
+
+
+class SaveOrder(msgspec.Struct, frozen=True):
+    """This step completes the prompt: save its KV, layer by layer, for ``peer``.
+
+    With a ``refusal`` nothing is saved or reported: who waits for it learns why, where
+    it ``is_named`` by the request, so that somebody may.
+    """
+
+    request_id: str
+    transfer_id: str
+    peer: str
+    token_ids: tuple[int, ...]
+    block_ids: BlockIds
+    salt: bytes = b""
+    refusal: str = ""
+    is_named: bool = True
+
+
+class P2PMetadata(KVConnectorMetadata, frozen=True):
+    """One step's orders. ``aborts`` are requests whose loads end as soon as can be.
+
+    Transfers of those that are also ``left_to_others`` are not released: another
+    request of this engine is going to load them. ``withdrawals`` name saves, without
+    tokens and blocks: nobody will ask for their entries.
+    """
+
+    loads: tuple[LoadOrder, ...] = ()
+    saves: tuple[SaveOrder, ...] = ()
+    aborts: tuple[str, ...] = ()
+    left_to_others: tuple[str, ...] = ()
+    withdrawals: tuple[SaveOrder, ...] = ()
+
+
+class StoreOrder(msgspec.Struct, frozen=True):
+    """Load or save these blocks, of which each group has one for each key.
+
+    They are those of the prompt from ``first_block`` on.
+    """
+
+    request_id: str
+    block_keys: tuple[str, ...]
+    block_ids: BlockIds
+    first_block: int = 0
+
+
+class StoreMetadata(KVConnectorMetadata, frozen=True):
+    """One step's orders. ``aborts`` are requests whose loads end as soon as can be."""
+
+    loads: tuple[StoreOrder, ...] = ()
+    saves: tuple[StoreOrder, ...] = ()
+    aborts: tuple[str, ...] = ()
+
+
+_REMEMBERED: Final = 1024
+"""So many prompts are known of which more samples may come."""
+
+_Key: TypeAlias = "tuple[str, str, str, str, bytes]"
+
+
+@dataclasses.dataclass(slots=True)
+class SavedPrompt:
+    """One transfer, and the requests that share it: one, or the samples of one."""
+
+    transfer_id: str
+    request_ids: set[str] = dataclasses.field(default_factory=set)
+    """All that have come; of them ``unfinished`` are still here."""
+    unfinished: int = 0
+    is_decided: bool = False
+    """Whether one of them has saved it, or could not."""
+    order: SaveOrder | None = None
+    """Which entry that leaves, if it is saved: without tokens and blocks."""
+    is_saved: bool = False
+    is_promised: bool = False
+    """Whether one of them was answered with it."""
+    is_withdrawn: bool = False
+
+    def join(self, request_id: str) -> None:
+        """One more request shares it."""
+        self.request_ids.add(request_id)
+        self.unfinished += 1
+
+    def withdraw(self) -> SaveOrder | None:
+        """Return what was saved, once, if none of its requests can ask for it."""
+        if self.order is None or self.unfinished or self.is_promised:
+            return None
+        order, self.order = self.order, None
+        self.is_saved, self.is_withdrawn = False, True
+        return order
+
+
+class SampledPrompts:
+    """Finds the transfer that samples of one prompt have in common.
+
+    Of ``n`` samples an engine hands out the transfer of one, that which ends last: so
+    it is the same for all. Some may end before others come.
+    """
+
+    def __init__(self) -> None:
+        self._prompts: dict[_Key, SavedPrompt] = {}
+
+    def join(self, request: KVRequest, transfer_id: str, peer: str) -> SavedPrompt:
+        """Return what a request shares with its siblings, or has for itself.
+
+        ``transfer_id`` is that of the first one. Siblings name the same transfer, or
+        none; tokens and salt are compared too, as a client may choose ids.
+        """
+        if not request.parent_id:
+            saved = SavedPrompt(transfer_id)
+            saved.join(request.request_id)
+            return saved
+        params = request.kv_transfer_params or {}
+        named = transfer_id if params.get("transfer_id") else ""
+        digest = prompt_digest(request.token_ids, request.num_tokens)
+        key = (request.parent_id, peer, named, request.salt, digest)
+        found = self._prompts.get(key)
+        if (
+            found is None
+            or found.is_withdrawn
+            or request.request_id in found.request_ids
+        ):
+            self._prompts.pop(key, None)
+            found = self._prompts[key] = SavedPrompt(transfer_id)
+        found.join(request.request_id)
+        while len(self._prompts) > _REMEMBERED:
+            del self._prompts[next(iter(self._prompts))]
+        return found
+
+
+_MAX_ID_LENGTH: Final = 200
+_MAX_INCARNATIONS: Final = 1024
+
+
+class _Params(msgspec.Struct, frozen=True):
+    """What a request may say of its transfer. It comes from outside."""
+
+    do_remote_decode: bool = False
+    do_remote_prefill: bool = False
+    transfer_id: str = ""
+    peer: str = ""
+    num_tokens: int | None = None
+    incarnations: tuple[str, ...] = ()
+    shape: EngineShape | None = None
+
+
+@dataclasses.dataclass(slots=True)
+class P2PRequest:
+    """A request until it is finished, and what is still to be done for it."""
+
+    request: KVRequest
+    transfer_id: str = ""
+    peer: str = ""
+    num_tokens: int = 0
+    incarnations: tuple[str, ...] = ()
+    shape: EngineShape | None = None
+    is_to_load: bool = False
+    is_to_save: bool = False
+    is_named: bool = False
+    """Whether it names its transfer itself, so that others may know of it already."""
+    saved: SavedPrompt | None = None
+    """What is saved of its prompt, if it is, perhaps by a sibling."""
+    load: Life | None = None
+    """Its own load, once it is ordered."""
+    awaited: P2PRequest | None = None
+    """Which request loads the same transfer; it waits for that one's end."""
+    refusal: str = ""
+    """Why its load would come to nothing, if that is known."""
+
+    @property
+    def name(self) -> str:
+        return self.request.request_id
+
+    @property
+    def transfer(self) -> tuple[str, str]:
+        """What requests have in common that name one transfer."""
+        return self.peer, self.transfer_id
+
+    @property
+    def is_loading(self) -> bool:
+        """Whether its load is under way."""
+        return self.load is not None and not self.load.is_over
+
+    @property
+    def has_loaded(self) -> bool:
+        """Whether its load is over, and brought everything."""
+        return self.load is not None and self.load.is_over and not self.load.reason
+
+    def has_prompt_of(self, other: P2PRequest) -> bool:
+        """Whether it has the same prompt as another request of the same transfer."""
+        mine, its = self.request, other.request
+        return (mine.token_ids, mine.salt) == (its.token_ids, its.salt)
+
+
+class P2PParams:
+    """Reads the ``kv_transfer_params`` of requests, for one engine."""
+
+    def __init__(self, engine: KVEngine, options: ConnectorOptions) -> None:
+        self._engine, self._options = engine, options
+
+    def read(self, known: P2PRequest) -> None:
+        """Note what is to be done for a request: nothing, where that raises.
+
+        :raises ValueError: its transfer is none, or its peer is not configured
+        :raises TypeError: it cannot be read at all
+        """
+        try:
+            self._read(known)
+        except BaseException:
+            known.is_to_load = known.is_to_save = False
+            raise
+
+    def _read(self, known: P2PRequest) -> None:
+        given = known.request.kv_transfer_params
+        if given is None:
+            return
+        params = msgspec.convert({name: given[name] for name in given}, _Params)
+        known.name.encode()  # it goes to the workers too
+        _check_name("transfer_id", params.transfer_id)
+        _check_name("peer", params.peer)
+        if len(params.incarnations) > _MAX_INCARNATIONS:
+            raise ValueError(f"{len(params.incarnations)} incarnations")
+        for incarnation in params.incarnations:
+            _check_name("incarnation", incarnation)
+        if params.do_remote_prefill:
+            if not params.transfer_id:
+                raise ValueError("it says of no transfer_id where its KV is")
+            named = self._sender if self._is_push else self._peer_named
+            known.peer = named(params.peer)
+            wanted = known.request.num_tokens
+            given_tokens = wanted if params.num_tokens is None else params.num_tokens
+            known.num_tokens = max(0, min(wanted, given_tokens))
+            known.incarnations = params.incarnations
+            known.shape = params.shape or self._shape_of(known.peer)
+            known.is_to_load = known.num_tokens > 0
+        elif params.do_remote_decode:
+            known.peer = self._peer_named(params.peer) if self._is_push else ""
+            known.is_to_save = True
+        known.is_named = bool(params.transfer_id)
+        known.transfer_id = params.transfer_id or secrets.token_hex(16)
+
+    @property
+    def _is_push(self) -> bool:
+        return self._options.direction == "push"
+
+    def _peer_named(self, name: str) -> str:
+        """Return one of the configured peers, and never anything else.
+
+        :raises ValueError: it is none of them, or it is not said which
+        """
+        peers = self._options.peers
+        if name in peers or (name and peers and not self._options.are_peers_named):
+            return name  # by its URL no name is known here: the worker asks who it is
+        if not name and len(peers) == 1:
+            return next(iter(peers))
+        raise ValueError(f"{name[:80]!r} is none of the {len(peers)} configured peers")
+
+    def _sender(self, name: str) -> str:
+        """Return who is said to send: it is not dialled, so anybody may be named."""
+        only = tuple(self._options.peers) if self._options.are_peers_named else ()
+        return name[:_MAX_ID_LENGTH] or (only[0] if len(only) == 1 else "")
+
+    def _shape_of(self, peer: str) -> EngineShape | None:
+        """Return how the KV of a peer is cut that did not say: as ours."""
+        return self._engine.shape_over(self._options.ranks_of(peer))
+
+
+def _check_name(what: str, name: str) -> None:
+    """Refuse what could not be sent on, or logged."""
+    if len(name) > _MAX_ID_LENGTH or not name.isprintable():
+        raise ValueError(f"a {what} of {len(name)} characters, or of unprintable ones")

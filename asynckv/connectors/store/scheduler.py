@@ -1,0 +1,279 @@
+"""The scheduler side of a store connector: which blocks are there, which go there."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import time
+from typing import Final
+
+from asynckv.abc import (
+    AsksElsewhere,
+    BlockIds,
+    KVAnswer,
+    KVConnectorMetadata,
+    KVConnectorScheduler,
+    KVConnectorStep,
+    KVQuestion,
+    KVRequest,
+    KVScheduled,
+    KVStoreBuffer,
+    KVTransferResults,
+    SupportsHMA,
+)
+from asynckv.config import KVLoadFailurePolicy, KVTransferConfig
+from asynckv.connectors.engine import KVEngine
+from asynckv.connectors.keys import prefix_block_keys
+from asynckv.connectors.requests import StoreMetadata, StoreOrder
+from asynckv.connectors.store.lookup import StoreFinder
+from asynckv.connectors.transfers import ExpectedLoads, TransferCounters
+from asynckv.errors import AsyncKVError
+from asynckv.loops import LoopBound, ThreadBound
+
+__all__ = ("StoreScheduler", "StoreSchedulerStatistics")
+
+logger = logging.getLogger(__name__)
+
+_FRESH_S: Final = 4.0
+_MOST_ASKED: Final = 8
+
+
+@dataclasses.dataclass(slots=True)
+class _Known:
+    """A request until it is finished. ``stored`` blocks from its start are known of."""
+
+    request: KVRequest
+    keys: tuple[str, ...]
+    is_asked: bool = False
+    stored: int | None = None
+    answered_s: float = 0.0
+    times_asked: int = 0
+    question: int = -1
+    is_loaded: bool = False
+    saved: int = 0
+
+    def forget_old_answer(self) -> None:
+        """What was found long ago is held no longer: ask again, but not for ever."""
+        if (
+            self.stored
+            and self.times_asked < _MOST_ASKED
+            and time.monotonic() - self.answered_s > _FRESH_S
+        ):
+            self.is_asked, self.stored, self.saved = False, None, 0
+
+
+@dataclasses.dataclass(frozen=True)
+class StoreSchedulerStatistics:
+    """Requests, questions to the store, and what was said of loads in vain.
+
+    ``refused`` says why what another engine has saved there is of no use here.
+    ``is_reachable``: the store is connected, and its last answer came in time; ``None``
+    where nothing is looked up.
+    """
+
+    requests: int
+    loading: int
+    asked: int
+    hit_blocks: int
+    unanswered: int
+    transfers: TransferCounters
+    refused: str = ""
+    is_reachable: bool | None = None
+
+
+class StoreScheduler(
+    LoopBound, ThreadBound, KVConnectorScheduler, AsksElsewhere, SupportsHMA
+):
+    """Looks prompts up in a store, whole block by whole block, and saves new ones.
+
+    Until its question is answered a request is "ask again". A store that does not
+    answer within ``lookup_timeout_s`` has nothing, and is not asked again before it
+    answers; that it is lost, and is back, is logged. What is found is held in the
+    store for 10 s, so that it is not evicted before its load begins; a request that
+    waits longer is asked for again. Blocks of an engine with other ranks, block size or
+    layout are not loaded, which is logged once. ``KVRequest.salt`` keeps the blocks of
+    some requests from others.
+    """
+
+    def __init__(
+        self,
+        config: KVTransferConfig,
+        engine: KVEngine,
+        store: KVStoreBuffer | None = None,
+    ) -> None:
+        self.engine = engine
+        self.load_failure_policy: KVLoadFailurePolicy = config.kv_load_failure_policy
+        self._fingerprint = config.fingerprint
+        self._is_consumer = config.is_kv_consumer
+        self._is_producer = config.is_kv_producer
+        self.finder = StoreFinder(config, engine, store)
+        self._requests: dict[str, _Known] = {}
+        self._questions: list[KVQuestion] = []
+        self._orders: list[StoreOrder] = []
+        self._loads = ExpectedLoads()
+        self._asked = self._hit_blocks = self._unanswered = 0
+
+    async def start(self) -> None:
+        """Begin to dial the store; nobody waits for it, and it need not be there."""
+        self._check_loop()
+        if self._is_consumer:
+            self.finder.start()
+
+    def on_new_request(self, request: KVRequest) -> None:
+        self._check_thread()
+        self._ask_for(self._known(request))
+
+    def get_num_new_matched_tokens(
+        self, request: KVRequest, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        self._check_thread()
+        known = self._known(request)
+        if not self._loads.are_quiet(request.request_id):
+            return None, False  # an older load of that id is not quiet yet
+        if known.is_loaded or not self._is_consumer or not known.keys:
+            return 0, False
+        known.forget_old_answer()
+        self._ask_for(known)
+        if known.stored is None:
+            return None, False
+        count = known.stored * self.engine.block_size - num_computed_tokens
+        return (count, True) if count > 0 else (0, False)
+
+    def take_questions(self) -> tuple[KVQuestion, ...]:
+        self._check_thread()
+        questions, self._questions = self._questions, []
+        return tuple(questions)
+
+    async def ask(self, question: KVQuestion) -> KVAnswer:
+        self._check_loop()
+        num_keys = 0
+        try:
+            num_keys = await self.finder.find(question.keys)
+        except (AsyncKVError, OSError, TimeoutError) as exc:
+            self._unanswered += 1
+            logger.debug("the store does not answer: %s", exc)
+        return question.answered(num_keys)
+
+    def take_answer(self, answer: KVAnswer) -> None:
+        self._check_thread()
+        known = self._requests.get(answer.request_id)
+        if known is None or known.question != answer.number:
+            return  # it was asked for a request of that id before
+        if known.stored is None:
+            known.stored = max(0, min(answer.num_keys, len(known.keys)))
+            known.answered_s = time.monotonic()
+            self._hit_blocks += known.stored
+            known.saved = max(known.saved, known.stored)
+
+    def update_state_after_alloc(
+        self, request: KVRequest, block_ids: BlockIds, num_external_tokens: int
+    ) -> None:
+        self._check_thread()
+        known = self._known(request)
+        if known.is_loaded:
+            return
+        known.is_loaded = True
+        if num_external_tokens <= 0 or not known.stored:
+            return
+        end, size = known.stored, self.engine.block_size
+        first = (end * size - num_external_tokens) // size
+        order = StoreOrder(
+            request.request_id,
+            known.keys[first:end],
+            tuple(group[first:end] for group in block_ids),
+        )
+        if self._loads.begin(request.request_id, order.block_ids):
+            self._orders.append(order)
+
+    def build_connector_meta(self, step: KVConnectorStep) -> KVConnectorMetadata:
+        self._check_thread()
+        saves = [order for each in step.scheduled if (order := self._save_of(each))]
+        loads, self._orders = self._orders, []
+        return StoreMetadata(tuple(loads), tuple(saves), self._loads.take_aborts())
+
+    def update_connector_output(self, results: KVTransferResults) -> KVTransferResults:
+        self._check_thread()
+        believed = self._loads.hear(results)
+        for request_id in believed.failed_recving:
+            if (known := self._requests.get(request_id)) is not None:
+                known.saved = 0  # what is computed instead may be stored again
+        return believed
+
+    def request_finished(
+        self, request: KVRequest, block_ids: BlockIds
+    ) -> tuple[bool, dict[str, object] | None]:
+        self._check_thread()
+        self._requests.pop(request.request_id, None)
+        return self._loads.abort(request.request_id), None
+
+    def request_finished_all_groups(
+        self, request: KVRequest, block_ids: BlockIds
+    ) -> tuple[bool, dict[str, object] | None]:
+        return self.request_finished(request, block_ids)
+
+    def has_pending_work(self) -> bool:
+        return bool(self._orders or self._loads.has_aborts or len(self._loads))
+
+    def statistics(self) -> StoreSchedulerStatistics:
+        return StoreSchedulerStatistics(
+            requests=len(self._requests),
+            loading=len(self._loads),
+            asked=self._asked,
+            hit_blocks=self._hit_blocks,
+            unanswered=self._unanswered,
+            transfers=dataclasses.replace(self._loads.counters),
+            refused=self.finder.refused,
+            is_reachable=self.finder.line.is_reachable if self._is_consumer else None,
+        )
+
+    def shutdown(self) -> None:
+        self._requests.clear()
+        self._orders.clear()
+        self._questions.clear()
+        self._loads.clear()
+
+    async def aclose(self) -> None:
+        self._check_loop()
+        await self.finder.aclose()
+
+    def abort(self) -> None:
+        self.finder.abort()
+
+    def _known(self, request: KVRequest) -> _Known:
+        known = self._requests.get(request.request_id)
+        if known is None:
+            keys = prefix_block_keys(
+                request.token_ids,
+                self.engine.block_size,
+                self._fingerprint,
+                request.salt,
+            )
+            known = self._requests[request.request_id] = _Known(request, keys)
+        return known
+
+    def _ask_for(self, known: _Known) -> None:
+        if self._is_consumer and known.keys and not known.is_asked:
+            known.is_asked = True
+            known.times_asked += 1
+            known.question = self._asked
+            self._asked += 1
+            request_id = known.request.request_id
+            self._questions.append(
+                KVQuestion(request_id, known.keys, number=known.question)
+            )
+
+    def _save_of(self, scheduled: KVScheduled) -> StoreOrder | None:
+        known = self._requests.get(scheduled.request_id)
+        if known is None or not self._is_producer:
+            return None
+        computed = scheduled.num_computed_tokens + scheduled.num_scheduled_tokens
+        end = min(computed // self.engine.block_size, len(known.keys))
+        first, known.saved = known.saved, max(known.saved, end)
+        if first >= end:
+            return None
+        return StoreOrder(
+            scheduled.request_id,
+            known.keys[first:end],
+            tuple(group[first:end] for group in scheduled.block_ids),
+            first,
+        )

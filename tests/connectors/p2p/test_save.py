@@ -1,0 +1,312 @@
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import AsyncIterator, Mapping
+from typing import Any
+
+import pytest
+import torch
+
+from asynckv.abc import InsertWriter
+from asynckv.buffers.lookup import LookupBuffer
+from asynckv.connectors.caches import BlockMoves, PagedCaches
+from asynckv.connectors.keys import EntryHeader, NotSaved
+from asynckv.connectors.p2p.gpu_layers import Staging
+from asynckv.connectors.p2p.save import P2PSave, Target, tell_failure
+from asynckv.connectors.requests import SaveOrder
+from asynckv.devices.copying import CopyPool
+from asynckv.devices.cuda import Event
+from asynckv.errors import EntryConflict
+from asynckv.tensors.blocks import KVMemory
+from asynckv.testing.blocked import until, until_blocked
+from asynckv.types import TensorSpec
+from harness.fake_devices import fake_device, lanes_of
+
+ORDER = SaveOrder("r", "t", "", (1, 2, 3), ((2, 0),))
+HEADER = EntryHeader(engine_id="P", rank=0, block_size=2, layers=("a", "b"))
+
+
+def save_of() -> tuple[P2PSave, PagedCaches]:
+    caches = PagedCaches({layer: torch.arange(8.0).view(4, 2) for layer in "ab"}, None)
+    return P2PSave(BlockMoves(caches, CopyPool()), ORDER, HEADER, 60), caches
+
+
+async def test_each_layer_leaves_as_soon_as_it_is_offered() -> None:
+    save, _ = save_of()
+    async with LookupBuffer("16MiB") as buffer:
+
+        async def find() -> LookupBuffer:
+            return buffer
+
+        save.offer("b")
+        saving = asyncio.create_task(save.run([(find, "t", 1)]))
+        async with buffer.open_drop_select(entry_id="t") as stream:
+            b = await stream.wait_for("b.key")
+            assert b.tolist() == [[4, 5], [0, 1]]
+            assert EntryHeader.of(await stream.wait_for("extras.asynckv")) == HEADER
+            save.offer("b")
+            save.offer_rest()
+            await saving
+            await stream.wait_for("a.key")
+        assert save.nbytes == 2 * 16
+
+
+async def test_a_cancelled_save_is_no_entry() -> None:
+    save, _ = save_of()
+    async with LookupBuffer("16MiB") as buffer:
+
+        async def find() -> LookupBuffer:
+            return buffer
+
+        saving = asyncio.create_task(save.run([(find, "t", 1)]))
+        save.offer("a")
+        await asyncio.sleep(0)
+        saving.cancel()
+        await asyncio.wait([saving])
+        assert await buffer.peek([1, 2, 3]) == 0
+
+
+async def test_nobody_to_save_for_is_no_work() -> None:
+    save, _ = save_of()
+    await save.run([])
+
+
+@pytest.mark.parametrize("is_early", [False, True])
+async def test_who_waits_for_what_was_not_saved_learns_why(is_early: bool) -> None:
+    async with LookupBuffer("16MiB", drain_s=0) as buffer:
+
+        async def find() -> LookupBuffer:
+            return buffer
+
+        async def ask() -> None:
+            async with buffer.drop_select(entry_id="t") as entry:
+                EntryHeader.of(entry.extras["asynckv"]).check_saved()
+
+        asking = asyncio.create_task(ask()) if is_early else None
+        await asyncio.sleep(0)
+        await tell_failure((find, "t", 1), (1, 2, 3), HEADER, "too\nlarge", 60)
+        with pytest.raises(NotSaved, match="P/0 has not saved it: too.*large"):
+            await (asking or ask())
+
+
+async def test_what_was_saved_whole_stays_whole() -> None:
+    async with LookupBuffer("16MiB", drain_s=0) as buffer:
+
+        async def find() -> LookupBuffer:
+            return buffer
+
+        await buffer.insert([1, 2, 3], None, torch.ones(3), None, None, entry_id="t")
+        with pytest.raises(EntryConflict):
+            await tell_failure(
+                (find, "t", 1), (1, 2, 3), HEADER, "another rank failed", 60
+            )
+        assert await buffer.peek([1, 2, 3]) == 3
+
+
+class Marked(BlockMoves):
+    """A stream that gets to each of its marks when ``got_there`` is set."""
+
+    def __init__(self, caches: PagedCaches) -> None:
+        super().__init__(caches, CopyPool())
+        self.got_there = asyncio.Event()
+        self.waited_for: list[object] = []
+
+    async def reached(self, mark: Event | None) -> None:
+        self.waited_for.append(mark)
+        await self.got_there.wait()
+
+
+class Slow(LookupBuffer):
+    """Reads what is put when it may, and is not to be hurried by a cancellation."""
+
+    def __init__(self) -> None:
+        super().__init__("1MiB")
+        self.may_read = asyncio.Event()
+        self.read: dict[str, list[list[float]]] = {}
+
+    @contextlib.asynccontextmanager
+    async def open_insert(
+        self, *args: Any, specs: Mapping[str, TensorSpec] | None = None, **kwargs: Any
+    ) -> AsyncIterator[InsertWriter]:
+        yield SlowWriter(self)
+
+
+class SlowWriter(InsertWriter):
+    def __init__(self, buffer: Slow) -> None:
+        self.entry_id, self.buffer = "t", buffer
+
+    async def put(self, name: str, tensor: KVMemory) -> None:
+        if not name.endswith(".key"):
+            return
+        waiting = asyncio.create_task(self.buffer.may_read.wait())
+        try:
+            await asyncio.shield(waiting)
+        finally:
+            await asyncio.wait({waiting})
+            if isinstance(tensor, torch.Tensor):
+                self.buffer.read[name] = tensor.tolist()
+
+
+def to(buffer: LookupBuffer) -> Target:
+    async def find() -> LookupBuffer:
+        return buffer
+
+    return find, "t", 1
+
+
+async def test_blocks_are_put_once_the_stream_has_got_to_their_layer() -> None:
+    _, caches = save_of()
+    marks: dict[str, Any] = {"a": "mark of a", "b": "mark of b"}
+    moves = Marked(caches)
+    save = P2PSave(moves, ORDER, HEADER, 60, is_on_their_gpu=True)
+    async with LookupBuffer("16MiB", drain_s=0) as buffer:
+        saving = asyncio.create_task(save.run([to(buffer)]))
+        for layer, mark in marks.items():
+            save.offer(layer, mark)
+        await until_blocked(saving)
+        assert moves.waited_for == ["mark of a"] and save.nbytes == 0
+        moves.got_there.set()
+        await saving
+        assert moves.waited_for == ["mark of a", "mark of b"]
+
+
+async def test_blocks_are_read_until_the_last_put_has_let_go_of_them() -> None:
+    save, caches = save_of()
+    async with Slow() as buffer:
+        saving = asyncio.create_task(save.run([to(buffer)]))
+        save.offer_rest()
+        await until_blocked(saving)
+        staging = Staging(2**20)
+        assert await save.stage(staging)
+        assert await save.stage(staging) and staging.copies == 1
+        await until_blocked(saving)
+        assert not save.quiet.is_set() and staging.used_bytes == save.nbytes + 32
+        buffer.may_read.set()
+        async with asyncio.timeout(10):
+            await save.quiet.wait()
+            for layer in caches.layers:
+                caches.pools(layer)[0].zero_()
+            await saving
+        assert buffer.read == {f"{one}.key": [[4, 5], [0, 1]] for one in "ab"}
+        assert staging.used_bytes == 0
+
+
+async def test_blocks_are_read_until_all_targets_have_them() -> None:
+    save, _ = save_of()
+    async with LookupBuffer("16MiB", drain_s=0) as quick, Slow() as slow:
+        saving = asyncio.create_task(save.run([to(quick), to(slow)]))
+        save.offer_rest()
+        await until_blocked(saving)
+        assert not save.quiet.is_set()
+        assert not await save.stage(Staging(31))  # two layers of 16 bytes
+        slow.may_read.set()
+        await saving
+        assert save.quiet.is_set()
+        assert await save.stage(Staging(0))
+
+
+async def test_a_save_that_has_ended_reads_nothing_and_keeps_no_copy() -> None:
+    save, _ = save_of()
+    async with Slow() as buffer:
+        saving = asyncio.create_task(save.run([to(buffer)]))
+        save.offer_rest()
+        await until_blocked(saving)
+        await save.stage(staging := Staging(2**20))
+        buffer.may_read.set()
+        saving.cancel()
+        await asyncio.wait([saving])
+        save.end()
+    assert save.quiet.is_set() and staging.used_bytes == 0
+
+
+async def test_blocks_that_nobody_reads_yet_are_left_once_there_is_a_copy() -> None:
+    save, _ = save_of()
+
+    async def never() -> LookupBuffer:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    saving = asyncio.create_task(save.run([(never, "t", 1)]))
+    save.offer_rest()
+    await until_blocked(saving)
+    assert not save.quiet.is_set()
+    assert await save.stage(Staging(2**20))
+    assert save.quiet.is_set()
+    saving.cancel()
+    await asyncio.wait([saving])
+    save.end()
+
+
+async def test_blocks_of_a_gpu_come_to_the_host_once_and_are_put_from_there() -> None:
+    with fake_device() as gpu:
+        pool = CopyPool(lanes=lanes_of(gpu))
+        layers = {one: gpu.tensor(torch.arange(8.0).view(4, 2)) for one in "ab"}
+        moves, staging = BlockMoves(PagedCaches(layers, None), pool), Staging(2**20)
+        save = P2PSave(moves, ORDER, HEADER, 60, staging=staging)
+        async with LookupBuffer("16MiB", drain_s=0) as buffer:
+            saving = asyncio.create_task(save.run([to(buffer)]))
+            for layer in layers:
+                save.offer(layer, moves.mark())
+            await asyncio.wait_for(saving, 10)
+            assert save.quiet.is_set() and save.nbytes == 32
+            entry = await buffer.drop_select(entry_id="t")
+            assert isinstance(entry.key, Mapping)
+            assert entry.key.keys() == {"a", "b"}
+            assert entry.key["b"].tolist() == [[4, 5], [0, 1]]
+        save.end()
+        assert staging.used_bytes == 0
+        pool.close()
+        await until(
+            lambda: not any("asynckv-" in t.name for t in threading.enumerate())
+        )
+
+
+@pytest.mark.parametrize("room", [0, 2**20])
+async def test_a_cancelled_save_of_a_gpu_keeps_no_host_memory(room: int) -> None:
+    async def find() -> LookupBuffer:
+        if room:  # the copy waits for who is dialled, not the other way round
+            await asyncio.get_running_loop().create_future()
+        return buffer
+
+    with fake_device() as gpu:
+        pool = CopyPool(lanes=lanes_of(gpu))
+        layers = {one: gpu.tensor(torch.arange(8.0).view(4, 2)) for one in "ab"}
+        moves, staging = BlockMoves(PagedCaches(layers, None), pool), Staging(room)
+        save = P2PSave(moves, ORDER, HEADER, 60, staging=staging, is_local=True)
+        async with LookupBuffer("16MiB", drain_s=0) as buffer:
+            saving = asyncio.create_task(save.run([(find, "t", 1)]))
+            save.offer("a", moves.mark())
+            await until(lambda: staging.copies == bool(room))
+            await until(lambda: buffer.statistics().entries == (not room))
+            await until_blocked(saving)
+            assert save.lacks_room() and not save.is_copying
+            saving.cancel()
+            await asyncio.wait({saving})
+            save.end()
+            assert staging.used_bytes == 0
+        pool.close()
+        await until(
+            lambda: not any("asynckv-" in t.name for t in threading.enumerate())
+        )
+
+
+async def test_in_a_hurry_a_save_of_a_gpu_does_not_wait_for_host_memory() -> None:
+    with fake_device() as gpu:
+        pool = CopyPool(lanes=lanes_of(gpu))
+        layers = {"a": gpu.tensor(torch.arange(8.0).view(4, 2))}
+        moves = BlockMoves(PagedCaches(layers, None), pool)
+        save = P2PSave(moves, ORDER, HEADER, 60, staging=Staging(0))
+        async with LookupBuffer("16MiB", drain_s=0) as buffer:
+            saving = asyncio.create_task(save.run([to(buffer)]))
+            await until(lambda: buffer.statistics().entries == 1)
+            save.offer("a", moves.mark())
+            save.hurry()
+            with pytest.raises(TimeoutError, match="no room"):
+                await asyncio.wait_for(saving, 20)
+            save.end()
+        pool.close()
+        await until(
+            lambda: not any("asynckv-" in t.name for t in threading.enumerate())
+        )

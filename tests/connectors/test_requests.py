@@ -1,0 +1,94 @@
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from asynckv.abc import KVRequest
+from asynckv.config import KVTransferConfig
+from asynckv.connectors.engine import KVEngine
+from asynckv.connectors.options import ConnectorOptions
+from asynckv.connectors.requests import P2PParams, P2PRequest
+from harness.engines.toy_model import ToyModel
+from harness.engines.toy_pairs import toy_shape
+
+PREFILLED = {"do_remote_prefill": True, "transfer_id": "t"}
+
+
+def read(params: dict[Any, Any] | None, **options: object) -> P2PRequest:
+    options = {"direction": "pull", "peers": {"P": "tcp://127.0.0.1:1"}, **options}
+    config = KVTransferConfig(kv_role="kv_both", kv_connector_extra_config=options)
+    known = P2PRequest(KVRequest("r", tuple(range(10)), params))
+    engine = KVEngine(engine_id="E", block_size=4)
+    P2PParams(engine, ConnectorOptions.of(config)).read(known)
+    return known
+
+
+def test_what_was_prefilled_elsewhere_is_to_be_loaded_from_there() -> None:
+    known = read({**PREFILLED, "num_tokens": 7})
+    assert (known.is_to_load, known.is_to_save) == (True, False)
+    assert (known.transfer_id, known.peer, known.num_tokens) == ("t", "P", 7)
+
+
+def test_what_is_decoded_elsewhere_is_to_be_saved_under_a_name_of_its_own() -> None:
+    one, other = (read({"do_remote_decode": True}) for _ in range(2))
+    assert one.is_to_save and not one.is_to_load
+    assert one.transfer_id and one.transfer_id != other.transfer_id
+
+
+def test_a_request_that_says_nothing_has_no_transfer() -> None:
+    for known in (read(None), read({})):
+        assert not known.is_to_load and not known.is_to_save
+
+
+def test_who_pushes_is_not_dialled_and_may_have_any_name() -> None:
+    assert read({**PREFILLED, "peer": "Q"}, direction="push").peer == "Q"
+    with pytest.raises(ValueError, match="none of the 1 configured peers"):
+        read({**PREFILLED, "peer": "Q"})
+
+
+def test_a_request_whose_transfer_is_none_is_neither_loaded_nor_saved() -> None:
+    known = P2PRequest(KVRequest("\ud800", (1, 2), dict(PREFILLED)))
+    known.is_to_load = known.is_to_save = True
+    options = ConnectorOptions.of(KVTransferConfig(kv_role="kv_both"))
+    params = P2PParams(KVEngine(engine_id="E", block_size=4), options)
+    with pytest.raises(UnicodeEncodeError):  # a ValueError
+        params.read(known)
+    assert not known.is_to_load and not known.is_to_save
+
+
+def test_what_is_pushed_goes_to_one_of_the_configuration() -> None:
+    saved = {"do_remote_decode": True}
+    assert read(saved, direction="push").peer == "P"
+    assert read(saved, direction="pull").peer == ""
+    with pytest.raises(ValueError, match="none of the 1 configured peers"):
+        read({**saved, "peer": "Q"}, direction="push")
+
+
+def test_the_shape_that_a_request_says_is_taken_before_ours() -> None:
+    shape = toy_shape(ToyModel(), tp_size=2)
+    said = {**PREFILLED, "shape": msgspec.to_builtins(shape)}
+    assert read(said).shape == shape
+
+
+def test_without_a_shape_a_peer_is_cut_as_this_engine_over_its_ranks() -> None:
+    ours, urls = toy_shape(ToyModel()), ["mem://a", "mem://b"]
+    options = ConnectorOptions.of(
+        KVTransferConfig(
+            kv_role="kv_both",
+            kv_connector_extra_config={"direction": "pull", "peers": {"P": urls}},
+        )
+    )
+    known = P2PRequest(KVRequest("r", tuple(range(10)), dict(PREFILLED)))
+    P2PParams(KVEngine(engine_id="E", block_size=16, shape=ours), options).read(known)
+    assert known.shape == toy_shape(ToyModel(), tp_size=2)
+
+
+@pytest.mark.parametrize("name", ["a\nb", "x" * 10_000])
+@pytest.mark.parametrize("field", ["transfer_id", "peer"])
+def test_names_that_could_not_be_sent_or_logged_are_refused(
+    name: str, field: str
+) -> None:
+    with pytest.raises(ValueError, match="characters"):
+        read({**PREFILLED, field: name}, direction="push")
