@@ -29,7 +29,7 @@ import torch
 
 import asynckv
 from asynckv.abc import SelectStream
-from asynckv.cli.loops import run
+from asynckv.cli.process import run
 from asynckv.types import parse_bytes
 
 __all__ = ("main",)

@@ -19,14 +19,12 @@ from collections.abc import AsyncIterator, Sequence
 
 import torch
 
-from asynckv.cli.bench.figures import percentile
-from asynckv.cli.bench.lag import tick
-from asynckv.cli.bench.measuring import Sample
-from asynckv.cli.bench.memory import Memory
-from asynckv.cli.bench.moving import pull
-from asynckv.cli.bench.rig import Rig, open_rig
+from asynckv.cli.bench.cases import pull, tick
+from asynckv.cli.bench.report import percentile
+from asynckv.cli.bench.rig import Memory, Rig, open_rig
+from asynckv.cli.bench.rounds import Sample
 from asynckv.cli.bench.settings import Settings
-from asynckv.cli.loops import run
+from asynckv.cli.process import run
 from asynckv.links.options import Digest
 from benchmarks.pairing.runs import Figure, Runs, measure_runs, report
 from benchmarks.pairing.serving import LARGE, NBYTES, TENSORS, Places, serving

@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterator
 import torch
 
 import asynckv
-from asynckv.cli.loops import run
+from asynckv.cli.process import run
 from asynckv.tensors.views import bytes_of
 
 __all__ = ("main",)

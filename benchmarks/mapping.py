@@ -26,7 +26,7 @@ import torch
 
 import asynckv
 from asynckv.abc import KVEntry
-from asynckv.cli.loops import run
+from asynckv.cli.process import run
 from benchmarks.pairing.cores import on_two_cores
 
 __all__ = ("main",)

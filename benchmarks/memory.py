@@ -42,7 +42,7 @@ from asynckv import (
     open_pipe,
     serve,
 )
-from asynckv.cli.loops import run
+from asynckv.cli.process import run
 from asynckv.types import parse_bytes
 
 __all__ = ("main",)

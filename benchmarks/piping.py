@@ -22,11 +22,9 @@ from multiprocessing.connection import Connection
 import torch
 
 import asynckv
-from asynckv.cli.bench.measuring import Case, Measurement, Sample
-from asynckv.cli.bench.meeting import TOKEN_NBYTES
-from asynckv.cli.bench.raw import RawConnection
-from asynckv.cli.bench.raw_server import RawServer
-from asynckv.cli.loops import run
+from asynckv.cli.bench.baselines import TOKEN_NBYTES, RawConnection, RawServer
+from asynckv.cli.bench.rounds import Case, Measurement, Sample
+from asynckv.cli.process import run
 from asynckv.links.options import Digest
 from asynckv.pipes.opening import PipeListener
 from asynckv.pipes.pipe import Pipe

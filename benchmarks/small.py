@@ -26,13 +26,13 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 import torch
 
 import asynckv
-from asynckv.cli.bench.asking import open_outstanding, open_ping
+from asynckv.cli.bench.cases import open_outstanding, open_ping
 from asynckv.cli.bench.echo import ECHO, in_turns
-from asynckv.cli.bench.measuring import Case, Round, Sample
 from asynckv.cli.bench.report import Subject
 from asynckv.cli.bench.rig import Rig, open_rig
+from asynckv.cli.bench.rounds import Case, Round, Sample
 from asynckv.cli.bench.settings import Settings
-from asynckv.cli.loops import LoopName, run
+from asynckv.cli.process import LoopName, run
 from asynckv.tensors.views import bytes_of
 from benchmarks.pairing.cores import on_two_cores
 from benchmarks.pairing.runs import (

@@ -11,7 +11,7 @@ from typing import Annotated, Literal, TypeAlias
 
 from cyclopts import Parameter
 
-from asynckv.cli.ending import until_ended
+from asynckv.cli.process import until_ended
 from asynckv.errors import AsyncKVError, ConfigError
 from asynckv.security.tls import TLS
 

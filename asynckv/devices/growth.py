@@ -22,9 +22,9 @@ from asynckv.devices.copying import CopyPool
 from asynckv.devices.lanes import DeviceLanes
 from asynckv.devices.names import Device
 from asynckv.devices.tensors import KVOnGpu
+from asynckv.processes import watch_forks
 from asynckv.tensors.arena import Arena, HeapArena, Region
 from asynckv.tensors.blocks import KVMemory
-from asynckv.tensors.forking import watch_forks
 from asynckv.tensors.paged_arena import IdlePages, PagedArena, SlabArena
 from asynckv.tensors.slab_regions import LateViews, SlabRegion
 from asynckv.tensors.slabs import has_slabs

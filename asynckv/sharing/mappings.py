@@ -17,9 +17,8 @@ import threading
 from typing import Final
 
 from asynckv.errors import RemoteProtocolError
-from asynckv.processes import ProcessBound
+from asynckv.processes import ProcessBound, watch_forks
 from asynckv.protocol.handshake import DigestMode
-from asynckv.tensors.forking import watch_forks
 from asynckv.tensors.shared_file import MappedFile
 from asynckv.tensors.stitching import Claim
 

@@ -12,8 +12,8 @@ import math
 import statistics
 from collections.abc import Callable, Sequence
 
-from asynckv.cli.bench.judging import A_A_BOUNDS
-from asynckv.cli.bench.measuring import (
+from asynckv.cli.bench.rounds import (
+    A_A_BOUNDS,
     Case,
     CpuClock,
     Measurement,

@@ -20,16 +20,16 @@ from pathlib import Path
 import torch
 
 import asynckv
-from asynckv.cli.bench.echo import EchoServer
-from asynckv.cli.bench.meeting import (
+from asynckv.cli.bench.baselines import (
     MEETING_KEY,
     TOKEN_NBYTES,
     Meeting,
+    RawServer,
+    StreamsServer,
     meeting_as_tensor,
 )
-from asynckv.cli.bench.raw_server import RawServer
-from asynckv.cli.bench.streams import StreamsServer
-from asynckv.cli.loops import LoopName, run
+from asynckv.cli.bench.echo import EchoServer
+from asynckv.cli.process import LoopName, run
 from asynckv.pipes.opening import PipeListener
 from asynckv.tensors.views import bytes_of
 from asynckv.testing.certificates import Authority

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import msgspec
 
-from asynckv.cli.loops import run
+from asynckv.cli.process import run
 from asynckv.links.options import cores, default_lanes
 from benchmarks.peers.kinds import KINDS, peers_of
 from benchmarks.peers.measuring import Options, run_peer

@@ -10,9 +10,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 
 import torch
 
-from asynckv.cli.bench.memory import Memory, copy_all
-from asynckv.cli.bench.moving import pull
-from asynckv.cli.bench.rig import Rig, open_rig
+from asynckv.cli.bench.cases import pull
+from asynckv.cli.bench.rig import Memory, Rig, copy_all, open_rig
 from asynckv.cli.bench.settings import Settings
 from benchmarks.peers.pairing import Turn
 from benchmarks.peers.peer import Peer

@@ -11,7 +11,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Final
 
-from asynckv.cli.bench.figures import Spread, percentile, spread_of
+from asynckv.cli.bench.report import Spread, percentile, spread_of
 from benchmarks.peers.report import Contended, Lag, Row
 from benchmarks.peers.work import Work
 

@@ -7,7 +7,7 @@ from typing import Literal
 
 import msgspec
 
-from asynckv.cli.bench.figures import Spread
+from asynckv.cli.bench.report import Spread
 
 __all__ = ("Contended", "Lag", "Machine", "PeerReport", "Row")
 

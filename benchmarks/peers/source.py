@@ -13,9 +13,9 @@ from contextlib import AbstractAsyncContextManager
 from multiprocessing.connection import Connection
 from typing import Final
 
-from asynckv.cli.bench.serving import serving
+from asynckv.cli.bench.server import serving
 from asynckv.cli.bench.settings import Settings
-from asynckv.cli.loops import run
+from asynckv.cli.process import run
 from benchmarks.peers.kinds import peer_class
 from benchmarks.peers.work import Pool, Work
 

@@ -6,7 +6,7 @@ import signal
 
 import pytest
 
-from asynckv.cli.ending import INTERRUPTED, until_ended
+from asynckv.cli.process import INTERRUPTED, until_ended
 
 
 async def test_what_is_done_is_returned() -> None:

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import platform
 
-from asynckv.cli.host import describe_host, processor
+from asynckv.cli.process import describe_host, processor
 
 
 def test_a_host_is_described_without_its_name() -> None:

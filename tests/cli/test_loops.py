@@ -5,7 +5,7 @@ import importlib.util
 
 import pytest
 
-from asynckv.cli.loops import LoopName, run
+from asynckv.cli.process import LoopName, run
 from asynckv.errors import ConfigError
 
 pytest.importorskip("uvloop").new_event_loop().close()  # its first makes a lasting pipe

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import asynckv
-from asynckv.cli.bench.figures import percentile
-from asynckv.cli.bench.lag import tick
+from asynckv.cli.bench.cases import tick
+from asynckv.cli.bench.report import percentile
 from asynckv.devices.block_copies import BlockCopier, CopyDirection
 from asynckv.devices.copying import CopyPool
 from asynckv.devices.tensors import open_gpus

@@ -15,8 +15,8 @@ from typing import Final
 import torch
 
 import asynckv
-from asynckv.cli.bench.child import until_hung_up
-from asynckv.cli.loops import run
+from asynckv.cli.bench.server import until_hung_up
+from asynckv.cli.process import run
 from asynckv.devices.names import Device
 from asynckv.devices.opening import OpenDevice, open_device
 from asynckv.types import TensorSpec

@@ -16,7 +16,7 @@ from typing import Final, Self, cast
 
 import msgspec
 
-from asynckv.cli.bench.meeting import TOKEN_NBYTES
+from asynckv.cli.bench.baselines import TOKEN_NBYTES
 
 __all__ = ("ECHO", "ECHOES", "EchoConnection", "EchoServer", "Turns", "in_turns")
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from asynckv.cli.bench.curves import (
+from asynckv.cli.bench.page import (
     Bars,
     Line,
     lag_bars,

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Final
 
-from asynckv.cli.loops import LoopName
+from asynckv.cli.process import LoopName
 from asynckv.links.options import Digest
 from asynckv.security.tls import TLS
 

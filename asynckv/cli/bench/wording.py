@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
-from asynckv.cli.bench.figures import Spread
-from asynckv.cli.bench.report import Baseline, BenchReport, Row, Subject
+from asynckv.cli.bench.report import Baseline, BenchReport, Row, Spread, Subject
 
 __all__ = (
     "speedup_of",

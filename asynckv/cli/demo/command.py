@@ -14,14 +14,12 @@ from cyclopts import Parameter
 from rich.console import Console
 from rich.text import Text
 
-from asynckv.cli.demo.acts import ActFailed
 from asynckv.cli.demo.live import LiveDisplay, final_table
-from asynckv.cli.demo.models import check_model
+from asynckv.cli.demo.models import DemoPrompt, check_model, read_prompt
 from asynckv.cli.demo.page import render_page
 from asynckv.cli.demo.place import Place, check_place, place_named
-from asynckv.cli.demo.play import play_demo
+from asynckv.cli.demo.play import ActFailed, play_demo
 from asynckv.cli.demo.processes import WorkerEnded, WorkerFailed
-from asynckv.cli.demo.prompt import DemoPrompt, read_prompt
 from asynckv.cli.demo.report import DemoReport
 from asynckv.cli.document import check_writable
 from asynckv.errors import AsyncKVError

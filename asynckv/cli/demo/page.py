@@ -1,15 +1,20 @@
 """The demo's page: one self-contained HTML file, in light and in dark.
 
-A pure function of the report; nothing on the page is fetched from anywhere.
+A pure function of the report; nothing on the page is fetched from anywhere. Its
+pictures are as wide as the window: only places scale, letters never do. Horizontal
+places are percentages of the picture; colours are those of the page's style.
 """
 
 from __future__ import annotations
 
+import itertools
+import math
+from collections.abc import Sequence
 from html import escape
 
-from asynckv.cli.demo.report import DemoReport
-from asynckv.cli.demo.timeline import draw_backpressure, draw_bars, draw_timeline
+from asynckv.cli.demo.report import BackpressureReport, DemoReport, HandOver, LayerTrace
 from asynckv.cli.demo.wording import (
+    Bar,
     figures_of,
     first_token_bars,
     second_request_bars,
@@ -21,7 +26,187 @@ from asynckv.cli.demo.wording import (
 )
 from asynckv.cli.document import write_document
 
-__all__ = ("render_page",)
+__all__ = (
+    "STAGES",
+    "draw_backpressure",
+    "draw_bars",
+    "draw_timeline",
+    "render_page",
+)
+
+
+STAGES = ("compute", "wire", "step")
+"""Classes of the page's style, for the stages of a bar."""
+
+_TOP = 36
+_MAX_ROWS_HEIGHT = 420
+_LEAST_WIDTH = 0.15
+
+
+class _Scale:
+    """Seconds to percent of the width, and where the ticks go."""
+
+    def __init__(self, span_s: float) -> None:
+        self.span_s = max(span_s, 1e-3)
+
+    def x(self, at_s: float) -> float:
+        return round(100 * min(max(at_s, 0.0), self.span_s) / self.span_s, 3)
+
+    def width(self, start_s: float, end_s: float) -> float:
+        return max(_LEAST_WIDTH, round(self.x(end_s) - self.x(start_s), 3))
+
+    def ticks(self) -> list[float]:
+        step = _nice_step(self.span_s / 6)
+        return [step * index for index in range(int(self.span_s / step) + 1)]
+
+
+def _nice_step(at_least: float) -> float:
+    magnitude = 10.0 ** math.floor(math.log10(at_least))
+    factors = (1.0, 2.0, 5.0, 10.0)
+    return next(f * magnitude for f in factors if f * magnitude >= at_least * 0.999)
+
+
+def _line(kind: str, x: float, y1: float, y2: float) -> str:
+    place = f'x1="{x}%" x2="{x}%" y1="{round(y1, 2)}" y2="{round(y2, 2)}"'
+    return f'<line class="{kind}" {place}/>'
+
+
+def _rect(kind: str, x: float, y: float, width: float, height: float) -> str:
+    place = f'x="{x}%" y="{round(y, 2)}" width="{width}%" height="{round(height, 2)}"'
+    return f'<rect class="{kind}" {place}/>'
+
+
+def _text(
+    kind: str, x: float, y: float, text: str, anchor: str = "end", dx: int = 0
+) -> str:
+    place = f'x="{x}%" y="{round(y, 2)}" dx="{dx}" text-anchor="{anchor}"'
+    return f'<text class="{kind}" {place}>{escape(text)}</text>'
+
+
+def _svg(height: float, title: str, parts: list[str]) -> str:
+    label = f'role="img" aria-label="{escape(title)}"'
+    return f'<svg height="{round(height)}" {label}>{"".join(parts)}</svg>'
+
+
+def _axis(scale: _Scale, bottom: float) -> list[str]:
+    parts = []
+    for tick in scale.ticks():
+        x = scale.x(tick)
+        label = f"{tick:g} s" if tick else "0"
+        parts.append(_line("grid", x, _TOP, bottom))
+        parts.append(_text("tick", x, bottom + 16, label, "middle"))
+    return parts
+
+
+def draw_timeline(hand_over: HandOver, span_s: float) -> str:
+    """Draw a row for each layer: compute above, its way below, a tick where it came.
+
+    ``span_s`` is the length of the axis, so that two timelines can share it.
+    """
+    scale = _Scale(span_s)
+    count = max(1, len(hand_over.layers))
+    height = min(14.0, _MAX_ROWS_HEIGHT / count)
+    bottom = round(_TOP + height * count + 4, 2)
+    every = next(step for step in (1, 2, 5, 10, 20, 50, 1000) if height * step >= 13)
+    parts = _axis(scale, bottom)
+    for index, layer in enumerate(hand_over.layers):
+        label = str(index) if index % every == 0 else ""
+        parts.append(_row(layer, scale, _TOP + index * height + 2, height, label))
+    parts += _marks(hand_over, scale, bottom)
+    return _svg(bottom + 26, f"{hand_over.title} hand-over, one row a layer", parts)
+
+
+def _row(layer: LayerTrace, scale: _Scale, y: float, height: float, label: str) -> str:
+    half = round((height - 2) / 2, 2)
+    start_s, end_s = layer.compute_start_s, layer.compute_end_s
+    handed_s, landed_s = layer.handed_s, layer.landed_s
+    hint = (
+        f"{layer.name}: computed in {write_seconds(end_s - start_s)}, in the decoder "
+        f"{write_seconds(landed_s - handed_s)} after it was handed over"
+    )
+    parts = (
+        f"<title>{escape(hint)}</title>",
+        _text("tick", 0, y + height / 2 + 3, label, dx=-10),
+        _rect("compute", scale.x(start_s), y, scale.width(start_s, end_s), half),
+        _rect(
+            "wire", scale.x(handed_s), y + half, scale.width(handed_s, landed_s), half
+        ),
+        _line("landed", scale.x(landed_s), y, y + 2 * half),
+    )
+    return f'<g class="row">{"".join(parts)}</g>'
+
+
+def _marks(hand_over: HandOver, scale: _Scale, bottom: float) -> list[str]:
+    end, first = scale.x(hand_over.prefill_s), scale.x(hand_over.first_token_s)
+    first_words = f"first token {write_seconds(hand_over.first_token_s)}"
+    end_words = f"prefill computed {write_seconds(hand_over.prefill_s)}"
+    marks = [
+        (end, "mark", "label", end_words),
+        (first, "mark first", "label strong", first_words),
+    ]
+    marks.sort(key=lambda mark: mark[0])
+    parts = []
+    # Labels stand left of their lines, which are at the right edge: the line that is
+    # further right has the upper label, so that the other does not cross it.
+    for (x, line, label, text), up in zip(marks, (0, 16), strict=True):
+        parts.append(_line(line, x, _TOP - 4 - up, bottom))
+        parts.append(_text(label, x, _TOP - 4 - up, text, dx=-6))
+    return parts
+
+
+def draw_bars(bars: Sequence[Bar]) -> str:
+    """Draw ways to a first token, to be compared: stages end to end, then the sum."""
+    longest_s = max(max(sum(bar.stages_s) for bar in bars), 1e-6)
+    return f'<div class="bars">{"".join(_bar(bar, longest_s) for bar in bars)}</div>'
+
+
+def _bar(bar: Bar, longest_s: float) -> str:
+    stages = "".join(
+        f'<i class="{kind}" style="width: {round(100 * seconds / longest_s, 3)}%" '
+        f'title="{write_seconds(seconds)}"></i>'
+        for kind, seconds in zip(STAGES, bar.stages_s, strict=True)
+        if seconds > 0.0
+    )
+    return (
+        f'<div class="way"><div class="name">{escape(bar.name)}</div>'
+        f'<div class="track">{stages}</div>'
+        f'<div class="sum"><b>{write_seconds(sum(bar.stages_s))}</b> '
+        f"<small>{escape(bar.remark)}</small></div></div>"
+    )
+
+
+def draw_backpressure(report: BackpressureReport) -> str:
+    """Draw how full the buffer was, under the line of what it may hold."""
+    samples = report.samples
+    began_s = samples[0].at_s if samples else 0.0
+    scale = _Scale(samples[-1].at_s - began_s if samples else 1.0)
+    ceiling = max(report.max_bytes, report.peak_bytes, 1) * 1.12
+
+    def y(nbytes: float) -> float:
+        return round(_TOP + 120 * (1 - nbytes / ceiling), 2)
+
+    bottom, bound = y(0), y(report.max_bytes)
+    area = [
+        _rect(
+            "area",
+            scale.x(one.at_s - began_s),
+            y(one.buffered_bytes),
+            scale.width(one.at_s - began_s, after.at_s - began_s),
+            bottom - y(one.buffered_bytes),
+        )
+        for one, after in itertools.pairwise(samples)
+    ]
+    limit = f"max_bytes = {write_bytes(report.max_bytes)}"
+    line = f'<line class="bound" x1="0%" x2="100%" y1="{bound}" y2="{bound}"/>'
+    parts = [
+        *_axis(scale, bottom),
+        *area,
+        line,
+        _text("label", 100, bound - 6, limit),
+        _text("tick", 0, bottom, "0", dx=-10),
+    ]
+    return _svg(bottom + 26, "Bytes in the buffer over time", parts)
+
 
 _STAGES_KEY = """<ul class="key">
 <li style="--swatch: var(--compute)">prompt computed</li>
@@ -47,7 +232,7 @@ def render_page(report: DemoReport) -> str:
             _backpressure(report),
             _survival(report),
             _table(report),
-            _text(report),
+            _words_of(report),
             _foot(report),
         )
     )
@@ -161,7 +346,7 @@ def _table(report: DemoReport) -> str:
     return f"<h2>The numbers</h2>\n{table}"
 
 
-def _text(report: DemoReport) -> str:
+def _words_of(report: DemoReport) -> str:
     return (
         "<h2>What the decoder wrote</h2>\n"
         f'<blockquote id="text">{escape(report.text)}</blockquote>'

@@ -15,8 +15,6 @@ import torch
 
 import asynckv
 from asynckv.buffers.lookup import LookupBuffer
-from asynckv.cli.demo.engine import Engine
-from asynckv.cli.demo.measurements import LoopLag, resident_bytes, ticking
 from asynckv.cli.demo.messages import (
     Computed,
     Doing,
@@ -35,6 +33,7 @@ from asynckv.cli.demo.messages import (
     WaitReturned,
 )
 from asynckv.cli.demo.models import (
+    DemoPrompt,
     PreparedModel,
     PromptTokenizer,
     load_model,
@@ -42,9 +41,8 @@ from asynckv.cli.demo.models import (
     prepare_model,
 )
 from asynckv.cli.demo.place import Place, place_named
-from asynckv.cli.demo.prompt import DemoPrompt
 from asynckv.cli.demo.report import BackpressureSample
-from asynckv.cli.demo.stage import Stage
+from asynckv.cli.demo.worker import Engine, LoopLag, Stage, resident_bytes, ticking
 from asynckv.errors import AsyncKVError
 from asynckv.integrations.transformers import (
     LayerEvent,

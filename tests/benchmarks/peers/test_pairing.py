@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from asynckv.cli.bench.figures import Spread
+from asynckv.cli.bench.report import Spread
 from benchmarks.peers.pairing import AGAIN, PEER, RAW, Turn, in_turns, lag_of, row_of
 from benchmarks.peers.work import Work
 

@@ -7,21 +7,23 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 import pytest
 
 import asynckv
-from asynckv.cli.bench.figures import Histogram, Percentiles, Spread
-from asynckv.cli.bench.judging import failed_row
 from asynckv.cli.bench.report import (
     FORMAT,
     Baseline,
     BenchReport,
     Group,
+    Histogram,
     Machine,
     Measured,
+    Percentiles,
     Row,
+    Spread,
     Subject,
     Unit,
 )
 from asynckv.cli.bench.rig import Rig, open_rig
-from asynckv.cli.bench.serving import serving
+from asynckv.cli.bench.rounds import failed_row
+from asynckv.cli.bench.server import serving
 from asynckv.cli.bench.settings import Settings
 
 __all__ = ("any_left", "plain_rig", "rig", "sample_report", "void_row")

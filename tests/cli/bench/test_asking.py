@@ -2,10 +2,10 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 
-from asynckv.cli.bench.asking import open_outstanding, open_pairs, open_ping
-from asynckv.cli.bench.measuring import Case
+from asynckv.cli.bench.cases import open_outstanding, open_pairs, open_ping
 from asynckv.cli.bench.report import Subject
 from asynckv.cli.bench.rig import Rig
+from asynckv.cli.bench.rounds import Case
 
 Counter = Callable[[], Awaitable[int]]
 

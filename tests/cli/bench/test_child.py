@@ -4,16 +4,16 @@ import os
 
 import pytest
 
-from asynckv.cli.bench import child
-from asynckv.cli.bench.child import ServerEnded, own_child
+from asynckv.cli.bench import server as child
+from asynckv.cli.bench.server import ServerEnded, own_child
 
 # On a busy machine most of a process's time goes into its imports.
 pytestmark = [pytest.mark.timeout(180), pytest.mark.multiprocess]
 
 SERVES = """
 import asyncio, os
-from asynckv.cli.bench import child
-from asynckv.cli.bench.child import until_hung_up
+from asynckv.cli.bench import server as child
+from asynckv.cli.bench.server import until_hung_up
 print(os.getpid(), flush=True)
 asyncio.run(until_hung_up())
 """

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import msgspec
 
-from asynckv.cli.bench.curves import lag_bars, latency_lines, throughput_lines
+from asynckv.cli.bench.page import lag_bars, latency_lines, throughput_lines
 from asynckv.cli.bench.report import BenchReport
 
 

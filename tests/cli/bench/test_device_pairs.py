@@ -3,9 +3,9 @@ from __future__ import annotations
 import pytest
 
 import asynckv
-from asynckv.cli.bench.device_pairs import DevicePair
+from asynckv.cli.bench.device import DevicePair
 from asynckv.cli.bench.device_server import TOKENS, content_of
-from asynckv.cli.bench.memory import WrongBytes
+from asynckv.cli.bench.rig import WrongBytes
 
 
 async def test_a_wrong_byte_ends_the_measurement() -> None:

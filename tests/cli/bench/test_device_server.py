@@ -4,8 +4,8 @@ import pytest
 import torch
 
 import asynckv
-from asynckv.cli.bench.child import own_child
 from asynckv.cli.bench.device_server import TOKENS, content_of
+from asynckv.cli.bench.server import own_child
 from asynckv.testing.expectations import is_same
 from harness.gpu_processes import BEGIN
 

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from asynckv.cli.bench.figures import (
+from asynckv.cli.bench.report import (
     Histogram,
     Spread,
     histogram_of,

@@ -2,10 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from asynckv.cli.bench.figures import Spread
-from asynckv.cli.bench.judging import failed_row, judge
-from asynckv.cli.bench.measuring import Round, Sample
-from asynckv.cli.bench.report import Subject
+from asynckv.cli.bench.report import Spread, Subject
+from asynckv.cli.bench.rounds import Round, Sample, failed_row, judge
 
 SUBJECT = Subject("entry", "an entry", "throughput", "GB/s", True, 1000)
 

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 
-from asynckv.cli.bench.lag import EDGES_MS, open_lag, tick
+from asynckv.cli.bench.cases import EDGES_MS, open_lag, tick
 from asynckv.cli.bench.report import Subject
 from asynckv.cli.bench.rig import Rig
 

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 
-from asynckv.cli.bench.layerwise import open_tail
+from asynckv.cli.bench.cases import open_tail
 from asynckv.cli.bench.report import Subject
 from asynckv.cli.bench.rig import Rig
 

@@ -5,7 +5,7 @@ import io
 import pytest
 from rich.console import Console
 
-from asynckv.cli.bench.live import BenchDisplay, closing_table
+from asynckv.cli.bench.command import BenchDisplay, closing_table
 from asynckv.cli.bench.report import BenchReport
 
 

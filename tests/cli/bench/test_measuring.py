@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from asynckv.cli.bench.measuring import Case, Measurement, Round, Sample, measure
+from asynckv.cli.bench.rounds import Case, Measurement, Round, Sample, measure
 
 
 def noting(name: str, order: list[str]) -> Measurement:

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from asynckv.cli.bench.meeting import (
+from asynckv.cli.bench.baselines import (
     MAX_NBYTES,
     MAX_PARTS,
     ORDER,

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from asynckv.cli.bench.memory import WrongBytes, copy_all, make_memory
+from asynckv.cli.bench.rig import WrongBytes, copy_all, make_memory
 
 
 def test_what_was_copied_is_what_is_checked_for() -> None:

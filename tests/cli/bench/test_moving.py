@@ -4,11 +4,10 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from asynckv.cli.bench.memory import make_memory
-from asynckv.cli.bench.moving import open_fetching, open_moving, pull
-from asynckv.cli.bench.raw_streams import name_of_streams
+from asynckv.cli.bench.baselines import name_of_streams
+from asynckv.cli.bench.cases import open_fetching, open_moving, pull
 from asynckv.cli.bench.report import Subject
-from asynckv.cli.bench.rig import Rig
+from asynckv.cli.bench.rig import Rig, make_memory
 
 Counter = Callable[[], Awaitable[int]]
 

@@ -4,9 +4,8 @@ import re
 
 import pytest
 
-from asynckv.cli.bench.curves import Bars, Line, Point
-from asynckv.cli.bench.figures import Histogram, Spread
-from asynckv.cli.bench.plots import draw_histograms, draw_lines
+from asynckv.cli.bench.page import Bars, Line, Point, draw_histograms, draw_lines
+from asynckv.cli.bench.report import Histogram, Spread
 
 
 def point(x: float, value: float, *, is_sure: bool = True) -> Point:

@@ -5,8 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from asynckv.cli.bench.raw import RawConnection, receive_into
-from asynckv.cli.bench.raw_server import RawServer
+from asynckv.cli.bench.baselines import RawConnection, RawServer, receive_into
 
 TOKEN = bytes(range(32))
 

@@ -4,9 +4,13 @@ import socket
 
 import pytest
 
-from asynckv.cli.bench.meeting import MAX_NBYTES, ORDER, What
-from asynckv.cli.bench.raw import RawConnection
-from asynckv.cli.bench.raw_server import RawServer
+from asynckv.cli.bench.baselines import (
+    MAX_NBYTES,
+    ORDER,
+    RawConnection,
+    RawServer,
+    What,
+)
 from asynckv.protocol.handshake import MAX_LANES
 
 TOKEN = bytes(range(32))

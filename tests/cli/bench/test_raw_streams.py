@@ -5,8 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from asynckv.cli.bench.raw_server import RawServer
-from asynckv.cli.bench.raw_streams import RawStreams
+from asynckv.cli.bench.baselines import RawServer, RawStreams
 
 TOKEN = bytes(range(32))
 

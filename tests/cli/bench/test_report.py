@@ -5,14 +5,16 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from asynckv.cli.bench.figures import Histogram, Percentiles, Spread
 from asynckv.cli.bench.report import (
     FORMAT,
     Baseline,
     BenchReport,
+    Histogram,
     Machine,
     Measured,
+    Percentiles,
     Row,
+    Spread,
     Subject,
 )
 

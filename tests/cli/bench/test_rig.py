@@ -6,7 +6,7 @@ import pytest
 
 import asynckv
 from asynckv.cli.bench.rig import Rig, open_rig
-from asynckv.cli.bench.serving import serving
+from asynckv.cli.bench.server import serving
 from asynckv.cli.bench.settings import Settings
 
 

@@ -7,13 +7,12 @@ from collections.abc import AsyncIterator
 import pytest
 
 import asynckv
-from asynckv.cli.bench import running
-from asynckv.cli.bench.catalogue import Exhibit
-from asynckv.cli.bench.measuring import Case, Sample
+from asynckv.cli.bench import catalogue as running
+from asynckv.cli.bench.catalogue import Exhibit, run_bench, run_case
 from asynckv.cli.bench.report import Row, Subject
 from asynckv.cli.bench.rig import Rig
-from asynckv.cli.bench.running import run_bench, run_case
-from asynckv.cli.bench.serving import serving
+from asynckv.cli.bench.rounds import Case, Sample
+from asynckv.cli.bench.server import serving
 from asynckv.cli.bench.settings import Selection, Settings
 from asynckv.errors import PeerLost
 

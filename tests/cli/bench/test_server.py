@@ -2,9 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from asynckv.cli.bench.child import ServerEnded
 from asynckv.cli.bench.rig import open_rig
-from asynckv.cli.bench.server import own_server
+from asynckv.cli.bench.server import ServerEnded, own_server
 from asynckv.cli.bench.settings import Settings
 from asynckv.errors import PeerLost
 

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 import asynckv
-from asynckv.cli.bench.meeting import MEETING_KEY, meeting_from
+from asynckv.cli.bench.baselines import MEETING_KEY, meeting_from
 from asynckv.cli.bench.rig import open_rig
-from asynckv.cli.bench.serving import serving
+from asynckv.cli.bench.server import serving
 from asynckv.cli.bench.settings import Settings
 from asynckv.testing.certificates import Authority
 

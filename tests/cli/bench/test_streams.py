@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from asynckv.cli.bench.streams import StreamsConnection, StreamsServer
+from asynckv.cli.bench.baselines import StreamsConnection, StreamsServer
 
 TOKEN = bytes(range(32))
 

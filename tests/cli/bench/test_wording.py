@@ -3,12 +3,12 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from asynckv.cli.bench.figures import Spread
 from asynckv.cli.bench.report import (
     Baseline,
     BenchReport,
     Measured,
     Row,
+    Spread,
     Subject,
     Unit,
 )

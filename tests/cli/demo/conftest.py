@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from asynckv.cli.demo.engine import Engine
 from asynckv.cli.demo.models import load_model, prepare_model
 from asynckv.cli.demo.report import (
     BackpressureReport,
@@ -20,6 +19,7 @@ from asynckv.cli.demo.report import (
     SecondRequest,
     Survival,
 )
+from asynckv.cli.demo.worker import Engine
 
 __all__ = ("engine", "no_progress_bars", "sample_report")
 

@@ -3,12 +3,12 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from asynckv.cli.demo.accounting import (
+from asynckv.cli.demo.messages import Filled, Generated, Prefilled
+from asynckv.cli.demo.play import (
     account_backpressure,
     account_hand_over,
     find_problems,
 )
-from asynckv.cli.demo.messages import Filled, Generated, Prefilled
 from asynckv.cli.demo.report import BackpressureSample, DemoReport, HandOver
 
 PREFILLED = Prefilled(

@@ -5,7 +5,6 @@ from typing import Any
 import msgspec
 import pytest
 
-from asynckv.cli.demo.acts import ActFailed, Acts
 from asynckv.cli.demo.messages import (
     Continue,
     FillBuffer,
@@ -26,6 +25,7 @@ from asynckv.cli.demo.messages import (
     Text,
     WaitReturned,
 )
+from asynckv.cli.demo.play import ActFailed, Acts
 from asynckv.cli.demo.processes import Worker, WorkerEnded
 
 READY = Ready(

@@ -7,7 +7,6 @@ import pytest
 
 from asynckv.buffers.lookup import LookupBuffer
 from asynckv.cli.demo.decode import DecodeWorker
-from asynckv.cli.demo.engine import Engine
 from asynckv.cli.demo.messages import (
     Continue,
     Doing,
@@ -23,6 +22,7 @@ from asynckv.cli.demo.messages import (
 )
 from asynckv.cli.demo.models import ByteTokenizer
 from asynckv.cli.demo.prefill import PrefillWorker
+from asynckv.cli.demo.worker import Engine
 from asynckv.integrations.transformers import fingerprint_of
 
 PROMPT = tuple(range(20))

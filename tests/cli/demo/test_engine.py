@@ -2,8 +2,7 @@ from __future__ import annotations
 
 from transformers import DynamicCache
 
-from asynckv.cli.demo.engine import MAX_NEW_TOKENS, Engine
-from asynckv.cli.demo.measurements import TokenClock
+from asynckv.cli.demo.worker import MAX_NEW_TOKENS, Engine, TokenClock
 
 PROMPT = tuple(range(20))
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from asynckv.cli.demo.measurements import (
+from asynckv.cli.demo.worker import (
     LayerClock,
     LoopLag,
     PositionCounter,

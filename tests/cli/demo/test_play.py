@@ -13,8 +13,8 @@ import pytest
 from rich.console import Console
 
 from asynckv.cli.demo.live import LiveDisplay
+from asynckv.cli.demo.models import DemoPrompt
 from asynckv.cli.demo.play import Programs, play_demo
-from asynckv.cli.demo.prompt import DemoPrompt
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.slow, pytest.mark.timeout(120)]
 

@@ -5,7 +5,6 @@ from collections.abc import AsyncIterator
 import pytest
 
 from asynckv.buffers.lookup import LookupBuffer
-from asynckv.cli.demo.engine import Engine
 from asynckv.cli.demo.messages import (
     Computed,
     Continue,
@@ -22,6 +21,7 @@ from asynckv.cli.demo.messages import (
 )
 from asynckv.cli.demo.models import ByteTokenizer
 from asynckv.cli.demo.prefill import PrefillWorker
+from asynckv.cli.demo.worker import Engine
 from asynckv.integrations.transformers import fingerprint_of
 
 PROMPT = tuple(range(20))

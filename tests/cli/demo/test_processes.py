@@ -23,7 +23,7 @@ pytestmark = pytest.mark.multiprocess
 ECHO = """
 import asyncio, sys
 from asynckv.cli.demo.messages import *
-from asynckv.cli.demo.stage import Stage
+from asynckv.cli.demo.worker import Stage
 
 async def do(order):
     match order:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from asynckv.cli.demo.prompt import read_prompt
+from asynckv.cli.demo.models import read_prompt
 
 
 def test_the_shipped_prompt_is_a_story_and_two_questions_about_it() -> None:

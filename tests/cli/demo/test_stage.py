@@ -16,7 +16,7 @@ pytestmark = pytest.mark.multiprocess
 WORKER = """
 import asyncio, threading
 from asynckv.cli.demo.messages import *
-from asynckv.cli.demo.stage import Stage
+from asynckv.cli.demo.worker import Stage
 
 async def do(order):
     if isinstance(order, ReadBack):

@@ -6,8 +6,8 @@ import xml.etree.ElementTree as ET
 import msgspec
 import pytest
 
+from asynckv.cli.demo.page import draw_backpressure, draw_bars, draw_timeline
 from asynckv.cli.demo.report import DemoReport
-from asynckv.cli.demo.timeline import draw_backpressure, draw_bars, draw_timeline
 from asynckv.cli.demo.wording import Bar
 
 

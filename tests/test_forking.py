@@ -3,9 +3,9 @@ from __future__ import annotations
 import gc
 import os
 
+from asynckv import processes as forking
 from asynckv.devices.growth import Growth
-from asynckv.tensors import forking
-from asynckv.tensors.forking import watch_forks
+from asynckv.processes import watch_forks
 from asynckv.types import TensorSpec
 
 _MIB = 2**20

@@ -1,0 +1,95 @@
+"""The process that a command runs in: its event loop, its end, and its machine.
+
+The loop is the faster one, where that is installed; Ctrl-C, SIGTERM and SIGHUP end a
+command alike.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib.util
+import os
+import platform
+import signal
+from collections.abc import Callable, Coroutine
+from typing import Any, Literal, TypeAlias, TypeVar
+
+from asynckv.errors import ConfigError
+
+__all__ = (
+    "INTERRUPTED",
+    "LoopName",
+    "describe_host",
+    "processor",
+    "run",
+    "until_ended",
+)
+
+
+_T = TypeVar("_T")
+
+LoopName: TypeAlias = Literal["auto", "asyncio", "uvloop"]
+
+
+def run(work: Coroutine[Any, Any, _T], loop: LoopName = "auto") -> _T:
+    """Do as ``asyncio.run`` does, on uvloop: if told, or by itself if it is there.
+
+    :raises ConfigError: uvloop is to be used and is not installed
+    """
+    try:
+        factory = _factory_of(loop)
+    except ConfigError:
+        work.close()
+        raise
+    with asyncio.Runner(loop_factory=factory) as runner:
+        return runner.run(work)
+
+
+def _factory_of(loop: LoopName) -> Callable[[], asyncio.AbstractEventLoop] | None:
+    is_there = importlib.util.find_spec("uvloop") is not None
+    if loop == "asyncio" or (loop == "auto" and not is_there):
+        return None
+    if not is_there:
+        raise ConfigError(
+            "uvloop is not installed",
+            hint='in a checkout of asynckv: python -m pip install ".[fast]"',
+        )
+    import uvloop
+
+    return uvloop.new_event_loop
+
+
+INTERRUPTED = 130
+"""The exit status of a command that was interrupted."""
+
+_POLITE_ENDS = (signal.SIGTERM, signal.SIGHUP)
+
+
+async def until_ended(work: Coroutine[object, object, _T]) -> _T:
+    """Run ``work``; a polite end of the process is a cancellation of it."""
+    task, loop = asyncio.current_task(), asyncio.get_running_loop()
+    if task is not None:
+        for number in _POLITE_ENDS:
+            loop.add_signal_handler(number, task.cancel)
+    try:
+        return await work
+    finally:
+        for number in _POLITE_ENDS:
+            loop.remove_signal_handler(number)
+
+
+def processor() -> str:
+    """Return the model of the processor, or its architecture."""
+    with contextlib.suppress(OSError), open("/proc/cpuinfo", encoding="ascii") as file:
+        for line in file:
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.machine()
+
+
+def describe_host() -> str:
+    """Return processor, cores, load average and system in one line."""
+    load = f"load {os.getloadavg()[0]:.1f} before"
+    system = f"{platform.system()} {platform.release()}"
+    return f"{processor()}, {os.cpu_count() or 1} cores, {load}, {system}"
