@@ -15,8 +15,11 @@ from asynckv.abc.buffers import (
     DropSelect,
     InsertWriter,
     KVCacheBuffer,
+    KVCacheStatistics,
     KVLookupBuffer,
+    KVLookupStatistics,
     KVStoreBuffer,
+    KVStoreStatistics,
     SelectStream,
 )
 from asynckv.abc.connectors import (
@@ -36,11 +39,6 @@ from asynckv.abc.connectors import (
 )
 from asynckv.abc.entries import KVEntry, KVSource, KVTensors, Match, TokenIds
 from asynckv.abc.pipes import KVPipe
-from asynckv.abc.statistics import (
-    KVCacheStatistics,
-    KVLookupStatistics,
-    KVStoreStatistics,
-)
 from asynckv.abc.steps import (
     BlockIds,
     KVAnswer,

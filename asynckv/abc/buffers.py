@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import abc
+import dataclasses
 from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import TYPE_CHECKING, Any
 
 from asynckv.abc.closing import AsyncWithOnly, Closable
 from asynckv.abc.entries import KVEntry, KVSource, Match, TokenIds
-from asynckv.abc.statistics import (
-    KVCacheStatistics,
-    KVLookupStatistics,
-    KVStoreStatistics,
-)
 from asynckv.types import TensorSpec
 
 if TYPE_CHECKING:
@@ -25,10 +21,49 @@ __all__ = (
     "DropSelect",
     "InsertWriter",
     "KVCacheBuffer",
+    "KVCacheStatistics",
     "KVLookupBuffer",
+    "KVLookupStatistics",
     "KVStoreBuffer",
+    "KVStoreStatistics",
     "SelectStream",
 )
+
+
+@dataclasses.dataclass(frozen=True)
+class KVCacheStatistics:
+    """A buffer at one moment.
+
+    ``used_bytes`` of ``max_bytes`` are in use. Of a buffer at a peer these are this
+    side's: what was received and not handed over yet, and the bound of it.
+    """
+
+    max_bytes: int
+    used_bytes: int
+
+
+@dataclasses.dataclass(frozen=True)
+class KVLookupStatistics(KVCacheStatistics):
+    """A lookup buffer at one moment; of one at a peer, what this side asks of it.
+
+    ``waiting_inserts`` wait for room, ``waiting_selects`` for a match.
+    """
+
+    waiting_inserts: int
+    waiting_selects: int
+
+
+@dataclasses.dataclass(frozen=True)
+class KVStoreStatistics(KVCacheStatistics):
+    """A store buffer at one moment; of one at a peer, what this side asks of it.
+
+    ``waiting_puts`` wait for room. ``hits`` and ``misses`` count what ``get`` has found
+    and not found since the buffer, or the connection, was made.
+    """
+
+    waiting_puts: int
+    hits: int
+    misses: int
 
 
 class KVCacheBuffer(Closable):

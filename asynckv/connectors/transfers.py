@@ -18,7 +18,7 @@ from typing import Any, Final, Literal, TypeAlias
 
 from asynckv.abc import BlockIds, KVTransferResults
 from asynckv.observability.lines import as_line
-from asynckv.parallel.outputs import KVConnectorOutput
+from asynckv.parallel.aggregator import KVConnectorOutput
 from asynckv.shielding import wait_shielded
 
 __all__ = (

@@ -47,9 +47,9 @@ from asynckv.protocol.frames import Attach, Attached
 from asynckv.protocol.greeting import ListenSide
 from asynckv.protocol.handshake import Agreement, Terms
 from asynckv.protocol.limits import Unfinished
-from asynckv.security.assurance import Assurance
 from asynckv.security.keyring import Keyring, Keys
-from asynckv.security.proofs import LaneProofs, new_nonce
+from asynckv.security.names import Assurance
+from asynckv.security.shared_secret import LaneProofs, new_nonce
 from asynckv.security.tls import TlsKeys
 from asynckv.security.tls_socket import Connection, TlsSocket, has_hung_up, is_readable
 

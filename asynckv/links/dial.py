@@ -24,7 +24,7 @@ from asynckv.protocol.greeting import DialSide, Outcome
 from asynckv.protocol.handshake import DigestMode, Terms
 from asynckv.protocol.values import Limits, PeerIdentity
 from asynckv.security.keyring import NO_KEYS, Keyring, Keys
-from asynckv.security.proofs import new_nonce
+from asynckv.security.shared_secret import new_nonce
 from asynckv.security.tls_socket import Connection, TlsSocket, has_hung_up
 from asynckv.types import KVFingerprint
 

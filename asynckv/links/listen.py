@@ -41,7 +41,7 @@ from asynckv.protocol.handshake import Agreement, DigestMode, Terms
 from asynckv.protocol.limits import Unfinished
 from asynckv.protocol.values import Limits, PeerIdentity
 from asynckv.security.keyring import NO_KEYS, Keyring, Keys
-from asynckv.security.proofs import new_nonce
+from asynckv.security.shared_secret import new_nonce
 from asynckv.types import KVFingerprint
 
 __all__ = ("LinkListener", "dial_memory", "listen")

@@ -26,7 +26,7 @@ from asynckv.protocol.frames import Frame
 from asynckv.protocol.greeting import GreetingSide
 from asynckv.protocol.handshake import GREETING_LIMITS
 from asynckv.protocol.values import Limits
-from asynckv.security.assurance import NO_ASSURANCE, Assurance
+from asynckv.security.names import NO_ASSURANCE, Assurance
 from asynckv.security.tls import ALPN, TlsKeys, tls_failure
 from asynckv.security.tls_socket import Connection, TlsSocket, WantsToWrite, discard
 from asynckv.shielding import wait_shielded

@@ -9,10 +9,15 @@ from fractions import Fraction
 import msgspec
 
 from asynckv.errors import IncompatiblePeer
-from asynckv.parallel.copies import Move, Span, StridedCopy
-from asynckv.parallel.places import region_block_nbytes
+from asynckv.parallel.copies import (
+    Held,
+    Move,
+    Span,
+    StridedCopy,
+    copies_between,
+    region_block_nbytes,
+)
 from asynckv.parallel.shapes import EngineShape, Rank, check_same_model
-from asynckv.parallel.strides import Held, copies_between
 
 __all__ = ("RankRead", "ReshardPlan", "plan_rearrange", "plan_reshard", "readers_of")
 

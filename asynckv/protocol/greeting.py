@@ -40,10 +40,14 @@ from asynckv.protocol.handshake import (
     welcome_to,
 )
 from asynckv.protocol.values import Limits
-from asynckv.security.assurance import NO_ASSURANCE, Assurance
-from asynckv.security.names import CertifiedNames
-from asynckv.security.proofs import NONCE_BYTES, LaneProofs, Transcript, who_proved
-from asynckv.security.shared_secret import Secret
+from asynckv.security.names import NO_ASSURANCE, Assurance, CertifiedNames
+from asynckv.security.shared_secret import (
+    NONCE_BYTES,
+    LaneProofs,
+    Secret,
+    Transcript,
+    who_proved,
+)
 
 __all__ = ("DialSide", "GreetingSide", "ListenSide", "Outcome")
 

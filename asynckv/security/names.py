@@ -2,7 +2,8 @@
 
 A peer that calls itself ``engine-7`` and whose certificate is for ``worker-1``
 is ``engine-7@worker-1`` here. It may say all of that itself, or just its
-certificate's name; it may not say another one's.
+certificate's name; it may not say another one's. What the connection below a greeting
+has proved already is its assurance.
 """
 
 from __future__ import annotations
@@ -14,7 +15,13 @@ from typing import Final
 
 from asynckv.errors import AuthError
 
-__all__ = ("CertifiedNames", "names_in")
+__all__ = (
+    "NO_ASSURANCE",
+    "Assurance",
+    "CertifiedNames",
+    "names_in",
+)
+
 
 _AT: Final = "@"
 _WILDCARD: Final = "*"
@@ -84,3 +91,19 @@ class CertifiedNames:
                 hint="leave the part behind the @ out: the certificate says it",
             )
         return claimed
+
+
+@dataclasses.dataclass(frozen=True)
+class Assurance:
+    """``names`` are the peer's, by its certificate; ``binding`` is of both sides'.
+
+    Whoever hands words on from one connection to another has other certificates,
+    and so another ``binding``.
+    """
+
+    names: CertifiedNames | None = None
+    binding: bytes = b""
+
+
+NO_ASSURANCE: Final = Assurance()
+"""A connection that anybody may have opened, or may be in the middle of."""

@@ -14,8 +14,7 @@ import threading
 from types import TracebackType
 from typing import Final, Self, TypeAlias
 
-from asynckv.security.assurance import Assurance
-from asynckv.security.names import CertifiedNames, names_in
+from asynckv.security.names import Assurance, CertifiedNames, names_in
 from asynckv.security.tls import TlsKeys, digest_of_certificate
 
 __all__ = (

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from asynckv.connectors.caches import PagedCaches
-from asynckv.parallel.layouts import KVLayout
+from asynckv.parallel.shapes import KVLayout
 from harness.engines.toy_model import ToyModel
 from harness.engines.toy_pairs import toy_shape
 from harness.fake_devices import fake_device

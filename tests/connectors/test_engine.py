@@ -5,8 +5,7 @@ import pytest
 
 from asynckv.connectors.engine import KVEngine
 from asynckv.errors import IncompatiblePeer
-from asynckv.parallel.layouts import KVLayout
-from asynckv.parallel.shapes import Rank
+from asynckv.parallel.shapes import KVLayout, Rank
 from harness.engines.toy_model import ToyModel
 from harness.engines.toy_pairs import toy_shape
 

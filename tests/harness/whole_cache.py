@@ -13,8 +13,7 @@ from typing import Final, TypeAlias
 import numpy
 import numpy.typing
 
-from asynckv.parallel.layouts import CROSS_LAYER_LAYOUTS, KVLayout
-from asynckv.parallel.shapes import EngineShape, Rank
+from asynckv.parallel.shapes import CROSS_LAYER_LAYOUTS, EngineShape, KVLayout, Rank
 
 __all__ = (
     "BLOCK_SIZES",

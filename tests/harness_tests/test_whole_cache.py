@@ -1,7 +1,6 @@
 from __future__ import annotations
 
-from asynckv.parallel.layouts import KVLayout
-from asynckv.parallel.shapes import EngineShape, Rank
+from asynckv.parallel.shapes import EngineShape, KVLayout, Rank
 from harness.whole_cache import NOTHING, WholeCache
 
 

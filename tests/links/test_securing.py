@@ -19,7 +19,7 @@ from asynckv.links.sockets import (
     wait_readable,
     wait_writable,
 )
-from asynckv.security.assurance import NO_ASSURANCE
+from asynckv.security.names import NO_ASSURANCE
 from asynckv.security.tls import TLS, TlsKeys, read_tls
 from asynckv.security.tls_socket import TlsSocket
 from asynckv.testing.certificates import Authority

@@ -7,8 +7,7 @@ from typing import Self
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from asynckv.parallel.aggregator import KVOutputAggregator
-from asynckv.parallel.outputs import KVConnectorOutput
+from asynckv.parallel.aggregator import KVConnectorOutput, KVOutputAggregator
 
 
 @dataclasses.dataclass

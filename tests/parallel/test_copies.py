@@ -2,8 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from asynckv.parallel.copies import CopySide, Move, Place, Span, StridedCopy
-from asynckv.parallel.places import Step
+from asynckv.parallel.copies import CopySide, Move, Place, Span, Step, StridedCopy
 
 # Two heads of 4 bytes; blocks of 2 tokens go into blocks of 4.
 _COPY = StridedCopy(

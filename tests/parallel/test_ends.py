@@ -1,7 +1,6 @@
 from __future__ import annotations
 
-from asynckv.parallel.ends import Ends
-from asynckv.parallel.outputs import KVConnectorOutput
+from asynckv.parallel.aggregator import Ends, KVConnectorOutput
 
 
 def received(*names: str) -> KVConnectorOutput:

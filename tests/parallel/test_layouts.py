@@ -3,7 +3,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from asynckv.parallel.layouts import CROSS_LAYER_LAYOUTS, KVLayout
+from asynckv.parallel.shapes import CROSS_LAYER_LAYOUTS, KVLayout
 
 
 @pytest.mark.parametrize(

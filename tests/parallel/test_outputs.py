@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from asynckv.parallel.outputs import KVConnectorOutput
+from asynckv.parallel.aggregator import KVConnectorOutput
 
 
 @pytest.mark.parametrize(

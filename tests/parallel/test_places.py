@@ -2,14 +2,13 @@ from __future__ import annotations
 
 import pytest
 
-from asynckv.parallel.layouts import KVLayout
-from asynckv.parallel.places import (
+from asynckv.parallel.copies import (
     Step,
     places_of,
     region_block_nbytes,
     region_count,
 )
-from asynckv.parallel.shapes import EngineShape
+from asynckv.parallel.shapes import EngineShape, KVLayout
 
 
 def _shape(layout: KVLayout) -> EngineShape:

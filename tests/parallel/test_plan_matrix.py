@@ -20,9 +20,8 @@ import numpy.typing
 import pytest
 
 from asynckv.parallel.copies import CopySide, Place, Span, StridedCopy
-from asynckv.parallel.layouts import KVLayout
 from asynckv.parallel.plans import RankRead, ReshardPlan, plan_reshard
-from asynckv.parallel.shapes import EngineShape, Rank
+from asynckv.parallel.shapes import EngineShape, KVLayout, Rank
 from harness.whole_cache import (
     BLOCK_SIZES,
     HEADS,

@@ -10,14 +10,13 @@ from hypothesis import given, settings, strategies as st
 
 from asynckv.errors import IncompatiblePeer
 from asynckv.parallel.copies import Span
-from asynckv.parallel.layouts import KVLayout
 from asynckv.parallel.plans import (
     ReshardPlan,
     plan_rearrange,
     plan_reshard,
     readers_of,
 )
-from asynckv.parallel.shapes import EngineShape, Rank
+from asynckv.parallel.shapes import EngineShape, KVLayout, Rank
 from harness.whole_cache import (
     BLOCK_SIZES,
     HEADS,

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from asynckv.parallel.reports import Overdue, Reports
+from asynckv.parallel.aggregator import Overdue, Reports
 
 
 def test_a_request_is_complete_with_its_last_rank() -> None:

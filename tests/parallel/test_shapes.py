@@ -6,8 +6,13 @@ import msgspec
 import pytest
 
 from asynckv.errors import IncompatiblePeer
-from asynckv.parallel.layouts import KVLayout
-from asynckv.parallel.shapes import EngineShape, Rank, check_same_model, split_layers
+from asynckv.parallel.shapes import (
+    EngineShape,
+    KVLayout,
+    Rank,
+    check_same_model,
+    split_layers,
+)
 
 _SHAPE = EngineShape(
     layout=KVLayout.kv_first(),

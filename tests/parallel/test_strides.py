@@ -2,10 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from asynckv.parallel.copies import StridedCopy
-from asynckv.parallel.layouts import KVLayout
-from asynckv.parallel.shapes import EngineShape
-from asynckv.parallel.strides import Held, copies_between
+from asynckv.parallel.copies import Held, StridedCopy, copies_between
+from asynckv.parallel.shapes import EngineShape, KVLayout
 
 
 def _between(

@@ -4,9 +4,8 @@ import msgspec
 import pytest
 
 from asynckv.errors import IncompatiblePeer
-from asynckv.parallel.layouts import KVLayout
 from asynckv.parallel.plans import plan_reshard
-from asynckv.parallel.shapes import EngineShape, Rank
+from asynckv.parallel.shapes import EngineShape, KVLayout, Rank
 from asynckv.parallel.topology import TransferTopology
 
 

@@ -30,8 +30,7 @@ from asynckv.protocol.wire import (
     pack_header,
     unpack_header,
 )
-from asynckv.security.assurance import Assurance
-from asynckv.security.names import CertifiedNames
+from asynckv.security.names import Assurance, CertifiedNames
 from asynckv.security.shared_secret import Secret
 from asynckv.types import KVFingerprint
 

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
-from asynckv.security.assurance import NO_ASSURANCE, Assurance
-from asynckv.security.names import CertifiedNames
+from asynckv.security.names import NO_ASSURANCE, Assurance, CertifiedNames
 
 
 def test_a_plain_connection_proves_nothing() -> None:

@@ -33,7 +33,7 @@ from asynckv.protocol.greeting import DialSide
 from asynckv.protocol.handshake import Terms
 from asynckv.protocol.values import Limits, PeerIdentity
 from asynckv.security.keyring import NO_KEYS, Keyring
-from asynckv.security.proofs import new_nonce
+from asynckv.security.shared_secret import new_nonce
 from asynckv.testing.blocked import until
 from asynckv.testing.cancellation import CancelMode, Outcome, sweep_cancellation
 from asynckv.testing.pairs import Scheme, new_url, open_group, open_pipe_pair

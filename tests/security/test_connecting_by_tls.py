@@ -37,7 +37,7 @@ from asynckv.protocol.greeting import DialSide
 from asynckv.protocol.handshake import Terms
 from asynckv.protocol.values import PeerIdentity
 from asynckv.security.keyring import Keyring
-from asynckv.security.proofs import new_nonce
+from asynckv.security.shared_secret import new_nonce
 from asynckv.security.tls import ALPN, TLS
 from asynckv.security.tls_socket import TlsSocket
 from asynckv.testing.blocked import until

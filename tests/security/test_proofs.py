@@ -5,14 +5,14 @@ import itertools
 import pytest
 from hypothesis import given, strategies as st
 
-from asynckv.security.proofs import (
+from asynckv.security.shared_secret import (
     NONCE_BYTES,
     LaneProofs,
+    Secret,
     Transcript,
     new_nonce,
     who_proved,
 )
-from asynckv.security.shared_secret import Secret
 
 OURS, OTHER = Secret(b"o" * 32), Secret(b"x" * 32)
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from asynckv.security.assurance import Assurance
+from asynckv.security.names import Assurance
 from asynckv.security.tls import ALPN, TlsKeys, read_tls
 from asynckv.security.tls_socket import (
     TlsSocket,

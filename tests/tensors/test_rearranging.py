@@ -6,9 +6,8 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 from asynckv.devices.copying import CopyPool
-from asynckv.parallel.layouts import KVLayout
 from asynckv.parallel.plans import plan_rearrange
-from asynckv.parallel.shapes import EngineShape, Rank
+from asynckv.parallel.shapes import EngineShape, KVLayout, Rank
 from asynckv.tensors.blocks import KVBlocks
 from asynckv.tensors.resharding import rearrange, rearrange_jobs
 from harness.whole_cache import Numbers, WholeCache

@@ -12,9 +12,8 @@ from hypothesis import given, settings, strategies as st
 
 from asynckv.devices.copying import CopyPool
 from asynckv.parallel.copies import Span
-from asynckv.parallel.layouts import CROSS_LAYER_LAYOUTS, KVLayout
 from asynckv.parallel.plans import ReshardPlan, plan_reshard
-from asynckv.parallel.shapes import EngineShape, Rank
+from asynckv.parallel.shapes import CROSS_LAYER_LAYOUTS, EngineShape, KVLayout, Rank
 from asynckv.tensors.blocks import KVBlocks
 from asynckv.tensors.jobs import CopyJob
 from asynckv.tensors.resharding import reshard, reshard_jobs

@@ -4,8 +4,7 @@ import numpy
 import pytest
 import torch
 
-from asynckv.parallel.copies import CopySide
-from asynckv.parallel.places import Step
+from asynckv.parallel.copies import CopySide, Step
 from asynckv.tensors.blocks import KVBlocks
 from asynckv.tensors.resharding import Places, SegmentView, alignment_of
 

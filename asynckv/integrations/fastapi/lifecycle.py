@@ -1,4 +1,4 @@
-"""An app's part in transfers, from its start to its end.
+"""An app's part in transfers, from its start to its end, and two probes that show it.
 
 One task opens it, keeps it, and closes it; the app starts and stops beside it.
 """
@@ -16,11 +16,13 @@ from contextlib import (
     AsyncExitStack,
     asynccontextmanager,
 )
-from typing import Any, Final, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.requests import HTTPConnection
+from starlette.requests import HTTPConnection, Request
+from starlette.responses import JSONResponse
+from starlette.routing import BaseRoute, Route
 
 from asynckv.abc import KVLookupBuffer, KVStoreBuffer
 from asynckv.buffers.lookup import LookupBuffer
@@ -34,7 +36,20 @@ from asynckv.security.tls import TLS
 from asynckv.shielding import wait_shielded
 from asynckv.types import KVFingerprint
 
-__all__ = ("AppLifespan", "Status", "lifespan", "lookup", "status_of", "store")
+if TYPE_CHECKING:
+    from fastapi import APIRouter
+
+__all__ = (
+    "AppLifespan",
+    "Status",
+    "health_router",
+    "health_routes",
+    "lifespan",
+    "lookup",
+    "status_of",
+    "store",
+)
+
 
 logger = logging.getLogger(__name__)
 
@@ -313,3 +328,31 @@ async def _served(
 def _log_failure(task: asyncio.Task[None]) -> None:
     if not task.cancelled() and (exc := task.exception()) is not None:
         logger.error("this app can take no part in transfers: %s", exc)
+
+
+def health_routes() -> list[BaseRoute]:
+    """Return ``/healthz`` and ``/readyz``, for ``Starlette(routes=[...])``.
+
+    ``/healthz`` is 200 whenever the event loop answers. ``/readyz`` is 200 while
+    a buffer can be used, and 503 before, after, and while the peer is lost.
+    """
+    return [
+        Route("/healthz", _healthz, methods=["GET"], include_in_schema=False),
+        Route("/readyz", _readyz, methods=["GET"], include_in_schema=False),
+    ]
+
+
+def health_router() -> APIRouter:
+    """Return :func:`health_routes` for ``app.include_router(...)`` of FastAPI."""
+    from fastapi import APIRouter
+
+    return APIRouter(routes=health_routes())
+
+
+async def _healthz(request: Request) -> JSONResponse:
+    return JSONResponse({"status": "ok"})
+
+
+async def _readyz(request: Request) -> JSONResponse:
+    status = status_of(request.app)
+    return JSONResponse({"status": status}, 200 if status == "ready" else 503)

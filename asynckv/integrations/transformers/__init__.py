@@ -6,28 +6,40 @@ selects it elsewhere and generates on, with the tokens of a single process.
 
 from __future__ import annotations
 
-from asynckv.integrations.transformers.carried import Carried, Carry
-from asynckv.integrations.transformers.consumer import Load, handoff_of, load
-from asynckv.integrations.transformers.events import LayerEvent, LayerObserver
-from asynckv.integrations.transformers.export import entry_of, export
-from asynckv.integrations.transformers.files import load_entry, save_entry
+from asynckv.integrations.transformers.consumer import (
+    Load,
+    handoff_of,
+    load,
+    load_entry,
+    save_entry,
+)
+from asynckv.integrations.transformers.entries import Carried, Carry, entry_of, export
 from asynckv.integrations.transformers.fingerprint import fingerprint_of
 from asynckv.integrations.transformers.generate import (
     Generated,
     continue_from,
     generate_from,
 )
-from asynckv.integrations.transformers.handoff import GenerateKwargs, Handoff
-from asynckv.integrations.transformers.landing import LandingCache
-from asynckv.integrations.transformers.layers import LayerPlan, plan_layers
-from asynckv.integrations.transformers.layouts import (
+from asynckv.integrations.transformers.handoff import (
+    GenerateKwargs,
+    Handoff,
+    LandingCache,
+)
+from asynckv.integrations.transformers.layers import (
+    LayerEvent,
+    LayerObserver,
+    LayerPlan,
     from_blocks,
+    plan_layers,
     swap_heads_and_tokens,
     to_blocks,
 )
-from asynckv.integrations.transformers.producer import Prefilled, prefill
+from asynckv.integrations.transformers.producer import (
+    Prefilled,
+    StreamingCache,
+    prefill,
+)
 from asynckv.integrations.transformers.prompts import Prompt
-from asynckv.integrations.transformers.streaming import StreamingCache
 
 __all__ = (
     "Carried",

@@ -1,29 +1,35 @@
-"""Load an entry while it is still on the wire."""
+"""Load an entry while it is still on the wire, or from a file of its own.
+
+Files are safetensors, nothing is unpickled. What reads and writes them blocks: from
+async code, call it in a thread.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from types import TracebackType
 from typing import Final
 
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
 from asynckv.abc import KVEntry, KVLookupBuffer, SelectStream
 from asynckv.errors import IncompatiblePeer
-from asynckv.integrations.transformers.carried import FINGERPRINT, HIDDEN
-from asynckv.integrations.transformers.events import LayerEvent, LayerObserver
+from asynckv.integrations.transformers.entries import FINGERPRINT, HIDDEN
 from asynckv.integrations.transformers.fingerprint import (
     check_fingerprint,
     fingerprint_of,
     read_fingerprint,
 )
-from asynckv.integrations.transformers.handoff import Handoff
-from asynckv.integrations.transformers.landing import Landing
+from asynckv.integrations.transformers.handoff import Handoff, Landing
 from asynckv.integrations.transformers.layers import (
+    LayerEvent,
+    LayerObserver,
     LayerPlan,
     check_placement,
     plan_layers,
@@ -33,7 +39,15 @@ from asynckv.integrations.transformers.prompts import Prompt
 from asynckv.shielding import wait_shielded
 from asynckv.types import TensorSpec
 
-__all__ = ("Load", "handoff_of", "load", "tensors_of")
+__all__ = (
+    "Load",
+    "handoff_of",
+    "load",
+    "load_entry",
+    "save_entry",
+    "tensors_of",
+)
+
 
 _TENSORS_A_TICK: Final = 8
 """What is here already is not waited for: the loop is given back all the same."""
@@ -242,3 +256,39 @@ def _entry_prompt(tokens: torch.Tensor | None) -> Prompt:
         raise IncompatiblePeer(
             f"the entry's tokens are no prompt: {exc}", field="tokens"
         ) from exc
+
+
+_TOKENS = "tokens"
+_ROI = "roi"
+
+
+def save_entry(entry: KVEntry, path: str | os.PathLike[str]) -> None:
+    """Write ``entry`` to ``path``, whole or not at all. Blocks."""
+    tensors = tensors_of(entry)
+    for name, tensor in ((_TOKENS, entry.input_tokens), (_ROI, entry.roi)):
+        if tensor is not None:
+            tensors[name] = tensor
+    partial = f"{os.fspath(path)}.partial"
+    save_file({name: t.contiguous() for name, t in tensors.items()}, partial)
+    os.replace(partial, path)
+
+
+def load_entry(path: str | os.PathLike[str]) -> KVEntry:
+    """Read what :func:`save_entry` wrote. Blocks.
+
+    :raises OSError: if there is no such file
+    :raises ValueError: if it holds no entry
+    """
+    tensors = load_file(os.fspath(path))
+    tokens, roi = tensors.pop(_TOKENS, None), tensors.pop(_ROI, None)
+    parts: dict[str, dict[str, torch.Tensor]] = {"key": {}, "value": {}}
+    extras, hidden = {}, tensors.pop(HIDDEN, None)
+    for name, tensor in tensors.items():
+        layer, _, what = name.rpartition(".")
+        if layer == "extras":
+            extras[what] = tensor
+        elif layer and what in parts:
+            parts[what][layer] = tensor
+        else:
+            raise ValueError(f"{path} holds no entry: {name!r} is none of its names")
+    return KVEntry(tokens, roi, parts["key"], parts["value"], hidden, extras)

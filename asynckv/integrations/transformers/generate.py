@@ -14,9 +14,9 @@ from transformers.generation.streamers import BaseStreamer
 
 from asynckv.abc import KVLookupBuffer
 from asynckv.integrations.transformers.consumer import load
-from asynckv.integrations.transformers.events import LayerObserver
 from asynckv.integrations.transformers.forward import Forward
 from asynckv.integrations.transformers.handoff import Handoff
+from asynckv.integrations.transformers.layers import LayerObserver
 
 __all__ = ("Generated", "continue_from", "generate_from")
 

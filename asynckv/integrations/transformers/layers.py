@@ -1,15 +1,17 @@
 """What each layer's cache holds, known from the config before a forward runs.
 
 Kinds that keep more than keys and values of past tokens are refused by name:
-dropping that state would give wrong tokens without a word.
+dropping that state would give wrong tokens without a word. A layer is
+``[batch, heads, tokens, dim]``: HND of paged engines with a batch in front.
 """
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
+import time
 import types
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Final, Literal, TypeAlias, cast
 
 import torch
@@ -28,14 +30,20 @@ from asynckv.integrations.transformers.forward import Forward
 from asynckv.types import TensorSpec
 
 __all__ = (
+    "LayerEvent",
     "LayerKind",
+    "LayerObserver",
     "LayerPlan",
     "check_cache",
     "check_placement",
+    "from_blocks",
     "plan_layers",
     "read_plans",
+    "swap_heads_and_tokens",
     "text_config",
+    "to_blocks",
 )
+
 
 LayerKind = Literal["full", "sliding", "shared"]
 """``shared`` layers read another layer's cache and have nothing to carry."""
@@ -259,3 +267,50 @@ def _refusal(index: int, kind: str) -> ConfigError:
         hint="only keys and values of a DynamicCache are: full_attention, "
         "sliding_attention, chunked_attention and layers that share another's",
     )
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LayerEvent:
+    """One step of one layer, at a time of :func:`time.monotonic`.
+
+    ``computed`` and ``sent`` (the producer's buffer has it) in the prefill;
+    ``landed`` and ``used`` (the forward took it up) in the decode. On Linux the
+    clock is the same in all processes of a host.
+    """
+
+    layer: int
+    what: Literal["computed", "sent", "landed", "used"]
+    at: float = dataclasses.field(default_factory=time.monotonic)
+
+
+LayerObserver: TypeAlias = Callable[[LayerEvent], None]
+"""Called on the loop; must not wait and must not raise."""
+
+
+def swap_heads_and_tokens(states: torch.Tensor) -> torch.Tensor:
+    """Turn HND into NHD, or NHD into HND: a view; batch dimensions stay in front."""
+    return states.transpose(-3, -2)
+
+
+def to_blocks(states: torch.Tensor, block_size: int) -> torch.Tensor:
+    """Cut ``[heads, tokens, dim]`` into ``[blocks, heads, block_size, dim]``.
+
+    The last block is filled up with zeros.
+    """
+    heads, tokens, dim = states.shape
+    blocks = -(-tokens // block_size)
+    padded = states.new_zeros(heads, blocks * block_size, dim)
+    padded[:, :tokens] = states
+    return padded.reshape(heads, blocks, block_size, dim).transpose(0, 1).contiguous()
+
+
+def from_blocks(blocks: torch.Tensor, tokens: int) -> torch.Tensor:
+    """Put ``[blocks, heads, block_size, dim]`` together again: the first ``tokens``.
+
+    :raises ValueError: if the blocks hold fewer
+    """
+    count, heads, block_size, dim = blocks.shape
+    if tokens > count * block_size:
+        raise ValueError(f"{count} blocks of {block_size} hold no {tokens} tokens")
+    joined = blocks.transpose(0, 1).reshape(heads, count * block_size, dim)
+    return joined[:, :tokens].contiguous()

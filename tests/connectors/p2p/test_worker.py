@@ -26,8 +26,7 @@ from asynckv.connectors.p2p.worker import P2PWorker
 from asynckv.connectors.requests import LoadOrder, P2PMetadata, SaveOrder
 from asynckv.devices.names import Device
 from asynckv.errors import WrongLoop
-from asynckv.parallel.layouts import KVLayout
-from asynckv.parallel.shapes import EngineShape
+from asynckv.parallel.shapes import EngineShape, KVLayout
 from asynckv.testing.blocked import until, until_blocked
 from harness.engines.toy_engine import ToyEngine, ToyLoadFailed
 from harness.engines.toy_model import ToyModel

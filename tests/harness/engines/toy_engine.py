@@ -25,8 +25,7 @@ from asynckv.abc import (
 )
 from asynckv.config import KVLoadFailurePolicy
 from asynckv.connectors.transfers import output_of, results_of
-from asynckv.parallel.aggregator import KVOutputAggregator
-from asynckv.parallel.outputs import KVConnectorOutput
+from asynckv.parallel.aggregator import KVConnectorOutput, KVOutputAggregator
 from harness.engines.toy_model import ToyModel
 from harness.engines.toy_rank import ToyRank
 

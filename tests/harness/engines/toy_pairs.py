@@ -13,8 +13,7 @@ from asynckv.connectors.engine import KVEngine
 from asynckv.connectors.p2p.worker import P2PWorker
 from asynckv.connectors.registry import find_connector, make_scheduler, make_worker
 from asynckv.connectors.store.worker import StoreWorker
-from asynckv.parallel.layouts import KVLayout
-from asynckv.parallel.shapes import EngineShape
+from asynckv.parallel.shapes import EngineShape, KVLayout
 from harness.engines.toy_engine import ToyEngine
 from harness.engines.toy_model import ToyModel
 from harness.engines.toy_rank import ToyRank

@@ -17,8 +17,7 @@ from asynckv.protocol.codec import FrameDecoder
 from asynckv.protocol.greeting import DialSide, ListenSide
 from asynckv.protocol.handshake import Agreement, Terms
 from asynckv.protocol.values import Limits, PeerIdentity
-from asynckv.security.proofs import NONCE_BYTES
-from asynckv.security.shared_secret import Secret
+from asynckv.security.shared_secret import NONCE_BYTES, Secret
 from asynckv.types import KVFingerprint
 from harness.fuzzing.corpus import Corpus
 from harness.fuzzing.mutations import Item, change_bytes, change_items, join

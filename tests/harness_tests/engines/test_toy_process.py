@@ -12,8 +12,7 @@ import msgspec
 import pytest
 
 from asynckv.config import KVTransferConfig
-from asynckv.parallel.layouts import KVLayout
-from asynckv.parallel.shapes import EngineShape
+from asynckv.parallel.shapes import EngineShape, KVLayout
 from harness.engines.toy_model import ToyModel
 from harness.engines.toy_pairs import free_urls, pair_configs, toy_shape
 from harness.engines.toy_process import ToyAnswer, ToyAsked, ToySettings

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from asynckv.parallel.layouts import KVLayout
+from asynckv.parallel.shapes import KVLayout
 from harness.engines.toy_model import ToyModel
 from harness.engines.toy_pairs import toy_shape
 from harness.engines.toy_rank import ToyRank

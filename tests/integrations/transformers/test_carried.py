@@ -8,7 +8,7 @@ from transformers import AutoModel, LlamaConfig, PreTrainedModel
 
 from asynckv.errors import ConfigError
 from asynckv.integrations.transformers import Carried
-from asynckv.integrations.transformers.carried import DEFAULT_CARRY
+from asynckv.integrations.transformers.entries import DEFAULT_CARRY
 from asynckv.types import TensorSpec
 
 LOGITS = torch.tensor([[0.0, 2.0, 1.0], [3.0, 0.0, 1.0]], dtype=torch.bfloat16)

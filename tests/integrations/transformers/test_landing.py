@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from asynckv.integrations.transformers import LandingCache, plan_layers
 from asynckv.integrations.transformers.forward import Forward, ForwardStopped
-from asynckv.integrations.transformers.landing import Landing
+from asynckv.integrations.transformers.handoff import Landing
 
 TENSOR = torch.arange(3)
 

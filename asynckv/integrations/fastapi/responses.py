@@ -1,6 +1,7 @@
-"""Ending a route's work when its client goes away, which no framework does by itself.
+"""Routes whose client may go away: their work is ended, and whose the entry is decided.
 
-The route stays in its own task: nothing but this call is cancelled, and only once.
+No framework does so by itself. The route stays in its own task: nothing but this call
+is cancelled, and only once.
 """
 
 from __future__ import annotations
@@ -9,14 +10,20 @@ import asyncio
 import contextlib
 import functools
 import inspect
-from collections.abc import AsyncIterator, Callable, Coroutine
-from typing import Any, Final, ParamSpec, TypeVar
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Mapping
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
+from typing import Any, Final, ParamSpec, TypeAlias, TypeVar
 
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
-from starlette.types import Receive
+from starlette.responses import StreamingResponse
+from starlette.types import Receive, Scope, Send
 
-__all__ = ("cancel_on_disconnect",)
+__all__ = (
+    "cancel_on_disconnect",
+    "stream_response",
+)
+
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -127,3 +134,74 @@ def _with_request(signature: inspect.Signature) -> inspect.Signature:
     ends_open = bool(own) and own[-1].kind is inspect.Parameter.VAR_KEYWORD
     own.insert(len(own) - ends_open, asked)
     return signature.replace(parameters=own)
+
+
+_Chunks: TypeAlias = AsyncIterator[str] | AsyncIterator[bytes]
+_DEFAULT: Final = "text/plain"
+
+
+async def stream_response(
+    selecting: AbstractAsyncContextManager[T],
+    chunks_of: Callable[[T], _Chunks],
+    *,
+    status_code: int = 200,
+    headers: Mapping[str, str] | None = None,
+    media_type: str = _DEFAULT,
+) -> StreamingResponse:
+    """Select now, and return the response that streams ``chunks_of(selected)``.
+
+    ``selecting`` is what ``open_drop_select(...)`` or ``drop_select(...)`` returns. It
+    is entered before this returns, so a deadline around the call can still end in a
+    504; cancelled meanwhile, nothing was selected. It is left with the response: after
+    the last chunk was sent the entry is acknowledged; if the client goes away before
+    that, or ``chunks_of`` fails, it is given back.
+    """
+    selected = await selecting.__aenter__()
+    try:
+        return _StreamedSelection(
+            selecting,
+            chunks_of(selected),
+            status_code=status_code,
+            headers=headers,
+            media_type=media_type,
+        )
+    except BaseException as exc:
+        await selecting.__aexit__(type(exc), exc, exc.__traceback__)
+        raise
+
+
+class _StreamedSelection(StreamingResponse):
+    """Leaves ``selecting``, which was entered, when the response is over."""
+
+    def __init__(
+        self,
+        selecting: AbstractAsyncContextManager[object],
+        chunks: _Chunks,
+        *,
+        status_code: int,
+        headers: Mapping[str, str] | None,
+        media_type: str,
+    ) -> None:
+        super().__init__(chunks, status_code, headers, media_type)
+        self._chunks = chunks
+        self._selecting = selecting
+        self._is_sent = False
+
+    async def stream_response(self, send: Send) -> None:
+        await super().stream_response(send)
+        self._is_sent = True
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        gone = ClientDisconnect()
+        try:
+            async with AsyncExitStack() as stack:
+                stack.push_async_exit(self._selecting)  # it was entered before
+                if isinstance(self._chunks, AsyncGenerator):
+                    # It reads the entry, so it ends before the entry is given back.
+                    stack.push_async_callback(self._chunks.aclose)
+                await super().__call__(scope, receive, send)
+                if not self._is_sent:
+                    raise gone  # Starlette ends quietly, and the entry would be taken
+        except ClientDisconnect as exc:
+            if exc is not gone:
+                raise
