@@ -114,8 +114,7 @@ class AsyncKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self, scheduler_output: SchedulerOutput
     ) -> AsyncKVMetadata:
         scheduling, manager = self._scheduling, self._kv_cache_manager
-        preempted = scheduler_output.preempted_req_ids
-        are_read = scheduling.preempted(preempted) if preempted else frozenset()
+        are_read = scheduling.overwritten(scheduler_output.preempted_req_ids or set())
         orders = scheduling.orders(scheduler_output, manager.get_block_ids)
         return AsyncKVMetadata(orders, must_be_quiet=are_read)
 

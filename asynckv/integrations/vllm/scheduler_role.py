@@ -51,7 +51,9 @@ class SchedulerRole:
     """Asks a :class:`~asynckv.abc.KVConnectorScheduler` on behalf of vLLM's.
 
     vLLM falls over a completion that it does not expect. So blocks of a saved request
-    are held exactly until its save is quiet, and whatever else comes is dropped.
+    are held exactly until its save is quiet, and whatever else comes is dropped. Where
+    workers do not tell of saves no blocks are held: before vLLM may overwrite them the
+    workers are told to wait until they are not read any more.
     """
 
     def __init__(
@@ -70,6 +72,10 @@ class SchedulerRole:
         # Those whose blocks a save may read, and the finished ones among them.
         self._saving: set[str] = set()
         self._held: set[str] = set()
+        # Where no blocks are held: whose may be read, and who has finished of them
+        # since the last step.
+        self._read: set[str] = set()
+        self._freed: set[str] = set()
         # What ranks said of requests that have not ended on all of them.
         self._failures: dict[tuple[str, str], str] = {}
         self._began: dict[str, float] = {}
@@ -131,20 +137,25 @@ class SchedulerRole:
         """Return what workers do in this step, ``None`` for nothing."""
         step = self._step_of(output, block_ids) if self._computing else _NO_STEP
         orders = self._connector.build_connector_meta(step)
+        saves = getattr(orders, "saves", ())
+        ordered = [one for one in saves if not getattr(one, "refusal", "")]
+        saved = self._saving if self._tells_of_saves else self._read
+        saved.update(one.request_id for one in ordered)
         if self._tells_of_saves:
-            saves = getattr(orders, "saves", ())
-            ordered = [one for one in saves if not getattr(one, "refusal", "")]
-            self._saving.update(one.request_id for one in ordered)
             self._count(failed_saves=len(saves) - len(ordered))
         for load in getattr(orders, "loads", ()):
             if load.block_ids:
                 self._began[load.request_id] = time.monotonic()
         return None if orders == type(orders)() else orders
 
-    def preempted(self, request_ids: Set[str]) -> frozenset[str]:
-        """Return those whose blocks may still be read; they will be overwritten."""
-        self._computing.update(one for one in request_ids if one in self._requests)
-        return frozenset(self._saving & request_ids)
+    def overwritten(self, preempted: Set[str]) -> frozenset[str]:
+        """Return the requests whose blocks may be read, and overwritten in this step.
+
+        That is of the ``preempted`` ones, and of those that have finished.
+        """
+        self._computing.update(one for one in preempted if one in self._requests)
+        freed, self._freed = self._freed, set()
+        return frozenset((self._saving | self._read) & preempted | freed)
 
     def believe(
         self, ended: KVTransferResults, said: KVTransferResults
@@ -204,6 +215,9 @@ class SchedulerRole:
         if is_saving:
             self._held.add(ours.request_id)
             is_held = True
+        if ours.request_id in self._read:
+            self._read.remove(ours.request_id)
+            self._freed.add(ours.request_id)
         return is_held, params
 
     def take_counts(self) -> dict[str, Any] | None:

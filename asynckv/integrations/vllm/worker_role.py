@@ -114,12 +114,9 @@ class WorkerRole:
     def end_step(self) -> None:
         """The forward is over: what was not saved by layers can be."""
         orders, self._orders = self._orders, None
-        if orders is None or self._driver is None:
-            return
-        self._bridge.call(self._driver.end, self._driver.mark())
-        saves = getattr(orders, "saves", None)
-        if saves and not self._tells_of_saves:
-            self.wait_quiet(None)
+        if orders is not None and self._driver is not None:
+            self._driver.steps_begun += 1
+            self._bridge.call(self._driver.end, self._driver.mark())
 
     def results(self) -> KVTransferResults:
         """Return what has ended since the last call. Never waits."""
@@ -142,16 +139,18 @@ class WorkerRole:
             counts = added(counts or {}, {"gauges": {self._name: gauges}})
         return counts
 
-    def wait_quiet(self, request_ids: Set[str] | None) -> None:
-        """Wait until no save of these requests, or any at all, reads its blocks.
+    def wait_quiet(self, request_ids: Set[str]) -> None:
+        """Wait until no save of these requests reads its blocks.
 
         They are about to be overwritten. A save that hangs is given up, so that what
-        it has read is never taken for KV: the engine goes on.
+        it has read is never taken for KV: the engine goes on. Returns at once where
+        every save of the steps before has ended.
         """
-        if self._driver is None:
+        driver = self._driver
+        if driver is None or driver.steps_begun == driver.steps_quiet:
             return
         try:
-            self._bridge.run(self._driver.quiet, request_ids, timeout_s=self._quiet_s)
+            self._bridge.run(driver.quiet, request_ids, timeout_s=self._quiet_s)
         except Exception:  # whatever it is: raised here it would end the engine
             logger.exception("saves are given up that do not end")
 
@@ -220,6 +219,8 @@ class _Driver:
         self._saved: frozenset[str] = frozenset()
         # Those whose save has not told its end.
         self._unended: set[str] = set()
+        # Steps whose end was told by the engine's thread; those that read no block now.
+        self.steps_begun = self.steps_quiet = 0
         self._ends = asyncio.Event()
         self.wants_layers = (
             isinstance(worker, SupportsLayerwise) and worker.wants_layers
@@ -303,10 +304,10 @@ class _Driver:
         self._ends.set()
         self._ends = asyncio.Event()
 
-    async def quiet(self, request_ids: Set[str] | None) -> None:
+    async def quiet(self, request_ids: Set[str]) -> None:
         """Wait until no save of these requests in the steps before reads blocks.
 
-        Or of any, for ``None``. Cancelled, it gives up those that nobody else gives up.
+        Cancelled, it gives up those that nobody else gives up.
         """
         done = asyncio.get_running_loop().create_future()
 
@@ -319,14 +320,12 @@ class _Driver:
             # And of those saved in the same steps, which are waited for too.
             wanted = request_ids
             for saved in self._saving.values():
-                if wanted is not None and request_ids and saved & request_ids:
+                if saved & request_ids:
                     wanted = wanted | saved
             self._worker.let_go_of_blocks(wanted)
         try:
             while saving := [
-                task
-                for task, saved in self._saving.items()
-                if request_ids is None or saved & request_ids
+                task for task, saved in self._saving.items() if saved & request_ids
             ]:
                 await asyncio.wait(saving)
         except asyncio.CancelledError:
@@ -340,12 +339,20 @@ class _Driver:
             self._streams.follow(mark)
 
     async def _end(self, mark: object) -> None:
-        self._follow(mark)
+        try:
+            self._follow(mark)
+        except GPUFailed:
+            self.steps_quiet += 1  # nothing of it is saved
+            raise
         saving = asyncio.create_task(self._wait_for_save(self._saved))
         self._saving[saving] = self._saved
-        saving.add_done_callback(self._saving.pop)
+        saving.add_done_callback(self._saved_all)
         await asyncio.sleep(0)  # it has begun: it knows of which step it is
         self._worker.clear_connector_metadata()
+
+    def _saved_all(self, saving: asyncio.Task[None]) -> None:
+        del self._saving[saving]
+        self.steps_quiet += 1
 
     async def _wait_for_save(self, saved: frozenset[str]) -> None:
         try:

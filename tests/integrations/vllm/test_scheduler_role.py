@@ -273,7 +273,7 @@ def test_a_prompt_is_told_of_until_its_last_chunk(
 def test_a_preempted_prompt_is_told_of_again(role: Any) -> None:
     role.on_new_request(Request("a", [1, 2], MOVES))
     role.orders(Output({"a": 2}, [New("a")]), blocks_of)
-    assert not role.preempted({"a", "stranger"})
+    assert not role.overwritten({"a", "stranger"})
     both = Cached(["a", "stranger"], [0, 0])
     again = Output({"a": 2, "stranger": 2}, scheduled_cached_reqs=both)
     assert role.orders(again, blocks_of) == Orders(("a",))
@@ -286,10 +286,10 @@ def test_blocks_that_a_save_may_read_are_not_to_be_overwritten(
         role.on_new_request(Request(name, [1, 2], MOVES))
     connector.saves = (Save("a"),)
     role.orders(Output({"a": 2, "b": 2}, [New("a"), New("b")]), blocks_of)
-    assert not role.preempted({"b"})
-    assert role.preempted({"a", "b"}) == {"a"}
+    assert not role.overwritten({"b"})
+    assert role.overwritten({"a", "b"}) == {"a"}
     role.believe(SENT, SENT)
-    assert not role.preempted({"a", "b"})
+    assert not role.overwritten({"a", "b"})
 
 
 def test_blocks_of_a_saved_request_are_held_until_it_is_sent(
@@ -379,15 +379,20 @@ def test_a_save_that_is_refused_holds_nothing(role: Any, connector: Connector) -
     role.on_new_request(request)
     connector.saves, connector.params = (Save("a", "too large"),), None
     role.orders(Output({"a": 2}, [New("a")]), blocks_of)
-    assert not role.preempted({"a"})
+    assert not role.overwritten({"a"})
     assert role.finished(request, [[1]]) == (False, None)
 
 
-def test_saves_that_are_over_with_their_step_hold_nothing(connector: Connector) -> None:
+def test_what_a_save_reads_is_waited_for_where_it_is_not_held(
+    connector: Connector,
+) -> None:
     role: Any = SchedulerRole(connector, sees_all=True, tells_of_saves=False)
     request = saved(role, connector)
-    assert not role.preempted({"a"})
+    assert role.overwritten(set()) == set()
+    assert role.overwritten({"a", "stranger"}) == {"a"}
     assert not role.finished(request, [[1]])[0]
+    assert role.overwritten(set()) == {"a"}
+    assert role.overwritten({"a"}) == set()
 
 
 def test_only_completions_that_the_connector_knows_reach_vllm(role: Any) -> None:

@@ -390,17 +390,27 @@ def test_a_refused_save_is_not_waited_for(role: WorkerRole, worker: Worker) -> N
     assert not worker.may_save.is_set()
 
 
-def test_a_step_waits_for_saves_of_whose_end_nobody_tells(worker: Worker) -> None:
+def test_saves_of_whose_end_nobody_tells_keep_no_step_waiting(worker: Worker) -> None:
     role = WorkerRole("test", lambda: worker, tells_of_saves=False)
     role.register({}, {})
+    step(role, Orders(saves=(Order("b"),)))
     step(role, Orders(loads=(Order("a", ((1,),)),)))
-    assert wait_for(role).finished_recving == {"a"}
+    assert wait_for(role).finished_recving == {"a"} and not worker.may_save.is_set()
     timer = threading.Timer(0.05, lambda: role._bridge.call(worker.may_save.set))
     timer.start()
-    step(role, Orders(saves=(Order("b"),)))
+    role.wait_quiet({"b"})
     assert worker.may_save.is_set()
     timer.join()
     role.shutdown()
+
+
+def test_nothing_is_asked_where_no_step_saves(role: WorkerRole, worker: Worker) -> None:
+    worker.may_save.set()
+    step(role, Orders(saves=(Order("a"),)))
+    assert wait_for(role).finished_sending == {"a"}
+    settle(role)
+    role.shutdown()  # nobody is there who could be asked
+    role.wait_quiet({"a"})
 
 
 def test_a_step_that_is_refused_fails_its_loads_and_not_the_next_step(

@@ -64,7 +64,7 @@ def codes_of_coroutines() -> dict[str, CodeType]:
 def _modules() -> Iterator[ModuleType]:
     yield contracts
     package = asynckv.connectors
-    for found in pkgutil.iter_modules(package.__path__, f"{package.__name__}."):
+    for found in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
         yield importlib.import_module(found.name)
 
 
