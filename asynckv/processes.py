@@ -53,11 +53,11 @@ def _owners() -> weakref.WeakValueDictionary[int, KeepsForChild]:
         weakref.WeakValueDictionary()
     )
     # Once, as it cannot be undone.
-    os.register_at_fork(before=lambda: _tell(owners))
+    os.register_at_fork(before=lambda: _notify(owners))
     return owners
 
 
-def _tell(owners: weakref.WeakValueDictionary[int, KeepsForChild]) -> None:
+def _notify(owners: weakref.WeakValueDictionary[int, KeepsForChild]) -> None:
     for ref in owners.valuerefs():  # a list: other threads may add to them
         owner = ref()
         if owner is not None:

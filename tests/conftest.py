@@ -171,7 +171,7 @@ def nothing_blocks_the_loop() -> Iterator[None]:
         )
         # A worker that is about to be killed says each step before it takes it.
         blockbuster.functions["os.write"].can_block_in(
-            "tests/harness/crashes/workers.py", "_tell"
+            "tests/harness/crashes/workers.py", "_notify"
         )
         # One line that the kernel keeps in memory, once a process.
         for name in ("io.TextIOWrapper.read", "io.BufferedReader.read"):

@@ -32,9 +32,9 @@ from asynckv.waits.own_tasks import OwnTasks
 
 __all__ = (
     "FINGERPRINT_HINT",
-    "PeerLine",
+    "PeerConnection",
     "Peers",
-    "StoreLine",
+    "StoreConnection",
     "identity_of",
 )
 
@@ -52,7 +52,7 @@ def identity_of(engine_id: str, rank: int) -> str:
     return f"{engine_id}/{rank}"
 
 
-class PeerLine:
+class PeerConnection:
     """One rank of one peer, dialled when it is needed.
 
     Where ``does_without_gpu`` memory that its GPU has not got fails no dialling: that
@@ -230,7 +230,7 @@ class Peers(LoopBound):
         self._config = config
         self._engine = engine
         self._options = ConnectorOptions.of(config)
-        self._lines: dict[tuple[str, int], PeerLine] = {}
+        self._lines: dict[tuple[str, int], PeerConnection] = {}
         self._is_closed = False
         self.device: Device | None = None
         """The GPU in whose memory is received what is fetched, if in one's."""
@@ -252,7 +252,7 @@ class Peers(LoopBound):
         lines = [self._lines.get((one, rank)) for one in names]
         return any(line is None or line.may_lead_to_gpu(device) for line in lines)
 
-    def line(self, name: str, rank: int) -> PeerLine:
+    def line(self, name: str, rank: int) -> PeerConnection:
         """Return the way to one rank of a peer of that name in the configuration.
 
         :raises KeyError: there is no such peer
@@ -261,7 +261,7 @@ class Peers(LoopBound):
         identity = identity_of(self._engine.engine_id, self._engine.rank)
         found = self._lines.get((name, rank))
         if found is None:
-            found = PeerLine(url, self._config, identity, self.device)
+            found = PeerConnection(url, self._config, identity, self.device)
             if self.device is not None and self._pushes_from is not None:
                 found.max_bytes = self._pushes_from
                 found.does_without_gpu = True
@@ -348,7 +348,7 @@ FINGERPRINT_HINT: Final = (
 )
 
 
-class StoreLine:
+class StoreConnection:
     """Dials when it is needed; a link that is lost fails what is under way at once.
 
     A store that is shared says by its users' fingerprints whose blocks are whose:
@@ -380,7 +380,7 @@ class StoreLine:
         self.is_lost = False
         """Whether it did not answer when it was asked last."""
         self._store = store
-        self._line = PeerLine(url or "", config, f"{engine.engine_id}/{name}")
+        self._line = PeerConnection(url or "", config, f"{engine.engine_id}/{name}")
 
     @property
     def is_connected(self) -> bool:

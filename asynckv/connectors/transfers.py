@@ -103,7 +103,7 @@ class TransferLedger:
             collections.OrderedDict()
         )
         self._remembered = remembered
-        self._untold: list[Life] = []
+        self._unreported: list[Life] = []
         self.counters = TransferCounters()
 
     def __len__(self) -> int:
@@ -157,7 +157,7 @@ class TransferLedger:
         life.reason = reason
         self.counters.failed += bool(reason)
         self.counters.done += not reason
-        self._untold.append(life)
+        self._unreported.append(life)
         return True
 
     def hear(self, request_id: str, way: Way, reason: str = "") -> Life | None:
@@ -168,9 +168,9 @@ class TransferLedger:
             return None
         return life if self.settle(life, reason) else None
 
-    def take_untold(self) -> list[Life]:
+    def take_unreported(self) -> list[Life]:
         """Return what has ended since the last call, once. They are forgotten."""
-        told, self._untold = self._untold, []
+        told, self._unreported = self._unreported, []
         for life in told:
             life.phase = Phase.TOLD
             name = (life.request_id, life.way)
@@ -238,7 +238,7 @@ class ExpectedLoads:
             is_failed = request_id in results.failed_recving
             why = results.reasons.get(request_id) or "the load failed"
             self._ledger.hear(request_id, "recv", why if is_failed else "")
-        lives = self._ledger.take_untold()
+        lives = self._ledger.take_unreported()
         failed = [life for life in lives if life.reason]
         return KVTransferResults(
             finished_recving=frozenset(life.request_id for life in lives),
@@ -335,7 +335,7 @@ class Transfers:
             for callback in self._callbacks:
                 callback()
 
-    def begin_untold(
+    def begin_unreported(
         self,
         run: Callable[[], Coroutine[Any, Any, None]],
         name: str,
@@ -399,7 +399,7 @@ class Transfers:
 
     def results(self) -> KVTransferResults:
         """Return what has ended since the last call."""
-        lives = self.ledger.take_untold()
+        lives = self.ledger.take_unreported()
         if not lives:
             return KVTransferResults()
         sent = [life for life in lives if life.way == "send"]

@@ -320,7 +320,7 @@ class ViewKeeper:
                 self.region.fences.append(self._allocation.fence(self._stream))
             except GPUFailed:
                 return  # nobody can know when the GPU leaves it: it stays held
-        self._owner.let_go(self.region)
+        self._owner.release(self.region)
 
 
 class DeviceRegion(SlabRegion):

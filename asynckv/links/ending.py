@@ -171,16 +171,16 @@ class LinkEnd(ProcessBound):
         logger.debug("the link to %s ended: %s", self._peer_id, error)
         self._session.end_streams()
         self._loop.call_soon(self._tell_lost, error)
-        self._outgoing.tell_drained()
+        self._outgoing.notify_drained()
 
     def _tell_lost(self, error: PeerLost) -> None:
         for handler in self._session.take_lost():
-            self._tell(handler.on_lost, error)
+            self._notify(handler.on_lost, error)
         for fn in self._when_lost:
-            self._tell(fn, error)
+            self._notify(fn, error)
         self._when_lost.clear()
 
-    def _tell(self, fn: Callable[[PeerLost], None], error: PeerLost) -> None:
+    def _notify(self, fn: Callable[[PeerLost], None], error: PeerLost) -> None:
         try:
             fn(copy_of(error))
         except Exception:

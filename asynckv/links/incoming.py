@@ -92,27 +92,27 @@ class Turns:
         self._paused_s = 0.0
         self._numbers = itertools.count(1)
         # The last two who say little: one of them may be about to say much.
-        self._heard = self._heard_before = _NOBODY
+        self._received = self._heard_before = _NOBODY
 
     @property
     def is_shared(self) -> bool:
         """Whether somebody was heard just now who does not wait in line."""
-        return self._loop.time() < self._heard[1] + _HEARD_S
+        return self._loop.time() < self._received[1] + _HEARD_S
 
     def new_number(self) -> int:
         """Return the number of one more speaker."""
         return next(self._numbers)
 
-    def note_heard(self, number: int) -> None:
+    def note_received(self, number: int) -> None:
         """Somebody who says little was heard."""
-        if self._heard[0] != number:
-            self._heard_before = self._heard
-        self._heard = (number, self._loop.time())
+        if self._received[0] != number:
+            self._heard_before = self._received
+        self._received = (number, self._loop.time())
 
     def wait(self, number: int, speaker: Speaker) -> None:
         """Call ``speaker.go_on`` when it is its turn, on a later tick."""
-        if self._heard[0] == number:
-            self._heard, self._heard_before = self._heard_before, _NOBODY
+        if self._received[0] == number:
+            self._received, self._heard_before = self._heard_before, _NOBODY
         self._line.append(speaker)
         if not self._is_due:
             self._is_due = True
@@ -199,7 +199,7 @@ class Incoming:
         if self._is_behind:
             self._wait_turn()
         else:
-            self._hear(AT_ONCE, time.monotonic() + _AT_A_TIME_S)
+            self._receive(AT_ONCE, time.monotonic() + _AT_A_TIME_S)
 
     def on_writable(self) -> None:
         """All that was written has left."""
@@ -226,17 +226,17 @@ class Incoming:
         """Go on, by so many frames at most; return how many there were."""
         self._is_waiting = False
         count = 0
-        if self._may_hear():
+        if self._may_receive():
             self._heartbeat.was_heard = True
-            count = self._hear(max_count, until_s)
-        if self._may_hear() and not self._is_waiting:
+            count = self._receive(max_count, until_s)
+        if self._may_receive() and not self._is_waiting:
             self._stream.resume_reading()
         return count
 
-    def _may_hear(self) -> bool:
+    def _may_receive(self) -> bool:
         return self._ending.error is None and not self._outgoing.is_reading_paused
 
-    def _hear(self, max_count: int, until_s: float) -> int:
+    def _receive(self, max_count: int, until_s: float) -> int:
         """Hear so many frames of what was received; if there is more, wait for it."""
         outgoing, session, ending = self._outgoing, self._session, self._ending
         outgoing.will_flush = True
@@ -267,12 +267,12 @@ class Incoming:
             self._fail(exc)
         outgoing.end_handling(is_answered=max_answer_bytes > 0)
         if count > empty_count and not self._is_behind:
-            self._turns.note_heard(self._number)
+            self._turns.note_received(self._number)
         self._judge()
         self._heard_count += count
         if is_all:
             self._is_behind = self._heard_count > AT_ONCE
-        elif self._may_hear():
+        elif self._may_receive():
             self._is_behind = self._is_behind or self._heard_count >= AT_ONCE
             self._wait_turn()
         return count

@@ -124,7 +124,7 @@ class Outgoing:
             self.max_answer_bytes = MAX_ANSWER_BYTES
             self._read_on()
         if self._when_drained and self.nbytes < LOW_BYTES:
-            self.tell_drained()
+            self.notify_drained()
 
     def finish(self) -> None:
         """Write what is queued, then end the writing half; read on meanwhile."""
@@ -145,7 +145,7 @@ class Outgoing:
         else:
             self._when_drained.append(fn)
 
-    def tell_drained(self) -> None:
+    def notify_drained(self) -> None:
         """Wait no longer: everything has left, or nothing more will."""
         waiting, self._when_drained = self._when_drained, []
         for fn in waiting:

@@ -117,7 +117,7 @@ class Progress:
         if is_late or self._landed() != self._seen or not self._is_owed(now_s):
             self._note_growth()
         elif now_s - self._grew_s > STALL_S - _EARLY_S:
-            self._tell()
+            self._notify()
             return
         self._look_later()
 
@@ -128,7 +128,7 @@ class Progress:
     def _own(self, now_s: float) -> set[int]:
         return {x for x, at_s in self._working.values() if now_s - at_s < OWN_WORK_S}
 
-    def _tell(self) -> None:
+    def _notify(self) -> None:
         self.stop()
         self._stalled(
             RemoteProtocolError(

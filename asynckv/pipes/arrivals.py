@@ -27,7 +27,7 @@ from asynckv.protocol.transfer_frames import Sent
 from asynckv.protocol.values import Place
 from asynckv.tensors.runs import Memory
 from asynckv.tensors.views import bytes_of
-from asynckv.transfers.incoming import Incoming, Route, hear_incoming
+from asynckv.transfers.incoming import Incoming, Route, receive_frame
 from asynckv.transfers.targets import Target, device_memory
 from asynckv.types import TensorSpec
 
@@ -43,7 +43,7 @@ class SmallArrival(msgspec.Struct, eq=False):
     is_verified: ClassVar = True
     region: ClassVar = None
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         """There is nothing to let go."""
 
 
@@ -103,7 +103,7 @@ class Arrival(Target):
     def give_up(self, error: GPUFailed) -> None:
         """Nobody else gets that memory for as long as the GPU has it."""
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         """The memory of a GPU is not needed any more. Never waits."""
         if self.region is not None:
             self.region.release()
@@ -271,7 +271,7 @@ class Granting:
         :raises RemoteProtocolError: it was never granted, or makes no sense
         """
         arrival = self._coming.get(frame.transfer)
-        hear_incoming(None if arrival is None else arrival.incoming, frame, b"")
+        receive_frame(None if arrival is None else arrival.incoming, frame, b"")
 
     def forget(self, arrival: Arrival) -> None:
         """Nobody wants it any more, and it comes no further. Never waits."""
@@ -279,7 +279,7 @@ class Granting:
         if arrival.incoming is not None:
             arrival.incoming.stop()
         self.end(arrival)
-        arrival.let_go()
+        arrival.release()
         self.ahead.forget(arrival)
 
     async def aclose(self) -> None:
@@ -348,7 +348,7 @@ class Granting:
 
     async def _reserve_in_host(self, arrival: Arrival) -> None:
         """Wait for memory of the host, where a route to another was lost."""
-        arrival.let_go()
+        arrival.release()
         if arrival.tensor is None:
             arrival.in_host = in_host = asyncio.get_running_loop().create_future()
             self.try_to_grant(arrival)
@@ -361,7 +361,7 @@ class Granting:
             return
         # The GPU cannot say what it has. The peer has it still.
         arrival.incoming = None
-        arrival.let_go()
+        arrival.release()
         self.try_to_grant(arrival)
         self._changed()
 

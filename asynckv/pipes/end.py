@@ -152,7 +152,7 @@ class PipeEnd:
     ) -> StreamHandler:
         if not self._may_be_asked or type(frame) in self._asked or self._is_over:
             raise ConfigError("this side of the pipe has no GPU to connect")
-        handler, answer = _heard(stream, frame)
+        handler, answer = _received(stream, frame)
         self._asked[type(frame)] = answer
         if self._terms is not None:
             answer(self._on_gpu(*self._terms))
@@ -245,7 +245,7 @@ class PipeEnd:
         self.inbound.end(error)
 
 
-def _heard(
+def _received(
     stream: LinkStream, frame: OpenDevices | OpenMemory
 ) -> tuple[StreamHandler, Callable[[GpuSide], None]]:
     """Return who hears what the peer says, and what answers it when there is a GPU."""

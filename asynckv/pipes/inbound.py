@@ -279,7 +279,7 @@ class Inbound:
         self.held_bytes -= arrival.nbytes
         self.received_bytes += arrival.nbytes
         self.received_tensors += 1
-        arrival.let_go()
+        arrival.release()
         self.reports.owe(arrival.nbytes, 1)
 
     def check(self, arrival: Arrival | SmallArrival) -> None:
@@ -355,7 +355,7 @@ class Inbound:
             self._cut()
         if not keep:
             for arrival in self._queue:
-                arrival.let_go()
+                arrival.release()
             self._queue.clear()
             self.held_bytes = 0
             self._was_cut = False

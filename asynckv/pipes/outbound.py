@@ -161,7 +161,7 @@ class Outbound:
 
     def drop(self, parcel: Parcel) -> None:
         """Give up what was not put: its room, and its place. Never waits."""
-        parcel.let_go()
+        parcel.release()
         if parcel.has_room:
             self._queue.remove(parcel)
             self.room.release(parcel)
@@ -238,7 +238,7 @@ class Outbound:
             if parcel.outgoing is not None:
                 del self._offered[parcel.outgoing.transfer]
                 parcel.outgoing.release()
-                parcel.let_go()
+                parcel.release()
             self.room.release(parcel)
             if parcel.watchers:
                 parcel.settle(is_verified=True)
@@ -259,7 +259,7 @@ class Outbound:
         self._queue.extend(left)
         for parcel in given_up:
             # What reads the memory keeps it, be that a thread or the peer.
-            parcel.let_go()
+            parcel.release()
             if parcel.outgoing is not None and parcel.outgoing.is_busy:
                 self._unquiet.append((parcel.outgoing, parcel.is_lent))
             self.room.release(parcel)
@@ -332,7 +332,7 @@ class Outbound:
             self._send_small(None, b"", b"")
         else:
             self._send_small(parcel.spec, source.digest, joined(source.host()))
-        parcel.let_go()
+        parcel.release()
 
     def _offer(self, parcel: Parcel) -> None:
         """Tell the peer of a large one: it reads that where it lies, or grants it."""
@@ -360,7 +360,7 @@ class Outbound:
         parcel.is_sent = True
         self._stream.send(frame)
         if frame.route == "link":  # which is never lost: it is not asked for again
-            parcel.let_go()
+            parcel.release()
 
     def _last_copied(self) -> Parcel | None:
         for parcel in reversed(self._queue):

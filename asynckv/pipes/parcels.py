@@ -58,7 +58,7 @@ class Parcel:
         if self.turn is not None and not self.turn.done():
             self.turn.set_result(None)
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         """It is sent no more, and no copy is needed."""
         if self.outgoing is not None:
             self.outgoing.stop()

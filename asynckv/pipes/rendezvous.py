@@ -157,7 +157,7 @@ class Leader:
                 hint="every rank needs a rank of its own",
             )
         seat = self._seats[frame.rank] = _Seat(self, stream, frame)
-        asyncio.get_running_loop().call_soon(self._tell)
+        asyncio.get_running_loop().call_soon(self._notify)
         return seat
 
     def lose(self, seat: _Seat, error: PeerLost) -> None:
@@ -166,7 +166,7 @@ class Leader:
             return
         del self._seats[seat.rank]
         if not self._members.done():
-            self._tell()
+            self._notify()
             return
         what = "has left the group" if error.goodbye else f"is lost: {error.message}"
         self.end(PeerLost(f"rank {seat.rank} {what}"))
@@ -189,7 +189,7 @@ class Leader:
             seat.stream.send(Arrived(number))
         self.barrier.release(number)
 
-    def _tell(self) -> None:
+    def _notify(self) -> None:
         if self._members.done():
             return
         if missing := self.missing:

@@ -370,7 +370,7 @@ class Session(Generic[T]):
         self, stream: int, role: Role, frame: Frame, body: bytes
     ) -> Event[T] | None:
         if not stream:
-            return self._hear(frame, body)
+            return self._receive(frame, body)
         if role is _OF_THE_LINK:
             raise RemoteProtocolError(f"{type(frame).__name__} on a stream")
         owner = self._streams.get(stream)
@@ -400,7 +400,7 @@ class Session(Generic[T]):
         if stream not in self._pipes:
             raise RemoteProtocolError(f"{type(frame).__name__} from the side that asks")
 
-    def _hear(self, frame: Frame, body: bytes) -> Farewell | Refused | None:
+    def _receive(self, frame: Frame, body: bytes) -> Farewell | Refused | None:
         kind = type(frame)
         if body:
             raise RemoteProtocolError(f"{kind.__name__} with a body")

@@ -74,7 +74,7 @@ class DeviceStream:
         self._answers = answers
         self._stream: LinkStream | None = None
         self._came: collections.deque[DeviceFrame] = collections.deque()
-        self._hear: Callable[[DeviceFrame], None] | None = None
+        self._receive: Callable[[DeviceFrame], None] | None = None
         self._lost: Callable[[Exception], None] | None = None
         self._error: Exception | None = None
         self._is_over = False
@@ -129,12 +129,12 @@ class DeviceStream:
         hear: Callable[[DeviceFrame], None],
         lost: Callable[[Exception], None],
     ) -> None:
-        self._hear, self._lost = hear, lost
+        self._receive, self._lost = hear, lost
         # Not within whoever attaches: it may not be ready to hear.
         asyncio.get_running_loop().call_soon(self._catch_up)
 
     def detach(self) -> None:
-        self._hear = self._lost = None
+        self._receive = self._lost = None
         self._came.clear()
         self._end()
 
@@ -171,16 +171,16 @@ class DeviceStream:
     def _take(self, frame: DeviceFrame) -> None:
         if self._is_over:
             return
-        if self._hear is not None and not self._came:
-            self._hear(frame)
+        if self._receive is not None and not self._came:
+            self._receive(frame)
         elif len(self._came) == MAX_UNHEARD:
             raise RemoteProtocolError(f"more than {MAX_UNHEARD} frames, unheard")
         else:
             self._came.append(frame)
 
     def _catch_up(self) -> None:
-        while self._came and self._hear is not None:
-            self._hear(self._came.popleft())
+        while self._came and self._receive is not None:
+            self._receive(self._came.popleft())
         if self._error is not None and self._lost is not None:
             self._lost(self._error)
 

@@ -184,7 +184,7 @@ class ImportedMemory(MappedMemory):
         self._handed_out[number] = self.gpus.tensors.stream_of(device)
         return pin
 
-    def let_go(self, number: int, claim: Claim | None = None) -> None:
+    def release(self, number: int, claim: Claim | None = None) -> None:
         """The last view of it is gone. Called by finalizers: in any thread.
 
         The GPU may still read there: the peer is told when it does not any more.
@@ -198,27 +198,27 @@ class ImportedMemory(MappedMemory):
         self._going.add(number)
         try:
             # Not asked here: a finalizer may have come in the middle of another call.
-            self._loop.call_soon_threadsafe(self._let_go_later, number, fence)
+            self._loop.call_soon_threadsafe(self._release_later, number, fence)
         except RuntimeError:  # the loop is closed, and looks at nothing any more
             with contextlib.suppress(GPUFailed):
                 fence.synchronize()
-                self._let_go_now(number, fence)
+                self._release_now(number, fence)
 
-    def _let_go_later(self, number: int, fence: Event) -> None:
+    def _release_later(self, number: int, fence: Event) -> None:
         try:
             is_over = fence.query()
         except GPUFailed:
             return
         if is_over:
-            self._let_go_now(number, fence)
+            self._release_now(number, fence)
         else:
-            self._loop.call_later(_LOOK_AGAIN_S, self._let_go_later, number, fence)
+            self._loop.call_later(_LOOK_AGAIN_S, self._release_later, number, fence)
 
-    def _let_go_now(self, number: int, fence: Event) -> None:
+    def _release_now(self, number: int, fence: Event) -> None:
         fence.close()
         self._going.discard(number)
         self._handed_out.pop(number, None)
-        super().let_go(number)
+        super().release(number)
 
     def _hang_up(self) -> None:
         """On the loop, or without one."""

@@ -43,7 +43,7 @@ class MappedPin:
         """The pages of the kept mapping that it has, if it has some."""
 
     def __del__(self) -> None:
-        self._memory.let_go(self.number, self.claim)
+        self._memory.release(self.number, self.claim)
 
 
 class MappedMemory(ProcessBound):
@@ -90,7 +90,7 @@ class MappedMemory(ProcessBound):
         self._live.add(number)
         return MappedPin(self, number)
 
-    def let_go(self, number: int, claim: Claim | None = None) -> None:
+    def release(self, number: int, claim: Claim | None = None) -> None:
         """The last view of it is gone. Called by finalizers: in any thread.
 
         What was written to it is dropped before the peer hears of it.
@@ -126,7 +126,7 @@ class MappedMemory(ProcessBound):
         if claim is not None:
             self.file.release(claim)
         if not is_kept:
-            self._tell(number)
+            self._notify(number)
         self._live.discard(number)
         self._close_if_over()
 
@@ -143,7 +143,7 @@ class MappedMemory(ProcessBound):
         """A child will have the views of now too: only its own end lets them go."""
         self._kept |= self._live.copy()
 
-    def _tell(self, number: int) -> None:
+    def _notify(self, number: int) -> None:
         try:
             self._sock.send(PIN_NUMBER.pack(number))
         except BlockingIOError:
@@ -160,7 +160,7 @@ class MappedMemory(ProcessBound):
     def _tell_unsent(self) -> None:
         self._loop.remove_writer(self._sock)
         for _ in range(len(self._unsent)):
-            self._tell(self._unsent.popleft())
+            self._notify(self._unsent.popleft())
 
     def _close_if_over(self) -> None:
         # What was not told is told by the end of the connection.

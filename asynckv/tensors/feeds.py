@@ -25,7 +25,7 @@ class Feed:
         self.fed_bytes = 0
         self._pieces: collections.deque[tuple[int, memoryview]] = collections.deque()
         self._lock = threading.Lock()
-        self._tell: Callable[[], None] = _tell_nobody
+        self._notify: Callable[[], None] = _tell_nobody
         self._is_closed = False
 
     def put(self, piece: memoryview) -> None:
@@ -39,11 +39,11 @@ class Feed:
             if not self._is_closed:
                 self._pieces.append((self.fed_bytes, piece))
             self.fed_bytes += piece.nbytes
-        self._tell()
+        self._notify()
 
     def call_when_fed(self, told: Callable[[], None]) -> None:
         """Call ``told``, in any thread, each time that bytes have come."""
-        self._tell = told
+        self._notify = told
 
     def pieces(self, start: int, stop: int) -> list[memoryview]:
         """Return bytes that have come and were not left yet, not copied."""
@@ -68,4 +68,4 @@ class Feed:
         with self._lock:
             self._is_closed = True
             self._pieces.clear()
-        self._tell = _tell_nobody
+        self._notify = _tell_nobody

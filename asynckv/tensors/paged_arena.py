@@ -68,7 +68,7 @@ class Pins:
     def spans_of(self, region: SlabRegion) -> tuple[_Bytes, Sequence[tuple[int, int]]]:
         return self._slabs.spans_of(region.pages, region.offset, region.nbytes)
 
-    def let_go(self, region: SlabRegion) -> None:
+    def release(self, region: SlabRegion) -> None:
         self._gone.append(region)
         if region.is_released:  # else its release finds it
             self._freed()

@@ -45,7 +45,7 @@ class SlabRegionOwner(Protocol):
     def spans_of(self, region: SlabRegion) -> tuple[_Bytes, Sequence[tuple[int, int]]]:
         """Return all memory, and where a region's bytes begin and end in it."""
 
-    def let_go(self, region: SlabRegion) -> None:
+    def release(self, region: SlabRegion) -> None:
         """A hold ended. Called by finalizers: in any thread, at any moment."""
 
     def collect(self) -> None:
@@ -75,7 +75,7 @@ class _Window:
         self.__array_interface__ = memory.__array_interface__
 
     def __del__(self) -> None:
-        self._owner.let_go(self._region)
+        self._owner.release(self._region)
 
 
 class _PeerHold(Hold):

@@ -129,7 +129,7 @@ class MappedParts(msgspec.Struct, eq=False):
     edges: bytes
     pin: MappedPin | None
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         """Only views keep them there from now on."""
         self.pin = None
 
@@ -216,12 +216,12 @@ class Delivery(msgspec.Struct, eq=False):
     def forget(self) -> None:
         """Keep no tensor alive: they were handed out."""
         self.tensors = {}
-        self.let_go()
+        self.release()
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         """Nothing more is read in the peer's memory, whoever keeps this object."""
         if self.mapped is not None:
-            self.mapped.let_go()
+            self.mapped.release()
             self.mapped = None
 
     def uncharge(self, budget: ReceiveBudget) -> None:

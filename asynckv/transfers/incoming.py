@@ -30,7 +30,7 @@ from asynckv.transfers.manifest import EAGER_NBYTES
 from asynckv.transfers.targets import DeviceTarget, Target, copy_to_device
 from asynckv.waits.own_tasks import OwnTasks
 
-__all__ = ("Incoming", "Route", "hear_incoming")
+__all__ = ("Incoming", "Route", "receive_frame")
 
 _nbytes_of: Final[Callable[[Target], int]] = attrgetter("nbytes")
 
@@ -127,7 +127,7 @@ class Incoming:
             max_eager_nbytes=EAGER_NBYTES if is_eager else -1,
             confirms=confirms,
         )
-        self._untold = len(targets)
+        self._unreported = len(targets)
         self._whole: asyncio.Future[None] | None = None
         self._eager: dict[int, Memory] = {}
         self._is_due = self._is_expected = False
@@ -319,23 +319,23 @@ class Incoming:
         if verdict == "verified" and target is not None and target.is_in_host:
             self._copy_soon(part)
         elif verdict == "verified":
-            self._tell(part)
+            self._notify(part)
         elif verdict == "confirm":
             self._stream.send(Sent(self.transfer, part, route=self._state.route))
         elif target is not None:  # it came once more behind a lost route
             target.take_bounce()
 
-    def _tell(self, part: int) -> None:
+    def _notify(self, part: int) -> None:
         """One part is where it belongs."""
         landed, whole = self._landed, self._whole
-        self._untold -= 1
-        if not self._untold:
+        self._unreported -= 1
+        if not self._unreported:
             self._landed = self._failed = self._find_route = self._room = None
             self._on_device.clear()
             self._routed = {}
         if landed is not None:
             landed(part, self._state.verified[part])
-        if not self._untold and whole is not None and not whole.done():
+        if not self._unreported and whole is not None and not whole.done():
             whole.set_result(None)
 
     # by the link
@@ -392,7 +392,7 @@ class Incoming:
             await copy_to_device([self._on_device[part] for part in parts], digests)
             self._copying_since_s = self._link.loop.time()
             for part in parts:
-                self._tell(part)
+                self._notify(part)
         self._copying_since_s = None
 
     def _start(self, work: Callable[[], Coroutine[Any, Any, None]], name: str) -> None:
@@ -467,7 +467,7 @@ class Incoming:
             self._route.progress.forget(self.transfer)
 
 
-def hear_incoming(incoming: Incoming | None, frame: Frame, body: bytes) -> None:
+def receive_frame(incoming: Incoming | None, frame: Frame, body: bytes) -> None:
     """The peer says something of what it sends.
 
     :raises RemoteProtocolError: nothing of it was granted yet, or it makes no sense

@@ -167,7 +167,7 @@ class OfferReceiver:
     def _route(self, delivery: Delivery) -> Route | None:
         """Return by what it can come to the GPU from another, if by anything."""
         if not all(map(_is_plain_on_gpu, self._into.values())):
-            delivery.let_go()
+            delivery.release()
             return None
         if isinstance(delivery.mapped, ShownParts):
             return IpcStreamRoute(self._stream.link, delivery.mapped)

@@ -171,7 +171,7 @@ class MapReader:
             return job.take()
         finally:
             job.take()  # an error's traceback would keep what is in it
-            parts.let_go()
+            parts.release()
 
     def _file_for(self, parts: MappedParts) -> MappedFile:
         """Return a mapping that shows what the owner has there, to nobody else here.
@@ -336,7 +336,7 @@ class IpcStreamRoute(ReadRoute):
 
     def stop(self, transfer: int) -> None:
         super().stop(transfer)
-        self._parts.let_go()
+        self._parts.release()
 
     def _is_there(self, frame: Sent, nbytes: int) -> bool:
         if frame.offset is not None:
@@ -350,7 +350,7 @@ class IpcStreamRoute(ReadRoute):
         copying = self._copy(self._parts.source(frame.part), place, done, frame)
         self._reading.own(copying, f"asynckv: read part {frame.part} of a stream")
         if not self._awaited:
-            self._parts.let_go()  # only what is copied just now keeps the memory
+            self._parts.release()  # only what is copied just now keeps the memory
 
     async def _copy(
         self,
@@ -396,7 +396,7 @@ class IpcReader(MapReader):
     ) -> tuple[Manifest, MappedParts]:
         manifest, parts = super().unpack(mapped, body, by_parts=by_parts)
         if any(place is not None and len(place.runs) > 1 for place in parts.places):
-            parts.let_go()  # the error would keep it, as long as somebody keeps that
+            parts.release()  # the error would keep it, as long as somebody keeps that
             raise RemoteProtocolError("a tensor of a GPU in several places")
         return manifest, parts
 
@@ -412,10 +412,10 @@ class IpcReader(MapReader):
             *(parts.places, parts.sizes, parts.edges, parts.pin),
             *(self._imported, self._device_pool),
         )
-        parts.let_go()
+        parts.release()
         every = zip(shown.places, shown.sizes, strict=True)
         if any(is_eager(nbytes) is (place is not None) for place, nbytes in every):
-            shown.let_go()  # as there
+            shown.release()  # as there
             raise RemoteProtocolError("a part of a stream that rides has a place")
         return manifest, shown
 
@@ -433,7 +433,7 @@ class IpcReader(MapReader):
             return await self._land(manifest, sources, targets)
         finally:
             sources.clear()  # an error's traceback would keep what is in it
-            parts.let_go()
+            parts.release()
 
     def _sources(self, parts: MappedParts) -> list[DeviceMemory | None]:
         imported = self._imported.imported

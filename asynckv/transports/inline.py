@@ -70,7 +70,7 @@ class InlineTransport(PayloadTransport):
             self._table,
             max_chunk_bytes,
             moved=self._completions.add,
-            let_go=self._let_go,
+            release=self._release,
             lost=self._lose,
         )
         self._quiet = QuietWaits(loop, self._lanes.is_touched)
@@ -215,7 +215,7 @@ class InlineTransport(PayloadTransport):
         else:
             self._arriving.complete(part)
 
-    def _let_go(self) -> None:
+    def _release(self) -> None:
         self._quiet.settle()
         self._ending.settle()
 

@@ -111,7 +111,7 @@ class ReceiveLane:
         if self._table.leave(part, self):
             self._owner.part_moved(part)
         elif part.stopped:
-            part.let_go()
+            part.release()
             self._owner.part_left()
 
     def _drop(self, nbytes: int) -> None:
@@ -170,7 +170,7 @@ class SendLane:
                 self.queued_bytes -= part.left_bytes
         for part in parts:
             if part is not sending:  # the thread lets go of that one
-                part.let_go()
+                part.release()
 
     def is_sending(self, transfer: int) -> bool:
         """The thread reads memory of ``transfer``."""
@@ -255,7 +255,7 @@ class SendLane:
                 if moved:
                     self._drop(part)
         if stopped:
-            part.let_go()
+            part.release()
             self._owner.part_left()
         elif moved:
             self._owner.part_moved(part)
@@ -275,7 +275,7 @@ class Lanes:
     """Connected sockets that move ``pending`` parts out and those of ``table`` in.
 
     Threads start with the first part that needs them. ``moved(part)`` is called
-    in a lane's thread; on the loop, ``let_go()`` whenever a thread may have let
+    in a lane's thread; on the loop, ``release()`` whenever a thread may have let
     go of memory, and ``lost(cause)`` when something that is waited for will not
     come: at once by an error, within 1 s by the peer's hanging up.
     """
@@ -288,7 +288,7 @@ class Lanes:
         max_chunk_bytes: int,
         *,
         moved: Callable[[Part], None],
-        let_go: Callable[[], None],
+        release: Callable[[], None],
         lost: Callable[[BaseException | None], None],
     ) -> None:
         self.threads = 0
@@ -298,7 +298,7 @@ class Lanes:
         # A peer's limit of 0 must not make us send empty chunks for ever.
         self._max_chunk_bytes = max(max_chunk_bytes, 1)
         self._moved = moved
-        self._let_go = let_go
+        self._release = release
         self._lost = lost
         self._sockets: list[LaneSocket] = []
         self._senders: list[SendLane] = []
@@ -374,7 +374,7 @@ class Lanes:
         self._moved(part)
 
     def part_left(self) -> None:
-        call_on(self._loop, self._let_go)
+        call_on(self._loop, self._release)
 
     def sender_ended(self, error: BaseException | None) -> None:
         _forget_memory(error)
@@ -391,7 +391,7 @@ class Lanes:
             self._sender_error = error
             if self._pending and not self._is_shut:
                 self._lost(error)
-        self._let_go()
+        self._release()
 
     def _after_receiver(self, error: BaseException | None) -> None:
         self.threads -= 1
@@ -400,7 +400,7 @@ class Lanes:
             self._judge_peer()
         elif not self._is_shut:
             self._lost(error)
-        self._let_go()
+        self._release()
 
     def _judge_peer(self) -> None:
         """The peer closes all its lanes or none, but not all in one moment."""

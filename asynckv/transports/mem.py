@@ -186,7 +186,7 @@ class MemTransport(PayloadTransport):
             # A cancelled task holds this frame, which must not hold the task.
             del task
             if not landed:
-                target.let_go()
+                target.release()
             if peer._ending.error is not None:
                 peer._ending.settle_soon()
         part.complete()
@@ -211,7 +211,7 @@ class MemTransport(PayloadTransport):
         if not task.cancelled() and (error := task.exception()) is not None:
             self._ending.lose(PeerLost(f"a copy failed: {error}"))
         if part.stopped:
-            part.let_go()
+            part.release()
         elif self._ending.error is not None:
             part.complete(self._ending.error)
         self._ending.settle()

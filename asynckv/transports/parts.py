@@ -56,7 +56,7 @@ class TransferPart:
         """Return that of all its bytes, once they have moved; empty without one."""
         return b""
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         """Keep the memory alive no longer, nor whoever moved it."""
 
     def complete(self, error: BaseException | None = None) -> None:
@@ -65,11 +65,11 @@ class TransferPart:
         Nobody touches its memory any more, which is let go in any case.
         """
         if self.stopped:
-            self.let_go()  # stopped after its last byte: no thread has done so
+            self.release()  # stopped after its last byte: no thread has done so
             return
         self.stopped = True
         digest = self.digest() if error is None else b""
-        self.let_go()
+        self.release()
         try:
             self._done(digest, error)
         except Exception:  # of whoever waits for this part: the others still hear
@@ -136,7 +136,7 @@ class Part(TransferPart):
         """So many more bytes have moved."""
         self.moved_bytes += nbytes
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         self.memory = _NOTHING
         self.carrier = None
 
@@ -302,8 +302,8 @@ class FedPart(Part):
         super().move(nbytes)
         self._feed.leave(self.moved_bytes)
 
-    def let_go(self) -> None:
-        super().let_go()
+    def release(self) -> None:
+        super().release()
         self._feed.close()
 
 

@@ -247,7 +247,7 @@ async def test_a_copy_of_a_view_in_a_child_tells_nobody_of_its_end(
     for _ in range(20):
         await asyncio.sleep(0)
     assert pair.pinned_bytes == MIB
-    memory.let_go(1)
+    memory.release(1)
     await until(lambda: not pair.pinned_bytes)
 
 
@@ -264,7 +264,7 @@ async def test_memory_stays_the_peers_loss_where_the_gpu_cannot_be_asked(
     for _ in range(20):
         await asyncio.sleep(0)
     assert pair.pinned_bytes == MIB
-    memory_of(pair.peer).let_go(1)
+    memory_of(pair.peer).release(1)
     await until(lambda: not pair.pinned_bytes)
 
 
@@ -283,7 +283,7 @@ async def test_memory_stays_the_peers_loss_where_the_gpu_does_not_answer(
         del key
         await until(lambda: bool(asked))
     assert pair.pinned_bytes == MIB and not memory_of(pair.peer).has_views
-    memory_of(pair.peer).let_go(1)
+    memory_of(pair.peer).release(1)
     await until(lambda: not pair.pinned_bytes)
 
 

@@ -155,5 +155,5 @@ async def test_a_copy_of_a_view_in_a_child_tells_nobody_of_its_end(
     for _ in range(20):
         await asyncio.sleep(0)
     assert pinned(local) == MIB
-    memory.let_go(2)
+    memory.release(2)
     await until(lambda: pinned(local) == 0)

@@ -108,7 +108,7 @@ class Held:
 
         monkeypatch.setattr(IpcRoute, "_copy", copy)
 
-    def let_go(self, error: Exception | None = None) -> None:
+    def release(self, error: Exception | None = None) -> None:
         self.error = error
         self._may_go_on.set()
 
@@ -135,7 +135,7 @@ async def test_what_cannot_be_read_goes_on_through_host_memory(
     putting = asyncio.create_task(put(pair))
     await held.has_begun.wait()
     assert pair.puts.staged_bytes == MIB
-    held.let_go(GPUFailed("it has fallen off the bus"))
+    held.release(GPUFailed("it has fallen off the bus"))
     await putting
     await check_is_in(pair)
     await until(lambda: caplog.text.count(BY_HOST) == 2)
@@ -151,7 +151,7 @@ async def test_a_link_that_is_cut_is_shown_again_and_the_entry_read(
     inserting = asyncio.create_task(insert(pair))
     await held.has_begun.wait()
     pair.peer._linked().abort()
-    held.let_go()
+    held.release()
     await inserting
     assert pair.puts.has_shown
     await check_is_in(pair)

@@ -10,7 +10,7 @@ from asynckv.buffers.remote.peer import Peer
 from asynckv.buffers.serve import Server, serve
 from asynckv.config import KVTransferConfig
 from asynckv.connectors import connections as module
-from asynckv.connectors.connections import PeerLine, Peers, identity_of
+from asynckv.connectors.connections import PeerConnection, Peers, identity_of
 from asynckv.connectors.engine import KVEngine
 from asynckv.errors import GPUFailed, PeerLost, PeerRestarted
 from asynckv.testing.blocked import until, until_blocked
@@ -178,7 +178,7 @@ async def test_a_way_may_lead_to_a_gpu_from_its_own_until_the_peer_says_no() -> 
     with fake_device() as gpu:
         peers = peers_of({"P": "mem://peers"})
         assert not peers.line("P", 0).may_lead_to_gpu("cuda:0")
-        line = PeerLine("mem://peers", peers._config, "D/0", gpu.device)
+        line = PeerConnection("mem://peers", peers._config, "D/0", gpu.device)
         assert line.may_lead_to_gpu("cuda:0") and not line.may_lead_to_gpu("cuda:1")
         async with LookupBuffer() as buffer, server_of(buffer):
             await line.peer()
@@ -195,7 +195,7 @@ async def test_memory_that_its_gpu_has_not_got_is_done_without_where_that_may_be
     with fake_device() as gpu:
         monkeypatch.setattr(gpu.process.cuda, "malloc", refuse)
         config = peers_of({"P": "mem://peers"})._config
-        line = PeerLine("mem://peers", config, "D/0", gpu.device)
+        line = PeerConnection("mem://peers", config, "D/0", gpu.device)
         line.max_bytes = 2 * config.max_bytes
         async with LookupBuffer() as buffer, server_of(buffer):
             with pytest.raises(GPUFailed, match="out of memory"):

@@ -11,8 +11,8 @@ def test_an_end_is_told_once() -> None:
     assert life is not None
     assert ledger.settle(life)
     assert not ledger.settle(life)
-    assert [one.request_id for one in ledger.take_untold()] == ["r"]
-    assert ledger.take_untold() == []
+    assert [one.request_id for one in ledger.take_unreported()] == ["r"]
+    assert ledger.take_unreported() == []
     assert (ledger.counters.done, ledger.counters.duplicate) == (1, 1)
 
 
@@ -30,7 +30,7 @@ def test_what_was_cancelled_fails_even_if_all_of_it_came() -> None:
     assert ledger.cancel("r", "recv") is None, "it is stopping already"
     assert life is not None and not life.is_over
     ledger.settle(life)
-    (told,) = ledger.take_untold()
+    (told,) = ledger.take_unreported()
     assert told.reason == "cancelled"
     assert told.block_ids == {1, 2}
     assert told.phase is Phase.TOLD
@@ -40,7 +40,7 @@ def test_late_and_unknown_ends_are_counted_apart() -> None:
     ledger = TransferLedger()
     ledger.begin("r", "recv")
     assert ledger.hear("r", "recv") is not None
-    ledger.take_untold()
+    ledger.take_unreported()
     assert ledger.hear("r", "recv") is None
     assert ledger.hear("stranger", "recv") is None
     assert ledger.cancel("r", "recv") is None
@@ -52,7 +52,7 @@ def test_an_id_may_live_again_and_its_first_life_says_nothing_more() -> None:
     first = ledger.begin("r", "recv")
     assert first is not None
     ledger.settle(first)
-    ledger.take_untold()
+    ledger.take_unreported()
     second = ledger.begin("r", "recv")
     assert not ledger.settle(first, "too late")
     assert second is not None and second.phase is Phase.MOVING
@@ -63,7 +63,7 @@ def test_only_so_many_ended_ones_are_remembered() -> None:
     for name in "abc":
         ledger.begin(name, "recv")
         ledger.hear(name, "recv")
-    ledger.take_untold()
+    ledger.take_unreported()
     ledger.hear("a", "recv")
     ledger.hear("c", "recv")
     assert (ledger.counters.unknown, ledger.counters.late) == (1, 1)
@@ -89,7 +89,7 @@ def test_whatever_is_said_each_life_is_told_exactly_once(
         if action == "begin":
             begun += ledger.begin(name, side) is not None
         elif action == "take":
-            told += len(ledger.take_untold())
+            told += len(ledger.take_unreported())
         elif action == "cancel":
             ledger.cancel(name, side)
         else:
@@ -98,7 +98,7 @@ def test_whatever_is_said_each_life_is_told_exactly_once(
     for name in "ab":
         for way in ("send", "recv"):
             ledger.hear(name, "send" if way == "send" else "recv")
-    assert told + len(ledger.take_untold()) == begun
+    assert told + len(ledger.take_unreported()) == begun
     assert ledger.counters.done + ledger.counters.failed == begun
     assert open_ones <= 4 and len(ledger) == 0
 

@@ -22,7 +22,7 @@ from asynckv.connectors.requests import (
     StoreMetadata,
     StoreOrder,
 )
-from asynckv.connectors.store.transfers import Spool
+from asynckv.connectors.store.transfers import PackedBlocks
 from asynckv.connectors.store.worker import StoreWorker
 from asynckv.devices.cuda import Event
 from asynckv.tensors.blocks import KVBlocks
@@ -214,7 +214,7 @@ async def test_all_save_what_there_was_when_their_wait_began() -> None:
         noting = [Noting(caches, child._pool) for child in children]
         async with MultiWorker(children) as worker:
             for child, moves in zip(children, noting, strict=True):
-                child._moves, child._spool = moves, Spool(moves)
+                child._moves, child._packed = moves, PackedBlocks(moves)
             worker.bind_connector_metadata(MultiMetadata((encoded(order),) * 2))
             worker.follow("then")
             saving = asyncio.create_task(worker.wait_for_save())

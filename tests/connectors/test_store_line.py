@@ -5,7 +5,7 @@ import pytest
 from asynckv.buffers.serve import serve
 from asynckv.buffers.store import StoreBuffer
 from asynckv.config import KVTransferConfig
-from asynckv.connectors.connections import StoreLine
+from asynckv.connectors.connections import StoreConnection
 from asynckv.connectors.engine import KVEngine
 from asynckv.errors import ConfigError
 
@@ -17,7 +17,7 @@ def config_of(**extra: object) -> KVTransferConfig:
 
 
 async def test_the_configured_store_is_dialled_when_it_is_needed() -> None:
-    line = StoreLine(
+    line = StoreConnection(
         config_of(store="mem://line", fingerprint="toy"), ENGINE, None, "0"
     )
     async with StoreBuffer() as store, serve("mem://line", store=store):
@@ -27,7 +27,7 @@ async def test_the_configured_store_is_dialled_when_it_is_needed() -> None:
 
 async def test_a_store_that_is_given_is_used_and_left_open() -> None:
     async with StoreBuffer() as store:
-        line = StoreLine(config_of(), ENGINE, store, "0")
+        line = StoreConnection(config_of(), ENGINE, store, "0")
         assert await line.store() is store
         await line.aclose()
         line.abort()
@@ -36,9 +36,9 @@ async def test_a_store_that_is_given_is_used_and_left_open() -> None:
 
 def test_without_a_store_there_is_no_connector() -> None:
     with pytest.raises(ConfigError, match=r"extra_config\.store"):
-        StoreLine(config_of(), ENGINE, None, "0")
+        StoreConnection(config_of(), ENGINE, None, "0")
 
 
 def test_a_store_of_blocks_of_nobody_knows_which_model_is_not_used() -> None:
     with pytest.raises(ConfigError, match=r"extra_config\.fingerprint"):
-        StoreLine(config_of(store="mem://line"), ENGINE, None, "0")
+        StoreConnection(config_of(store="mem://line"), ENGINE, None, "0")

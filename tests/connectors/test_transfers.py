@@ -115,13 +115,13 @@ async def test_a_request_has_one_transfer_of_a_way() -> None:
 
 async def test_closing_ends_what_nobody_is_told_of_too() -> None:
     transfers = Transfers()
-    transfers.begin_untold(for_ever, "other")
-    transfers.begin_untold(fails, "failing")
+    transfers.begin_unreported(for_ever, "other")
+    transfers.begin_unreported(fails, "failing")
     waiting = asyncio.create_task(transfers.wait_others())
     await asyncio.sleep(0)
     await transfers.aclose()
     await waiting
-    transfers.begin_untold(for_ever, "late")
+    transfers.begin_unreported(for_ever, "late")
     assert transfers.others == 0
 
 
@@ -134,11 +134,11 @@ async def test_of_what_may_be_given_up_the_oldest_is() -> None:
         finally:
             done.append(number)
 
-    transfers.begin_untold(functools.partial(wait, -1), "one that is needed")
+    transfers.begin_unreported(functools.partial(wait, -1), "one that is needed")
     for number in range(5):
         await asyncio.sleep(0)
         run = functools.partial(wait, number)
-        transfers.begin_untold(run, "one of five", at_most=2)
+        transfers.begin_unreported(run, "one of five", at_most=2)
     await asyncio.sleep(0)
     await asyncio.sleep(0)
     assert (done, transfers.others) == ([0, 1, 2], 3)

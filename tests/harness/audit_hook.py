@@ -33,22 +33,22 @@ class Listener:
 
     def begin(self) -> None:
         """Hear from now on, in every thread of this process and what it forks."""
-        sys.addaudithook(self._hear)  # for ever: there is no other way
+        sys.addaudithook(self._receive)  # for ever: there is no other way
 
     def end(self) -> None:
         """Hear no longer."""
         self._is_on = False
 
-    def _hear(self, event: str, arguments: tuple[object, ...]) -> None:
+    def _receive(self, event: str, arguments: tuple[object, ...]) -> None:
         if not self._is_on or event not in _EVENTS:  # to look at frames is one too
             return
         cause = sys._getframe().f_back  # none where the interpreter itself begins
         if event in _BY_ANYBODY:
             cause = self._innermost(cause)
         if cause is not None and self._is_ours(cause):
-            self._tell(event, cause)
+            self._notify(event, cause)
 
-    def _tell(self, event: str, frame: FrameType) -> None:
+    def _notify(self, event: str, frame: FrameType) -> None:
         self._found(f"{event} for {frame.f_code.co_filename}:{frame.f_lineno}")
 
     def _is_ours(self, frame: FrameType) -> bool:

@@ -37,7 +37,7 @@ class LoopChannel:
         self.holds = False
         self._loop = loop
         self._came: collections.deque[DeviceFrame] = collections.deque()
-        self._hear: Callable[[DeviceFrame], None] | None = None
+        self._receive: Callable[[DeviceFrame], None] | None = None
         self._lost: Callable[[Exception], None] | None = None
 
     def send(self, frame: DeviceFrame) -> None:
@@ -50,16 +50,16 @@ class LoopChannel:
         hear: Callable[[DeviceFrame], None],
         lost: Callable[[Exception], None],
     ) -> None:
-        self._hear, self._lost = hear, lost
+        self._receive, self._lost = hear, lost
         self._loop.call_soon(self.pass_on)
 
     def detach(self) -> None:
-        self._hear = self._lost = None
+        self._receive = self._lost = None
 
     def pass_on(self) -> None:
         """Hand on what came, unless it is kept back."""
-        while self._came and self._hear is not None and not self.holds:
-            self._hear(self._came.popleft())
+        while self._came and self._receive is not None and not self.holds:
+            self._receive(self._came.popleft())
 
     def lose(self, error: Exception) -> None:
         """The control link is gone, on this side."""

@@ -393,7 +393,7 @@ async def test_connections_are_taken_one_by_one_while_somebody_is_being_heard() 
     assert isinstance(acceptor, Acceptor)
 
     def are_taken() -> bool:
-        acceptor._turns.note_heard(1)
+        acceptor._turns.note_received(1)
         taken.add(len(acceptor._greetings))
         return len(acceptor._greetings) == 3
 

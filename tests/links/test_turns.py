@@ -50,7 +50,7 @@ class Talker:
 
     def __init__(self, turns: Turns, left: int, heard: list[str], name: str) -> None:
         self._turns = turns
-        self._heard = heard
+        self._received = heard
         self._name = name
         self._number = turns.new_number()
         self.left = left
@@ -62,7 +62,7 @@ class Talker:
         count = min(self.left, max_count)
         self.left -= count
         self.largest = max(self.largest, count)
-        self._heard.append(self._name)
+        self._received.append(self._name)
         if self.left:
             self._turns.wait(self._number, self)
         else:
@@ -88,7 +88,7 @@ async def test_the_line_begins_anew_after_its_end() -> None:
 
 async def test_beside_one_who_says_little_a_turn_is_short() -> None:
     turns = Turns(asyncio.get_running_loop())
-    turns.note_heard(turns.new_number())
+    turns.note_received(turns.new_number())
     assert turns.is_shared
     talker = Talker(turns, AT_ONCE, [], "a")
     await talker.done.wait()
@@ -99,11 +99,11 @@ async def test_who_has_much_to_say_is_not_beside_itself() -> None:
     turns = Turns(asyncio.get_running_loop())
     other = turns.new_number()
     assert not turns.is_shared
-    turns.note_heard(other + 1)
+    turns.note_received(other + 1)
     Talker(turns, 1, [], "a")
     assert not turns.is_shared
-    turns.note_heard(other)
-    turns.note_heard(other + 2)
+    turns.note_received(other)
+    turns.note_received(other + 2)
     Talker(turns, 1, [], "b")
     assert turns.is_shared
 

@@ -76,7 +76,7 @@ class Held:
         self._read = pair.far_sharing.peer_memory.read
         monkeypatch.setattr(pair.far_sharing.peer_memory, "read", self._hold)
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         self._may_go_on.set()
 
     def _hold(
@@ -258,7 +258,7 @@ async def test_other_bytes_than_were_sent_are_noticed(
         (parcel,) = pair.near._outbound._pushed
         assert isinstance(parcel.source, StagedTensor)
         pair.ours.process.cuda.view(parcel.source.place())[place] ^= 1
-        held.let_go()
+        held.release()
         with pytest.raises(ChecksumError):
             await pair.far.recv_tensor()
         with pytest.raises(PipeBroken):
@@ -300,7 +300,7 @@ async def test_what_is_under_way_when_sharing_ends_comes_once(
     await held.has_begun.wait()
     getattr(pair, end).lose("a test")
     await pair.near.send_tensor(noise(LARGE, 3))
-    held.let_go()
+    held.release()
     await receive_many(pair.far, 4)
     await pair.near.flush()
     await expect_by_host(pair)
@@ -331,7 +331,7 @@ async def test_a_region_that_is_still_read_is_nobody_elses(
     await held.has_begun.wait()
     pair.near._outbound.end(PeerLost("as if the link was lost"))
     assert used_bytes_of(pair.near) == LARGE
-    held.let_go()
+    held.release()
     assert is_same(await pair.far.recv_tensor(), noise(LARGE, 1))
     pair.near.abort()
     with pytest.raises(PeerLost):

@@ -91,7 +91,7 @@ class Held:
         self._read = sharing.read
         monkeypatch.setattr(sharing, "read", self._hold)
 
-    def let_go(self, error: Exception | None = None) -> None:
+    def release(self, error: Exception | None = None) -> None:
         self.error = error
         self._may_go.set()
 
@@ -231,7 +231,7 @@ async def test_other_bytes_than_were_sent_are_noticed(
         memory = parcel.source.host()
         assert isinstance(memory, memoryview)
         memory[place] ^= 1
-        held.let_go()
+        held.release()
         with pytest.raises(ChecksumError):
             await receiving
         with pytest.raises(PipeBroken):
@@ -254,7 +254,7 @@ async def test_what_cannot_be_read_comes_by_lanes_in_its_place(
     error = PeerLost("no more mappings")
     if is_into:
         sharing_of(far).lose(error)
-    held.let_go(error)
+    held.release(error)
     assert is_same(await receiving, noise(LARGE, 0))
     for seed in (1, 2):
         assert is_same(await far.recv_tensor(), noise(LARGE, seed))
@@ -311,7 +311,7 @@ async def test_a_cancelled_receive_leaves_the_tensor_in_the_stream(
     with pytest.raises(asyncio.CancelledError):
         await receiving
     into.zero_()
-    held.let_go()
+    held.release()
     assert is_same(await far.recv_tensor(), noise(LARGE, 1))
     assert not into.any()
 

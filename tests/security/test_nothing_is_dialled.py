@@ -23,7 +23,7 @@ _EVENTS: Final = {"socket.connect", "socket.getaddrinfo", "socket.sendto"}
 _watched: Final[list[list[tuple[str, Any]]]] = []
 
 
-def _hear(event: str, arguments: tuple[Any, ...]) -> None:
+def _receive(event: str, arguments: tuple[Any, ...]) -> None:
     if event in _EVENTS:
         for heard in _watched:
             heard.append((event, arguments))
@@ -31,7 +31,7 @@ def _hear(event: str, arguments: tuple[Any, ...]) -> None:
 
 @pytest.fixture(scope="module", autouse=True)
 def audited() -> None:
-    sys.addaudithook(_hear)  # it stays, and hears nothing unless it is told to
+    sys.addaudithook(_receive)  # it stays, and hears nothing unless it is told to
 
 
 @contextlib.contextmanager

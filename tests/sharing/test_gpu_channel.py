@@ -174,7 +174,7 @@ async def dying_peer(gpus: FakeGpus) -> AsyncIterator[tuple[NcclBuffers, Peer]]:
             await entering
             yield pair, peer
         finally:
-            gpus.let_go()  # a real worker would be given up after a minute
+            gpus.release()  # a real worker would be given up after a minute
             await peer.aclose()
 
 

@@ -212,7 +212,7 @@ def test_no_view_ever_changes_under_its_reader(seed: int, threaded: bool) -> Non
             elif inside:
                 bench.arena.free(inside.pop(random_.randrange(len(inside)))[0])
             else:
-                _let_go(kept, threaded=threaded)
+                _release(kept, threaded=threaded)
         for region in regions:
             region.view()[:8] = bytes([mark % 256] * 8)
         if random_.random() < 0.5:
@@ -222,14 +222,14 @@ def test_no_view_ever_changes_under_its_reader(seed: int, threaded: bool) -> Non
             assert bytes(view[:8]) == bytes([expected] * 8)
     bench.arena.free([r for regions, _ in inside for r in regions])
     inside.clear()
-    _let_go(kept, threaded=threaded, count=len(kept))
+    _release(kept, threaded=threaded, count=len(kept))
     del view, region, regions
     bench.arena.collect()
     assert bench.arena.used_bytes == bench.arena.pinned_bytes == 0
     assert bench.arena.pages.free_bytes == bench.arena.pages.nbytes
 
 
-def _let_go(
+def _release(
     kept: list[tuple[memoryview, int]], *, threaded: bool, count: int = 1
 ) -> None:
     if threaded:

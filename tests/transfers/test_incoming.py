@@ -26,7 +26,7 @@ from asynckv.sharing.gpu_channel import RouteLost
 from asynckv.tensors.views import empty_tensor
 from asynckv.testing.blocked import until, until_blocked
 from asynckv.transfers import incoming as incoming_module
-from asynckv.transfers.incoming import Incoming, Route, hear_incoming
+from asynckv.transfers.incoming import Incoming, Route, receive_frame
 from asynckv.transfers.manifest import EAGER_NBYTES
 from asynckv.transfers.targets import DeviceTarget, HostTarget, Target
 from asynckv.types import TensorSpec
@@ -204,7 +204,7 @@ async def test_what_belongs_to_no_transfer_is_refused() -> None:
     with pytest.raises(RemoteProtocolError, match="no Commit belongs here"):
         Transfer(8).say(Commit())
     with pytest.raises(RemoteProtocolError, match="no Sent belongs here"):
-        hear_incoming(None, Sent(7, 0), b"")
+        receive_frame(None, Sent(7, 0), b"")
 
 
 async def test_a_stopped_transfer_tells_nothing_more() -> None:

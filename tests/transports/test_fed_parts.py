@@ -29,5 +29,5 @@ def test_a_fed_part_that_is_let_go_keeps_nothing() -> None:
     source, feed = bytearray(b"abc"), Feed(5)
     part = FedPart(2, 1, feed, lambda *_: None, b"")
     feed.put(memoryview(source))
-    part.let_go()
+    part.release()
     source.clear()

@@ -21,7 +21,7 @@ class Side:
         loop = asyncio.get_running_loop()
         self.moved: list[Part] = []
         self.lost: list[BaseException | None] = []
-        self.let_go = 0
+        self.release = 0
         self.pending: PendingParts[Part] = PendingParts(loop)
         self.table = PartTable()
         self.lanes = Lanes(
@@ -30,12 +30,12 @@ class Side:
             self.table,
             2**20,
             moved=self.moved.append,
-            let_go=self._count,
+            release=self._count,
             lost=self.lost.append,
         )
 
     def _count(self) -> None:
-        self.let_go += 1
+        self.release += 1
 
     def send(self, transfer: int, source: bytes) -> Part:
         part = Part(transfer, 0, memoryview(source), lambda *_: None, b"")
@@ -103,7 +103,7 @@ async def test_the_peers_leaving_is_no_loss_while_nothing_is_missing() -> None:
         await until(lambda: side.moved == [part])
         for peer in peers:
             peer.close()
-        await until(lambda: side.let_go == 2)
+        await until(lambda: side.release == 2)
         assert side.lost == []
         side.send(2, b"x")
         await until(lambda: len(side.lost) == 1)

@@ -193,7 +193,7 @@ class Selecting:
         """Nothing more is waited for, or read. Never waits."""
         self._error = self._error or RuntimeError("this drop_select is over")
         if self.delivery is not None:
-            self.delivery.let_go()
+            self.delivery.release()
             if self.delivery.incoming is not None:
                 self.delivery.incoming.stop()
         self.release()
@@ -249,7 +249,7 @@ class Selecting:
         self._is_answered = True
         self._error = error
         if self._streams and self.delivery is not None:
-            self.delivery.let_go()  # nothing more is told of, though nobody leaves yet
+            self.delivery.release()  # nothing more is told of, though nobody leaves yet
         self._watchers.wake()
 
     def _on_offer(self, offer: Offer, body: bytes) -> None:
@@ -267,7 +267,7 @@ class Selecting:
 
     def _on_retract(self, delivery: Delivery) -> None:
         self.delivery = None
-        delivery.let_go()
+        delivery.release()
         delivery.uncharge(self.routes.budget)
         if delivery.incoming is not None:
             delivery.incoming.stop()

@@ -140,7 +140,7 @@ class Getting:
         delivery = read_offer(self._link, offer, body, None)
         delivery.tensor_from = self._routes.budget.small.tensor
         if len(delivery.manifest.digests) != 1:
-            delivery.let_go()  # the error would keep it
+            delivery.release()  # the error would keep it
             raise RemoteProtocolError("a value is one tensor")
         if not self._offer.is_in:  # else nobody wants it: let it go
             self._delivery = delivery
@@ -183,7 +183,7 @@ class Pinning:
         self._lost = error
         self.found.fail(error)
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         """The values may be dropped again. Never waits; again is nothing."""
         if not self._is_over and self._lost is None:
             self._stream.send(Cancel())
@@ -298,7 +298,7 @@ class RemoteStoreBuffer(KVStoreBuffer):
             yield tuple(found)
         finally:
             for one in held:
-                one.let_go()
+                one.release()
         for one in held:
             one.check()
 

@@ -26,7 +26,7 @@ from asynckv.protocol.frames import (
     Retract,
 )
 from asynckv.protocol.transfer_frames import Grant, Sent
-from asynckv.transfers.incoming import Incoming, hear_incoming
+from asynckv.transfers.incoming import Incoming, receive_frame
 from asynckv.transfers.manifest import INLINE_NBYTES, Manifest, unpack, verify_inline
 from asynckv.transfers.queries import check_mask, check_tokens
 from asynckv.transfers.targets import fill_targets, target_in
@@ -135,7 +135,7 @@ class ServedInsert:
         if isinstance(frame, Cancel):
             self._cancel()
         else:
-            hear_incoming(self._incoming, frame, body)
+            receive_frame(self._incoming, frame, body)
 
     def on_lost(self, error: PeerLost) -> None:
         self._cancel()

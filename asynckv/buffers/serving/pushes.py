@@ -121,7 +121,7 @@ class ServedPushes:
         push.incoming.stop()
         self._retracted.setdefault(push.part, []).append(push.incoming)
         if push.incoming.reads_peer:
-            self._service.run(self._let_go_of(push.incoming), "end of a push")
+            self._service.run(self._release_incoming(push.incoming), "end of a push")
 
     def failed(self, error: Exception) -> None:
         """Some part will not become whole."""
@@ -178,7 +178,7 @@ class ServedPushes:
             self._retracted.pop(frame.part, None)
             self._new(frame, region).grant()
 
-    async def _let_go_of(self, incoming: Incoming) -> None:
+    async def _release_incoming(self, incoming: Incoming) -> None:
         """Tell the writer once nothing reads any more what it has taken back."""
         await incoming.quiesce()
         self._stream.send(Retract(incoming.transfer))

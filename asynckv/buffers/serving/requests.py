@@ -122,7 +122,7 @@ class LookupRequests(Service):
         if nbytes < 0:
             self.buffer.ledger.offer_waiting_soon()
 
-    def tell_idle(self) -> None:
+    def notify_idle(self) -> None:
         """Something ended: let who waits for the end of all look again."""
         self.buffer.room.change()
 
@@ -132,4 +132,4 @@ class LookupRequests(Service):
     def _insert_ended(self, task: asyncio.Task[None]) -> None:
         del self._inserts[task]
         if self.is_leaving:
-            self.tell_idle()
+            self.notify_idle()

@@ -433,7 +433,7 @@ class ServedSelect(msgspec.Struct, eq=False):
         self._offering = self._lease = None
         self.payer.deliveries.discard(self)
         if self.payer.is_leaving:
-            self.payer.tell_idle()
+            self.payer.notify_idle()
 
     def _fail(self, error: Exception) -> None:
         self._finish(to_failure(error))

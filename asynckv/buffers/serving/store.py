@@ -39,7 +39,7 @@ from asynckv.protocol.transfer_frames import Grant
 from asynckv.protocol.wire import digest_of
 from asynckv.tensors.runs import fill, joined
 from asynckv.tensors.views import dtype_of
-from asynckv.transfers.incoming import Incoming, hear_incoming
+from asynckv.transfers.incoming import Incoming, receive_frame
 from asynckv.transfers.layout import layout_of
 from asynckv.transfers.manifest import INLINE_NBYTES, pack
 from asynckv.transfers.outgoing import Outgoing
@@ -192,7 +192,7 @@ class ServedPut:
         if isinstance(frame, Cancel):
             self._task.cancel()
         else:
-            hear_incoming(self._incoming, frame, body)
+            receive_frame(self._incoming, frame, body)
 
     def on_lost(self, error: PeerLost) -> None:
         self._task.cancel()

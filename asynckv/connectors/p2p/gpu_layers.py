@@ -66,7 +66,7 @@ class Staging:
             tensors = {name: empty_tensor(one.spec) for name, one in sources.items()}
             await moves.gather(list(sources.values()), list(tensors.values()), mark)
         except BaseException:
-            self.let_go(nbytes)
+            self.release(nbytes)
             raise
         self.copies += 1
         return StagedCopy(self, tensors, moves.pool)
@@ -76,7 +76,7 @@ class Staging:
         """Set when something is dropped the next time."""
         return self._has_room
 
-    def let_go(self, nbytes: int) -> None:
+    def release(self, nbytes: int) -> None:
         """There is room for so much more. Never waits."""
         self.used_bytes -= nbytes
         self._has_room.set()
@@ -109,7 +109,7 @@ class StagedCopy:
         if not names:
             return
         dropped = [self._tensors.pop(name) for name in names]
-        self._staging.let_go(sum(tensor.nbytes for tensor in dropped))
+        self._staging.release(sum(tensor.nbytes for tensor in dropped))
         self._pool.free(dropped)
 
 
@@ -197,7 +197,7 @@ class LayerGathering:
         if layer is not None:
             self._dropped.add(layer)
             if self.is_waiting_for_room:
-                self._staging.let_go(0)  # it may be the one that there is no room for
+                self._staging.release(0)  # it may be the one that there is no room for
         for name in [one for one in self._copies if layer in (None, one)]:
             self._copies.pop(name).drop()
 

@@ -9,7 +9,7 @@ from asynckv.connectors.caches import BlockMoves
 from asynckv.connectors.engine import KVEngine
 from asynckv.connectors.options import ConnectorOptions
 from asynckv.connectors.p2p.load import P2PLoad
-from asynckv.connectors.p2p.routes import P2PNotices, P2PRoutes
+from asynckv.connectors.p2p.routes import P2PNotifications, P2PRoutes
 from asynckv.connectors.requests import LoadOrder
 from asynckv.connectors.transfers import Life, Transfers, reason_of
 from asynckv.observability.lines import as_line
@@ -32,7 +32,7 @@ class P2PLoading:
         options: ConnectorOptions,
         routes: P2PRoutes,
         transfers: Transfers,
-        notices: P2PNotices,
+        notices: P2PNotifications,
         *,
         moves: Callable[[], BlockMoves],
     ) -> None:

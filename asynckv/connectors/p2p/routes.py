@@ -23,7 +23,7 @@ from asynckv.connectors.engine import KVEngine
 from asynckv.connectors.keys import EntryHeader
 from asynckv.connectors.options import ConnectorOptions, url_of_rank
 from asynckv.connectors.p2p.load import Source, release
-from asynckv.connectors.p2p.save import Target, tell_failure, withdraw
+from asynckv.connectors.p2p.save import Target, report_failure, withdraw
 from asynckv.connectors.requests import LoadOrder, SaveOrder
 from asynckv.connectors.transfers import Transfers
 from asynckv.devices.names import Device
@@ -34,7 +34,7 @@ from asynckv.parallel.shapes import EngineShape
 from asynckv.protocol.values import PeerIdentity
 
 __all__ = (
-    "P2PNotices",
+    "P2PNotifications",
     "P2PRoutes",
 )
 
@@ -295,7 +295,7 @@ _AT_ONCE: Final = 1024
 """So many may be under way; then the oldest is left to its producer's ``ttl_s``."""
 
 
-class P2PNotices:
+class P2PNotifications:
     """Sends them beside everything else: nobody waits for them, none of them raises."""
 
     def __init__(
@@ -316,7 +316,7 @@ class P2PNotices:
         timeout_s = self._options.load_timeout_s
         for source in sources:
             # Requests may name transfers that there are not: those are waited for.
-            self._transfers.begin_untold(
+            self._transfers.begin_unreported(
                 functools.partial(release, source, order, timeout_s),
                 f"release of {order.transfer_id}",
                 at_most=_AT_ONCE,
@@ -330,13 +330,15 @@ class P2PNotices:
             return  # then there is none
         timeout_s = self._options.load_timeout_s
         for target in targets:
-            self._transfers.begin_untold(
+            self._transfers.begin_unreported(
                 functools.partial(withdraw, target, timeout_s),
                 f"withdrawal of {order.transfer_id}",
                 at_most=_AT_ONCE,
             )
 
-    def tell_failure(self, order: SaveOrder, header: EntryHeader, reason: str) -> None:
+    def report_failure(
+        self, order: SaveOrder, header: EntryHeader, reason: str
+    ) -> None:
         """It was not saved: nobody shall wait for what does not come. Never waits."""
         try:
             targets = self._routes.targets(order)
@@ -344,8 +346,10 @@ class P2PNotices:
             return  # then nobody can wait for it
         tokens, ttl_s = order.token_ids, self._options.ttl_s
         for target in targets:
-            self._transfers.begin_untold(
-                functools.partial(tell_failure, target, tokens, header, reason, ttl_s),
+            self._transfers.begin_unreported(
+                functools.partial(
+                    report_failure, target, tokens, header, reason, ttl_s
+                ),
                 f"failure of {order.transfer_id}",
                 at_most=_AT_ONCE,
             )

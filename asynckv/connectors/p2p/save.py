@@ -18,7 +18,7 @@ from asynckv.devices.cuda import Event
 from asynckv.tensors.blocks import KVBlocks
 from asynckv.types import TensorSpec
 
-__all__ = ("P2PSave", "Target", "tell_failure", "withdraw")
+__all__ = ("P2PSave", "Target", "report_failure", "withdraw")
 
 _REASON_LENGTH: Final = 300
 
@@ -259,7 +259,7 @@ class P2PSave:
         self._look()
 
 
-async def tell_failure(
+async def report_failure(
     target: Target,
     token_ids: Sequence[int],
     header: EntryHeader,

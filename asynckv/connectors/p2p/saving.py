@@ -15,7 +15,7 @@ from asynckv.connectors.engine import KVEngine
 from asynckv.connectors.keys import EntryHeader
 from asynckv.connectors.options import ConnectorOptions
 from asynckv.connectors.p2p.gpu_layers import Staging
-from asynckv.connectors.p2p.routes import P2PNotices, P2PRoutes
+from asynckv.connectors.p2p.routes import P2PNotifications, P2PRoutes
 from asynckv.connectors.p2p.save import P2PSave
 from asynckv.connectors.requests import SaveOrder
 from asynckv.connectors.transfers import Life, Transfers, reason_of
@@ -140,7 +140,7 @@ class P2PSaving:
         options: ConnectorOptions,
         routes: P2PRoutes,
         transfers: Transfers,
-        notices: P2PNotices,
+        notices: P2PNotifications,
         *,
         moves: Callable[[], BlockMoves],
         staging: Staging,
@@ -164,14 +164,16 @@ class P2PSaving:
         """Begin to listen for layers, or tell who waits why not. Never waits."""
         if order.refusal:
             if order.is_named:
-                self._notices.tell_failure(order, self._header_of(order), order.refusal)
+                self._notices.report_failure(
+                    order, self._header_of(order), order.refusal
+                )
             return
         if self._routes.is_full:
             reason = "there is no room here (kv_buffer_size, or max_bytes)"
             self._transfers.refuse(
                 order.request_id, "send", (), reason, lacks_room=True
             )
-            self._notices.tell_failure(order, self._header_of(order), reason)
+            self._notices.report_failure(order, self._header_of(order), reason)
             return
         save = self.new_save(order)
         life: Life | None = self._transfers.begin(
@@ -182,7 +184,7 @@ class P2PSaving:
         )
         if life is None:
             reason = "an older save of that request has not ended"
-            self._notices.tell_failure(order, self._header_of(order), reason)
+            self._notices.report_failure(order, self._header_of(order), reason)
         else:
             self._saves[life] = save
             self._under_way[_name_of(order)] = save
@@ -283,7 +285,7 @@ class P2PSaving:
             self._notices.withdraw(save.order)
         elif life is not None and life.reason:
             header = self._header_of(save.order)
-            self._notices.tell_failure(save.order, header, life.reason)
+            self._notices.report_failure(save.order, header, life.reason)
 
     async def _save(self, save: P2PSave) -> None:
         try:

@@ -20,7 +20,7 @@ from asynckv.connectors.caches import PagedCaches
 from asynckv.connectors.engine import KVEngine
 from asynckv.connectors.p2p.gpu_layers import Staging
 from asynckv.connectors.p2p.loading import P2PLoading
-from asynckv.connectors.p2p.routes import P2PNotices, P2PRoutes
+from asynckv.connectors.p2p.routes import P2PNotifications, P2PRoutes
 from asynckv.connectors.p2p.saving import P2PSaving
 from asynckv.connectors.requests import P2PMetadata
 from asynckv.connectors.transfers import TransferCounters
@@ -85,7 +85,7 @@ class P2PWorker(CacheWorker, SupportsHandshake, SupportsHeldBlocks, SupportsLaye
         self.routes = P2PRoutes(config, engine)
         self._staging = Staging(config.max_bytes)
         self._orders: P2PMetadata | None = None
-        notices = P2PNotices(self._transfers, self.routes, self.options)
+        notices = P2PNotifications(self._transfers, self.routes, self.options)
         of_all = engine, self.options, self.routes, self._transfers, notices
         self._loading = P2PLoading(*of_all, moves=self._registered)
         self._saving = P2PSaving(*of_all, moves=self._registered, staging=self._staging)

@@ -17,7 +17,7 @@ import torch
 
 from asynckv.abc import KVStoreBuffer
 from asynckv.config import KVTransferConfig
-from asynckv.connectors.connections import StoreLine
+from asynckv.connectors.connections import StoreConnection
 from asynckv.connectors.engine import KVEngine
 from asynckv.connectors.keys import rank_block_keys
 from asynckv.connectors.options import ConnectorOptions
@@ -27,8 +27,8 @@ from asynckv.shielding import wait_shielded
 
 __all__ = (
     "SHAPE_KEY",
-    "StoreFinder",
-    "StoreHolds",
+    "PrefixLookup",
+    "StorePins",
     "StoredShape",
     "namespace_of",
 )
@@ -96,7 +96,7 @@ def namespace_of(engine: KVEngine) -> str:
 logger = logging.getLogger(__name__)
 
 
-class StoreHolds:
+class StorePins:
     """Pins what is found for ``seconds``: not evicted before its load can pin it.
 
     Of more than ``at_most`` at once the oldest are let go.
@@ -133,7 +133,7 @@ class StoreHolds:
             await wait_shielded(task)
             raise
 
-    async def let_go(self) -> None:
+    async def release(self) -> None:
         """Let all go. A cancellation is held back until then."""
         tasks = tuple(self._tasks)
         for task in tasks:
@@ -143,7 +143,7 @@ class StoreHolds:
     async def aclose(self) -> None:
         """Let all go, and hold nothing more. A cancellation is held back until then."""
         self._is_closing = True
-        await self.let_go()
+        await self.release()
 
     def abort(self) -> None:
         """Let all go soon, and hold nothing more. Never waits."""
@@ -181,14 +181,14 @@ _HELD_S: Final = 10.0
 _MOST_HELD: Final = 256
 
 
-class StoreFinder:
+class PrefixLookup:
     """Asks a store for the parts of all ranks of an engine, and holds what is there."""
 
     def __init__(
         self, config: KVTransferConfig, engine: KVEngine, store: KVStoreBuffer | None
     ) -> None:
-        self.line = StoreLine(config, engine, store, "scheduler")
-        self.holds = StoreHolds(_HELD_S, _MOST_HELD)
+        self.line = StoreConnection(config, engine, store, "scheduler")
+        self.holds = StorePins(_HELD_S, _MOST_HELD)
         self.refused = ""
         """Why what another engine has saved there is of no use here."""
         self._engine = engine

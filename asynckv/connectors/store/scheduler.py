@@ -25,7 +25,7 @@ from asynckv.config import KVLoadFailurePolicy, KVTransferConfig
 from asynckv.connectors.engine import KVEngine
 from asynckv.connectors.keys import prefix_block_keys
 from asynckv.connectors.requests import StoreMetadata, StoreOrder
-from asynckv.connectors.store.lookup import StoreFinder
+from asynckv.connectors.store.lookup import PrefixLookup
 from asynckv.connectors.transfers import ExpectedLoads, TransferCounters
 from asynckv.errors import AsyncKVError
 from asynckv.loops import LoopBound, ThreadBound
@@ -106,7 +106,7 @@ class StoreScheduler(
         self._fingerprint = config.fingerprint
         self._is_consumer = config.is_kv_consumer
         self._is_producer = config.is_kv_producer
-        self.finder = StoreFinder(config, engine, store)
+        self.finder = PrefixLookup(config, engine, store)
         self._requests: dict[str, _Known] = {}
         self._questions: list[KVQuestion] = []
         self._orders: list[StoreOrder] = []

@@ -19,7 +19,7 @@ import torch
 
 from asynckv.abc import BlockIds, KVStoreBuffer
 from asynckv.connectors.caches import BlockMoves
-from asynckv.connectors.connections import StoreLine
+from asynckv.connectors.connections import StoreConnection
 from asynckv.connectors.engine import KVEngine
 from asynckv.connectors.keys import rank_block_keys
 from asynckv.connectors.options import ConnectorOptions
@@ -35,7 +35,7 @@ from asynckv.tensors.views import bytes_of
 
 __all__ = (
     "BLOCKS_AT_ONCE",
-    "Spool",
+    "PackedBlocks",
     "StoreLoading",
     "StoreRank",
     "StoreSaving",
@@ -46,7 +46,7 @@ _MARK_NBYTES: Final = 64
 """The digest's. What follows it is aligned for every dtype."""
 
 
-class Spool:
+class PackedBlocks:
     """Gathers a block from every layer's pools, and scatters it into them.
 
     What a block is in bytes is the order of the layers, and of the pools of each,
@@ -140,18 +140,18 @@ class Spool:
 class StoreRank:
     """One rank of ``engine``, and its ``line`` to a store.
 
-    ``spool`` returns what gathers and scatters blocks, and raises if there are no
+    ``packed`` returns what gathers and scatters blocks, and raises if there are no
     caches yet; ``now`` says where the engine's stream is. ``at_once`` bounds what is
     loaded and saved together.
     """
 
     engine: KVEngine
     options: ConnectorOptions
-    line: StoreLine
+    line: StoreConnection
     transfers: Transfers
     at_once: asyncio.Semaphore
     _: dataclasses.KW_ONLY
-    spool: Callable[[], Spool]
+    packed: Callable[[], PackedBlocks]
     now: Callable[[], Event | None]
 
     def keys_of(self, order: StoreOrder) -> list[str]:
@@ -230,7 +230,7 @@ class StoreSaving:
                 self.skipped += 1
             else:
                 block_ids = save.order.block_ids
-                value = await self._rank.spool().gather(block_ids, save.offset, mark)
+                value = await self._rank.packed().gather(block_ids, save.offset, mark)
                 self._begin(save, value)
             saves.popleft()  # not before: a cancelled call has not saved it
 
@@ -238,7 +238,7 @@ class StoreSaving:
         """Store a block beside whatever comes next. Never waits."""
         put = functools.partial(self._put, save, value)
         self._staged += 1
-        self._rank.transfers.begin_untold(put, f"put {save.key}")
+        self._rank.transfers.begin_unreported(put, f"put {save.key}")
 
     async def _has_room(self, until_s: float) -> bool:
         """Whether one more block may be on its way; wait for that, but not for long."""
@@ -259,7 +259,7 @@ class StoreSaving:
 
     def _most_staged(self) -> int:
         """Return how many blocks may be on their way."""
-        return max(_STAGED_BLOCKS, _STAGED_BYTES // self._rank.spool().block_nbytes)
+        return max(_STAGED_BLOCKS, _STAGED_BYTES // self._rank.packed().block_nbytes)
 
     def _end(self, save: _Save) -> None:
         """The prompt is stored as far as here, at most."""
@@ -326,9 +326,9 @@ class StoreLoading:
         blocks = {block for group in order.block_ids for block in group}
         rank, request_id = self._rank, order.request_id
         try:
-            spool, mark = rank.spool(), rank.now()
+            packed, mark = rank.packed(), rank.now()
             rank.transfers.begin(
-                *(request_id, "recv", lambda: self.load(order, spool, mark), blocks)
+                *(request_id, "recv", lambda: self.load(order, packed, mark), blocks)
             )
         except Exception as exc:
             # Whatever it is: the request would wait for this load for ever.
@@ -336,7 +336,7 @@ class StoreLoading:
             rank.transfers.refuse(request_id, "recv", blocks, reason_of(exc))
 
     async def load(
-        self, order: StoreOrder, spool: Spool, mark: Event | None = None
+        self, order: StoreOrder, packed: PackedBlocks, mark: Event | None = None
     ) -> None:
         """Load these blocks. A cancelled call no longer writes to them.
 
@@ -358,7 +358,7 @@ class StoreLoading:
                     async with asyncio.TaskGroup() as group:
                         for index, key in enumerate(keys):
                             scatter = functools.partial(
-                                spool.scatter,
+                                packed.scatter,
                                 block_ids=order.block_ids,
                                 index=index,
                                 mark=mark,

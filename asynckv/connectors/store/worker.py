@@ -12,12 +12,12 @@ import torch
 from asynckv.abc import KVConnectorMetadata, KVStoreBuffer
 from asynckv.config import KVTransferConfig
 from asynckv.connectors.caches import PagedCaches
-from asynckv.connectors.connections import StoreLine
+from asynckv.connectors.connections import StoreConnection
 from asynckv.connectors.engine import KVEngine
 from asynckv.connectors.requests import StoreMetadata
 from asynckv.connectors.store.transfers import (
     BLOCKS_AT_ONCE,
-    Spool,
+    PackedBlocks,
     StoreLoading,
     StoreRank,
     StoreSaving,
@@ -71,13 +71,13 @@ class StoreWorker(CacheWorker):
         lanes: DeviceLanes | None = None,
     ) -> None:
         super().__init__(config, engine, lanes=lanes)
-        self._line = StoreLine(config, engine, store, str(engine.rank))
-        self._spool: Spool | None = None
+        self._line = StoreConnection(config, engine, store, str(engine.rank))
+        self._packed: PackedBlocks | None = None
         self._orders: StoreMetadata | None = None
         rank = StoreRank(
             *(engine, self.options, self._line, self._transfers),
             asyncio.Semaphore(BLOCKS_AT_ONCE),
-            spool=self._spooled,
+            packed=self._packed_blocks,
             now=self._now,
         )
         self._loading = StoreLoading(rank)
@@ -136,7 +136,7 @@ class StoreWorker(CacheWorker):
 
     def statistics(self) -> StoreWorkerStatistics:
         transfers, saving = self._transfers, self._saving
-        block_nbytes = 0 if self._spool is None else self._spool.block_nbytes
+        block_nbytes = 0 if self._packed is None else self._packed.block_nbytes
         return StoreWorkerStatistics(
             loading=transfers.count("recv"),
             saving=transfers.others,
@@ -151,18 +151,18 @@ class StoreWorker(CacheWorker):
         )
 
     @property
-    def _way(self) -> StoreLine:
+    def _way(self) -> StoreConnection:
         return self._line
 
     def _register(self, caches: PagedCaches) -> None:
         super()._register(caches)
-        self._spool = Spool(self._registered())
+        self._packed = PackedBlocks(self._registered())
 
     def _now(self) -> Event | None:
         """Return where the engine's stream is."""
         return None if self._moves is None else self._moves.now()
 
-    def _spooled(self) -> Spool:
-        if self._spool is None:
+    def _packed_blocks(self) -> PackedBlocks:
+        if self._packed is None:
             raise RuntimeError("register_kv_caches() comes first")
-        return self._spool
+        return self._packed

@@ -271,7 +271,7 @@ class _Prefill:
         if made is not None:  # what is put is what this thread's stream has waited for
             torch.cuda.current_stream(keys.device).wait_event(made)
         await _put(writer, {f"{plan.name}.key": keys, f"{plan.name}.value": values})
-        self._tell(LayerEvent(plan.index, "sent"))
+        self._notify(LayerEvent(plan.index, "sent"))
 
     def _hand_over(
         self, plan: LayerPlan, keys: torch.Tensor, values: torch.Tensor
@@ -284,10 +284,10 @@ class _Prefill:
         )
 
     def _take_over(self, event: LayerEvent, layer: _Layer) -> None:
-        self._tell(event)
+        self._notify(event)
         self._computed.put_nowait(layer)
 
-    def _tell(self, event: LayerEvent) -> None:
+    def _notify(self, event: LayerEvent) -> None:
         if self._observe is not None:
             self._observe(event)
 

@@ -75,11 +75,11 @@ class AsyncKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._worker = WorkerRole(
                 f"vllm worker {settings.engine.rank}",
                 lambda: self._settings().make_worker(),
-                tells_of_saves=settings.tells_of_saves,
+                reports_saves=settings.reports_saves,
                 quiet_s=settings.quiet_s,
             )
         self._reports = KVTransferResults()
-        self._is_p2p = settings.tells_of_saves
+        self._is_p2p = settings.reports_saves
         self._cache_hit_source = (
             CacheHitSource.P2P if self._is_p2p else CacheHitSource.EXTERNAL_UNSPECIFIED
         )
@@ -286,7 +286,7 @@ class AsyncKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._scheduler = SchedulerRole(
                 settings.make_scheduler(),
                 sees_all=settings.sees_all,
-                tells_of_saves=settings.tells_of_saves,
+                reports_saves=settings.reports_saves,
             )
             if settings.sees_all and not self._attention:
                 logger.warning(_NOT_TOLD)

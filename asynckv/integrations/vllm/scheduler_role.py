@@ -61,10 +61,10 @@ class SchedulerRole:
         connector: KVConnectorScheduler,
         *,
         sees_all: bool,
-        tells_of_saves: bool = True,
+        reports_saves: bool = True,
     ) -> None:
         self._connector = connector
-        self._tells_of_saves = tells_of_saves
+        self._tells_of_saves = reports_saves
         self._sees_all = sees_all
         self._requests: dict[str, KVRequest] = {}
         # Prompts of which a part is still to be computed.

@@ -94,7 +94,7 @@ class Settings:
         return self.config.kv_connector != VLLM_MODES["p2p"]
 
     @property
-    def tells_of_saves(self) -> bool:
+    def reports_saves(self) -> bool:
         """Whether a worker tells when each request's blocks are no longer read."""
         return self.config.kv_connector == VLLM_MODES["p2p"]
 

@@ -47,7 +47,7 @@ _News: TypeAlias = tuple[KVTransferResults, tuple[int, ...]]
 class WorkerRole:
     """Lets a :class:`~asynckv.abc.KVConnectorWorker` work on a loop of its own.
 
-    ``make`` is called on that loop, once the caches are known. ``tells_of_saves``: each
+    ``make`` is called on that loop, once the caches are known. ``reports_saves``: each
     save's end is reported, and blocks are held until then. Else a step that saves
     anything waits at its end until that is copied. ``quiet_s`` is longer than any save
     lasts that does not hang.
@@ -58,12 +58,12 @@ class WorkerRole:
         name: str,
         make: Callable[[], KVConnectorWorker],
         *,
-        tells_of_saves: bool = True,
+        reports_saves: bool = True,
         quiet_s: float = 60.0,
     ) -> None:
         self._make = make
         self._quiet_s = quiet_s
-        self._tells_of_saves = tells_of_saves
+        self._tells_of_saves = reports_saves
         self._bridge = Bridge[_News](name)
         self._handshake: KVConnectorHandshake | None = None
         self._driver: _Driver | None = None
@@ -170,9 +170,9 @@ class WorkerRole:
         driver = _Driver(
             worker,
             lambda failed: self._bridge.tell((failed, (0, 0))),
-            tells_of_saves=self._tells_of_saves,
+            reports_saves=self._tells_of_saves,
         )
-        worker.call_when_finished(lambda: self._tell(worker, driver))
+        worker.call_when_finished(lambda: self._notify(worker, driver))
         self._bridge.start(driver.run)
         self._bridge.start(self._look, worker)
         return driver
@@ -183,7 +183,7 @@ class WorkerRole:
             self._gauges = gauges_of(worker.statistics())
             await asyncio.sleep(_LOOK_EVERY_S)
 
-    def _tell(self, worker: KVConnectorWorker, driver: _Driver) -> None:
+    def _notify(self, worker: KVConnectorWorker, driver: _Driver) -> None:
         results = worker.get_finished()
         driver.note_ends(results.finished_sending)
         statistics, before = worker.statistics(), self._moved
@@ -205,12 +205,12 @@ class _Driver:
         worker: KVConnectorWorker,
         tell: Callable[[KVTransferResults], None],
         *,
-        tells_of_saves: bool,
+        reports_saves: bool,
     ) -> None:
         self._worker = worker
-        self._tell = tell
+        self._notify = tell
         self._streams = worker if isinstance(worker, SupportsStreams) else None
-        self._tells_of_saves = tells_of_saves
+        self._tells_of_saves = reports_saves
         self._parts: asyncio.Queue[Callable[[], Awaitable[None]]] = asyncio.Queue()
         self._bound: KVConnectorMetadata | None = None
         self._refused: KVConnectorMetadata | None = None
@@ -253,8 +253,8 @@ class _Driver:
             except Exception as exc:
                 self._refused = orders
                 self._unended -= self._saved
-                self._tell(_failed_loads(orders, exc))
-                self._tell(_failed_saves(orders, exc))
+                self._notify(_failed_loads(orders, exc))
+                self._notify(_failed_saves(orders, exc))
                 raise
 
         self._parts.put_nowait(bind)
@@ -280,7 +280,7 @@ class _Driver:
             try:
                 await self._worker.start_load_kv()
             except Exception as exc:
-                self._tell(_failed_loads(orders, exc))
+                self._notify(_failed_loads(orders, exc))
                 raise
 
         self._parts.put_nowait(load)

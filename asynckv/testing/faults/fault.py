@@ -82,7 +82,7 @@ class Greeting:
             nbytes = _length_of(self._held)
             if nbytes > len(self._held):
                 return b""
-            first = self._heard(bytes(self._held[:nbytes]))
+            first = self._received(bytes(self._held[:nbytes]))
         except RemoteProtocolError:
             return self.rest()
         return first + self.rest()[nbytes:]
@@ -94,7 +94,7 @@ class Greeting:
         self._held.clear()
         return rest
 
-    def _heard(self, data: bytes) -> bytes:
+    def _received(self, data: bytes) -> bytes:
         frame: Frame
         _, frame, _ = next(FrameDecoder(WELCOME_LIMITS).feed(data))
         if isinstance(frame, Attach):

@@ -96,7 +96,7 @@ class DevicePart(TransferPart):
         self.operations += 1
         return self._memory.part(start, self.begun_bytes)
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         self._memory = _NOTHING
 
 
@@ -222,7 +222,7 @@ class Sender(Direction):
     def stop(self, transfer: int) -> None:
         """Offer nothing more of it, and withdraw what was not granted yet."""
         for part in self._pending.stop(transfer):
-            part.let_go()
+            part.release()
             if part.operations:
                 self._stopped.add(part)
         for frame in self._sending.withdraw(lambda one: one.part.transfer == transfer):
@@ -426,7 +426,7 @@ class Receiver(Direction):
         """Grant nothing more of it."""
         self.arrivals.stop(transfer)
         for part in self._pending.stop(transfer):
-            part.let_go()
+            part.release()
         self._do(self._receiving.grant())
 
     def take_all(self) -> list[DevicePart]:

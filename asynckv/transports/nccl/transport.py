@@ -249,7 +249,7 @@ class NcclTransport(PayloadTransport):
         self.sender.chunk_bytes = min(self._settings.chunk_bytes, peer.chunk_bytes)
         self._channel = channel
         self._watch = self._loop.call_later(_WATCH_S, self._check)
-        channel.attach(self._hear, self._ending.lose)
+        channel.attach(self._receive, self._ending.lose)
         self._connector.start(leads=self._own.token < peer.token)
         await self._wait(lambda: self._connector.is_open, timeout_s=None)
         if self._ending.error is not None:
@@ -281,7 +281,7 @@ class NcclTransport(PayloadTransport):
         if self._channel is not None:
             self._channel.send(frame)
 
-    def _hear(self, frame: DeviceFrame) -> None:
+    def _receive(self, frame: DeviceFrame) -> None:
         if self._ending.error is None:
             try:
                 self._handle(frame)

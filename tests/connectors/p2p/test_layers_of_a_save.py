@@ -175,7 +175,7 @@ async def test_what_waits_for_host_memory_waits_for_somebody(
         await until(lambda: layers.wait_for_room)
         assert not layers.wait_for_nobody
         save.staging.max_bytes = AMPLE
-        save.staging.let_go(0)
+        save.staging.release(0)
         await save.end()
         assert layers.wait_for_nobody
 
@@ -200,7 +200,7 @@ async def test_who_waits_for_memory_of_the_gpu_ends_that_when_it_is_to_leave(
         layers.leave_gpu()
         await until(lambda: not target.waiting)  # though the host has no room yet
         save.staging.max_bytes = AMPLE
-        save.staging.let_go(0)
+        save.staging.release(0)
         await save.end()
         assert not target.by_gpu
 

@@ -17,7 +17,7 @@ from asynckv.connectors.caches import BlockMoves, PagedCaches
 from asynckv.connectors.engine import KVEngine
 from asynckv.connectors.keys import HEADER, EntryHeader, NotSaved, prompt_digest
 from asynckv.connectors.p2p.load import P2PLoad, release
-from asynckv.connectors.p2p.save import tell_failure
+from asynckv.connectors.p2p.save import report_failure
 from asynckv.connectors.requests import LoadOrder, P2PMetadata
 from asynckv.devices.copying import CopyPool
 from asynckv.errors import IncompatiblePeer
@@ -104,7 +104,7 @@ async def test_what_was_not_saved_fails_at_once_and_is_let_go() -> None:
             return buffer
 
         header = EntryHeader(engine_id="P", rank=0, block_size=4, layers=())
-        await tell_failure((find, "t", 1), TOKENS, header, "no room", 60)
+        await report_failure((find, "t", 1), TOKENS, header, "no room", 60)
         with pytest.raises(NotSaved, match="P/0 has not saved it: no room"):
             await run(load, buffer)
         assert buffer.statistics().entries == 0

@@ -4,7 +4,7 @@ from asynckv.config import KVTransferConfig
 from asynckv.connectors.engine import KVEngine
 from asynckv.connectors.keys import EntryHeader
 from asynckv.connectors.options import ConnectorOptions
-from asynckv.connectors.p2p.routes import P2PNotices, P2PRoutes
+from asynckv.connectors.p2p.routes import P2PNotifications, P2PRoutes
 from asynckv.connectors.requests import LoadOrder, SaveOrder
 from asynckv.connectors.transfers import Transfers
 from asynckv.testing.blocked import until
@@ -21,10 +21,10 @@ CONFIG = KVTransferConfig(
 )
 
 
-def notices_of(engine: KVEngine) -> tuple[P2PNotices, Transfers, P2PRoutes]:
+def notices_of(engine: KVEngine) -> tuple[P2PNotifications, Transfers, P2PRoutes]:
     transfers, routes = Transfers(), P2PRoutes(CONFIG, engine)
     options = ConnectorOptions.of(CONFIG)
-    return P2PNotices(transfers, routes, options), transfers, routes
+    return P2PNotifications(transfers, routes, options), transfers, routes
 
 
 async def test_no_number_of_transfers_that_there_are_not_is_waited_for() -> None:
@@ -41,7 +41,7 @@ async def test_of_a_failure_there_is_an_entry_where_it_would_have_been() -> None
     header = EntryHeader(engine_id="P", rank=0, block_size=4, layers=("a",))
     await routes.open()
     assert routes.buffer is not None
-    notices.tell_failure(SaveOrder("r", "t", "", (1,), ((0,),)), header, "no room")
+    notices.report_failure(SaveOrder("r", "t", "", (1,), ((0,),)), header, "no room")
     async with routes.buffer.drop_select(entry_id="t") as entry:
         assert EntryHeader.of(entry.extras["asynckv"]).failure == "no room"
     await transfers.wait_others()

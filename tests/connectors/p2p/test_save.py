@@ -14,7 +14,7 @@ from asynckv.buffers.lookup import LookupBuffer
 from asynckv.connectors.caches import BlockMoves, PagedCaches
 from asynckv.connectors.keys import EntryHeader, NotSaved
 from asynckv.connectors.p2p.gpu_layers import Staging
-from asynckv.connectors.p2p.save import P2PSave, Target, tell_failure
+from asynckv.connectors.p2p.save import P2PSave, Target, report_failure
 from asynckv.connectors.requests import SaveOrder
 from asynckv.devices.copying import CopyPool
 from asynckv.devices.cuda import Event
@@ -86,7 +86,7 @@ async def test_who_waits_for_what_was_not_saved_learns_why(is_early: bool) -> No
 
         asking = asyncio.create_task(ask()) if is_early else None
         await asyncio.sleep(0)
-        await tell_failure((find, "t", 1), (1, 2, 3), HEADER, "too\nlarge", 60)
+        await report_failure((find, "t", 1), (1, 2, 3), HEADER, "too\nlarge", 60)
         with pytest.raises(NotSaved, match="P/0 has not saved it: too.*large"):
             await (asking or ask())
 
@@ -99,7 +99,7 @@ async def test_what_was_saved_whole_stays_whole() -> None:
 
         await buffer.insert([1, 2, 3], None, torch.ones(3), None, None, entry_id="t")
         with pytest.raises(EntryConflict):
-            await tell_failure(
+            await report_failure(
                 (find, "t", 1), (1, 2, 3), HEADER, "another rank failed", 60
             )
         assert await buffer.peek([1, 2, 3]) == 3

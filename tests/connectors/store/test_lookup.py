@@ -15,8 +15,8 @@ from asynckv.connectors.engine import KVEngine
 from asynckv.connectors.keys import prefix_block_keys, rank_block_keys
 from asynckv.connectors.store.lookup import (
     SHAPE_KEY,
+    PrefixLookup,
     StoredShape,
-    StoreFinder,
     namespace_of,
 )
 from asynckv.errors import PeerLost
@@ -45,9 +45,9 @@ KEYS = prefix_block_keys(range(10), ENGINE.block_size)
 
 
 @contextlib.asynccontextmanager
-async def finding() -> AsyncIterator[tuple[StoreFinder, StoreBuffer]]:
+async def finding() -> AsyncIterator[tuple[PrefixLookup, StoreBuffer]]:
     async with StoreBuffer("1MiB") as store:
-        finder = StoreFinder(KVTransferConfig(kv_role="kv_both"), ENGINE, store)
+        finder = PrefixLookup(KVTransferConfig(kv_role="kv_both"), ENGINE, store)
         try:
             yield finder, store
         finally:
@@ -95,7 +95,7 @@ async def test_a_silent_store_is_waited_for_once_until_it_answers(
     caplog.set_level(logging.INFO)
     async with StalledStore() as store:
         config = KVTransferConfig(kv_connector_extra_config={"lookup_timeout_s": 0.01})
-        finder = StoreFinder(config, ENGINE, store)
+        finder = PrefixLookup(config, ENGINE, store)
         with pytest.raises(TimeoutError):
             await finder.find(KEYS)
         for _ in range(3):
@@ -117,7 +117,7 @@ async def test_a_store_that_dies_and_comes_back_is_logged_once_each(
 ) -> None:
     caplog.set_level(logging.INFO, "asynckv.connectors")
     extra: dict[str, object] = {"store": "mem://mortal", "fingerprint": "toy"}
-    finder = StoreFinder(
+    finder = PrefixLookup(
         KVTransferConfig(kv_connector_extra_config=extra), ENGINE, None
     )
     for _ in range(2):
@@ -134,7 +134,7 @@ async def test_a_store_that_dies_and_comes_back_is_logged_once_each(
 
 async def test_the_store_is_dialled_before_the_first_prompt() -> None:
     extra: dict[str, object] = {"store": "mem://early", "fingerprint": "toy"}
-    finder = StoreFinder(
+    finder = PrefixLookup(
         KVTransferConfig(kv_connector_extra_config=extra), ENGINE, None
     )
     async with StoreBuffer() as store, serve("mem://early", store=store):

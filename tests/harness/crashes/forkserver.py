@@ -58,7 +58,7 @@ class _ForkServer:
         pid = os.fork()
         if pid:
             self._children.add(pid)
-            _tell(pid, "pid", order.name)
+            _notify(pid, "pid", order.name)
             return
         status = 1
         try:
@@ -87,10 +87,10 @@ class _ForkServer:
             if not child:
                 return
             self._children.discard(child)
-            _tell(child, "gone", number=status)
+            _notify(child, "gone", number=status)
 
 
-def _tell(pid: int, word: Word, name: str = "", number: int = 0) -> None:
+def _notify(pid: int, word: Word, name: str = "", number: int = 0) -> None:
     line = msgspec.json.encode(Report(pid, word, name, number))
     os.write(1, line + b"\n")
 

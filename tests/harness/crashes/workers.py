@@ -61,7 +61,7 @@ class Worker:
                     await self._consume_all(peer.lookup)
             except (PeerLost, BufferClosed) as exc:
                 why = f"{type(exc).__name__}: {exc}"
-                self._tell("left", why=why[:_MAX_WHY])
+                self._notify("left", why=why[:_MAX_WHY])
 
     async def _produce_all(self, lookup: KVLookupBuffer) -> None:
         for number in itertools.count(self._order.first):
@@ -75,7 +75,7 @@ class Worker:
     def _connect(self, identity: str) -> Peer:
         return connect(self._order.url, identity=identity, **self._options)
 
-    def _tell(
+    def _notify(
         self, word: Word, entry_id: str = "", number: int = 0, *, why: str = ""
     ) -> None:
         line = self._encode(Report(os.getpid(), word, entry_id, number, why))
@@ -84,7 +84,7 @@ class Worker:
     async def _produce(self, lookup: KVLookupBuffer, number: int) -> None:
         entry_id = f"{self._order.name}-{number}"
         tensors, tokens = named_tensors(entry_id), tokens_of(entry_id)
-        self._tell("begun", entry_id, number)
+        self._notify("begun", entry_id, number)
         if number % 3:
             key = {name.removesuffix(".key"): t for name, t in tensors.items()}
             await lookup.insert(tokens, None, key, None, None, entry_id=entry_id)
@@ -96,44 +96,44 @@ class Worker:
                 async with writing as writer:
                     for name, tensor in tensors.items():
                         await writer.put(name, tensor)
-        self._tell("in", entry_id, number)
+        self._notify("in", entry_id, number)
 
     async def _consume(self, lookup: KVLookupBuffer, awaiting: KVLookupBuffer) -> None:
         way = self._chance.choice((self._take, self._use, self._use, self._stream))
         try:
             await way(awaiting if way == self._take else lookup)
         except EntryAborted:
-            self._tell("late")
+            self._notify("late")
         except LeaseLost:
-            self._tell("late")
+            self._notify("late")
 
     async def _take(self, lookup: KVLookupBuffer) -> None:
-        self._tell("wait", number=1)
+        self._notify("wait", number=1)
         entry = await lookup.drop_select()
         self._check(entry.entry_id, entry, entry.attempt)
-        self._tell("done", entry.entry_id, int(entry.nbytes <= _PLAIN_NBYTES))
+        self._notify("done", entry.entry_id, int(entry.nbytes <= _PLAIN_NBYTES))
 
     async def _use(self, lookup: KVLookupBuffer) -> None:
-        self._tell("wait")
+        self._notify("wait")
         async with lookup.drop_select() as entry:
             self._check(entry.entry_id, entry, entry.attempt)
             await self._leave(entry.entry_id)
-        self._tell("done", entry.entry_id)
+        self._notify("done", entry.entry_id)
 
     async def _stream(self, lookup: KVLookupBuffer) -> None:
-        self._tell("wait")
+        self._notify("wait")
         async with lookup.open_drop_select() as stream:
             tensors = {name: tensor async for name, tensor in stream}
             self._check(stream.entry_id, tensors, stream.attempt)
             await self._leave(stream.entry_id)
-        self._tell("done", stream.entry_id)
+        self._notify("done", stream.entry_id)
 
     async def _leave(self, entry_id: str) -> None:
         """Use what it has for a moment, in which it may be killed; then tell."""
         await asyncio.sleep(self._order.longest_use_s * self._chance.random())
-        self._tell("leaving", entry_id)
+        self._notify("leaving", entry_id)
 
     def _check(
         self, entry_id: str, found: KVEntry | dict[str, torch.Tensor], attempt: int
     ) -> None:
-        self._tell("got" if is_right(entry_id, found) else "wrong", entry_id, attempt)
+        self._notify("got" if is_right(entry_id, found) else "wrong", entry_id, attempt)

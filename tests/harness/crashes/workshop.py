@@ -26,7 +26,7 @@ class Workshop:
         self, server: asyncio.subprocess.Process, hear: Callable[[Report], None]
     ) -> None:
         self._server = server
-        self._hear = hear
+        self._receive = hear
         self._changed = asyncio.Event()
         self._pids: dict[str, int] = {}
         self._steps: dict[int, int] = {}
@@ -72,7 +72,7 @@ class Workshop:
                 self._steps.pop(report.pid, None)
             else:
                 self._steps[report.pid] = self._steps.get(report.pid, 0) + 1
-            self._hear(report)
+            self._receive(report)
             self._changed.set()
 
     async def _until(self, predicate: Callable[[], bool]) -> None:

@@ -11,7 +11,7 @@ import torch
 from asynckv.connectors.caches import BlockMoves, PagedCaches
 from asynckv.connectors.engine import KVEngine
 from asynckv.connectors.options import ConnectorOptions
-from asynckv.connectors.p2p.routes import P2PNotices, P2PRoutes
+from asynckv.connectors.p2p.routes import P2PNotifications, P2PRoutes
 from asynckv.connectors.transfers import Transfers
 from asynckv.devices.copying import CopyPool
 from harness.engines.toy_pairs import pair_configs
@@ -34,7 +34,7 @@ class ToyParts:
         self.options = ConnectorOptions.of(config)
         self.routes = P2PRoutes(config, self.engine)
         self.transfers = Transfers()
-        self.notices = P2PNotices(self.transfers, self.routes, self.options)
+        self.notices = P2PNotifications(self.transfers, self.routes, self.options)
         self.pool = CopyPool()
         caches = PagedCaches({"a": torch.zeros(4, 16, 2)}, None, None)
         self.registered: BlockMoves | None = BlockMoves(caches, self.pool)
@@ -43,7 +43,7 @@ class ToyParts:
     @property
     def all(
         self,
-    ) -> tuple[KVEngine, ConnectorOptions, P2PRoutes, Transfers, P2PNotices]:
+    ) -> tuple[KVEngine, ConnectorOptions, P2PRoutes, Transfers, P2PNotifications]:
         """In the order in which loads and saves take them."""
         return self.engine, self.options, self.routes, self.transfers, self.notices
 

@@ -107,7 +107,7 @@ class FakeGpus:
             finally:
                 self._kept.remove(what)
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         """Keep no thread in a call from here on: one that would wait fails instead.
 
         A real one would be kept for ever. Nothing else of the GPUs ends.
@@ -120,7 +120,7 @@ class FakeGpus:
         """Let every thread go that is kept in a call. To be called last."""
         with self.changed:
             self._is_closed = True
-            self.let_go()
+            self.release()
             for process in self._processes:
                 process.end()
             for allocation in self._shared.values():

@@ -77,7 +77,7 @@ def _run_all(seed: int, inputs: int, processes: int, findings: Path) -> None:
             raise SystemExit(f"a process of the run has failed: {failed}")
         whole = _sum([_read(report) for report in reports])
     whole.seconds = time.perf_counter() - started
-    _tell(whole, findings)
+    _notify(whole, findings)
 
 
 def _read(report: Path) -> Report:
@@ -97,7 +97,7 @@ def _sum(reports: list[Report]) -> Report:
     return whole
 
 
-def _tell(report: Report, findings: Path) -> None:
+def _notify(report: Report, findings: Path) -> None:
     say = sys.stdout.write
     for name, count in sorted(report.inputs.items()):
         say(f"{name:10} {count:12,} inputs\n")

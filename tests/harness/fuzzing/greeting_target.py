@@ -103,8 +103,8 @@ def _make(rng: random.Random, corpus: Corpus) -> bytes:
 def _check(data: bytes) -> None:
     choice, said = data[0] if data else 0, data[1:]
     dials, has_secret = bool(choice & 1), bool(choice & 2)
-    whole = _hear(dials, has_secret, (said,))
-    cut = _hear(dials, has_secret, pieces_of(said))
+    whole = _receive(dials, has_secret, (said,))
+    cut = _receive(dials, has_secret, pieces_of(said))
     expect(cut == whole, "another split, another greeting", whole, cut)
     if whole.agreement is None:
         return
@@ -123,7 +123,7 @@ def _is_same(said: bytes, genuine: bytes) -> bool:
     )
 
 
-def _hear(dials: bool, has_secret: bool, pieces: Sequence[bytes]) -> _End:
+def _receive(dials: bool, has_secret: bool, pieces: Sequence[bytes]) -> _End:
     dialling, listening = _dialling(_OURS, has_secret), _listening(_OURS, has_secret)
     side: _Side = dialling if dials else listening
     said = bytearray()

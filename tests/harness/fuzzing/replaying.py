@@ -163,12 +163,12 @@ def check_control_flips(connection: Connection, rng: random.Random) -> int:
             before, data = said[body_start : frame.start], said[frame.start : frame.end]
             for flip in flips_of(frame, rng):
                 count += 1
-                heard = _hear(before, flip.applied(data))
+                heard = _receive(before, flip.applied(data))
                 expect(heard is None, "a changed frame was taken", flip, heard)
     return count
 
 
-def _hear(before: bytes, changed: bytes) -> list[tuple[int, Frame, bytes]] | None:
+def _receive(before: bytes, changed: bytes) -> list[tuple[int, Frame, bytes]] | None:
     decoder = FrameDecoder()
     if before:
         list(decoder.feed(before))

@@ -64,8 +64,8 @@ def _make(rng: random.Random, corpus: Corpus) -> bytes:
 
 def _check(data: bytes) -> None:
     choice, stream = data[0] if data else 0, data[1:]
-    whole = _hear(choice, (stream,))
-    cut = _hear(choice, pieces_of(stream))
+    whole = _receive(choice, (stream,))
+    cut = _receive(choice, pieces_of(stream))
     expect(cut.events == whole.events, "another split, other events", whole, cut)
     expect(cut == whole, "another split, another outcome", whole, cut)
     for event in whole.events:
@@ -73,7 +73,7 @@ def _check(data: bytes) -> None:
             _check_event(event.frame, event.body)
 
 
-def _hear(choice: int, pieces: Iterable[bytes]) -> _Heard:
+def _receive(choice: int, pieces: Iterable[bytes]) -> _Heard:
     limits = _LIMITS[(choice >> 1) % len(_LIMITS)]
     session: Session[int] = Session(limits, dialled=bool(choice & 1))
     if (own := choice >> 4) < len(_OWN):

@@ -208,7 +208,7 @@ class Calls:
         try:
             yield
         finally:
-            self._history.let_go(call)
+            self._history.release(call)
 
     def _check(self, call: Call, entry: KVEntry) -> None:
         contents, wrong = self._history.library.wrong_entry(entry)

@@ -141,7 +141,7 @@ class History:
         if call.delivery is not None and not call.process.is_gone:
             call.delivery.was_used = True
 
-    def let_go(self, call: Call) -> None:
+    def release(self, call: Call) -> None:
         """The application's body is left; what it had may be given to others now."""
         if call.delivery is not None and not call.process.is_gone:
             call.delivery.let_go_at = call.process.node.world.now

@@ -42,7 +42,7 @@ class _Process:
 
     def run(self) -> None:
         """Until ``stdin`` ends."""
-        self._tell(ready=True)
+        self._notify(ready=True)
         while True:
             is_busy = self._scheduler.has_requests()
             try:
@@ -72,7 +72,7 @@ class _Process:
 
     def _tell_of(self, output: Any) -> None:
         completion = output.outputs[0]
-        self._tell(
+        self._notify(
             id=output.request_id,
             tokens=list(completion.token_ids),
             finish_reason=str(completion.finish_reason),
@@ -107,7 +107,7 @@ class _Process:
 
     def _do_abort(self, id: str) -> None:
         self._engine.abort_request([id])
-        self._tell(id=id, finish_reason="abort")
+        self._notify(id=id, finish_reason="abort")
 
     def _do_state(self) -> None:
         """What must come back to what it was, and vLLM's own metrics."""
@@ -125,7 +125,7 @@ class _Process:
                 if labels:
                     name += json.dumps(labels, sort_keys=True)
                 metrics[name] = value
-        self._tell(
+        self._notify(
             state=True,
             free_blocks=manager.block_pool.get_num_free_blocks(),
             requests=len(self._scheduler.requests),
@@ -163,7 +163,7 @@ class _Process:
                 self._times.watch(connector)
 
     def _do_times(self) -> None:
-        self._tell(times=True, **self._times.report())
+        self._notify(times=True, **self._times.report())
 
     def _do_watch_blocks(self) -> None:
         """Note what blocks hold that are computed or loaded from now on."""
@@ -177,7 +177,7 @@ class _Process:
 
     def _do_blocks(self) -> None:
         report = {} if self._witness is None else self._witness.report()
-        self._tell(blocks=True, **report)
+        self._notify(blocks=True, **report)
 
     def _do_lie(self) -> None:
         """Let the worker say that moves of all have ended, and of some of the past."""
@@ -195,7 +195,7 @@ class _Process:
             self._orders.put(json.loads(line))
         self._orders.put(None)
 
-    def _tell(self, **values: Any) -> None:
+    def _notify(self, **values: Any) -> None:
         self._out.write(json.dumps(values) + "\n")
         self._out.flush()
 

@@ -52,7 +52,7 @@ async def test_who_is_kept_can_be_let_go() -> None:
     with ThreadPoolExecutor() as threads:
         kept = threads.submit(gpus.block, lambda: False, "the moon")
         await until(lambda: gpus.kept == ["the moon"])
-        gpus.let_go()
+        gpus.release()
         with pytest.raises(GPUFailed, match="nobody waits any more for the moon"):
             kept.result()
     gpus.block(lambda: True, "what is there")

@@ -53,9 +53,9 @@ class Course:
         self.history.receive(call, self.contents, attempt)
         return call
 
-    def let_go(self, at: float, call: Call) -> None:
+    def release(self, at: float, call: Call) -> None:
         self.go_to(at)
-        self.history.let_go(call)
+        self.history.release(call)
         self.history.end(call, "ok")
 
     def disturb(self, at: float) -> None:
@@ -97,7 +97,7 @@ def test_what_somebody_has_does_not_leave(course: Course, reason: str) -> None:
     course.commit(10.0)
     call = course.receive(11.0)
     course.leave(13.0, reason)
-    course.let_go(14.0, call)
+    course.release(14.0, call)
     assert course.verdict() == f"e1: left by {reason!r} out of the hands of call 1"
     course.disturb(10.5)
     assert course.verdict() == ""
@@ -105,7 +105,7 @@ def test_what_somebody_has_does_not_leave(course: Course, reason: str) -> None:
 
 def test_what_was_given_back_leaves_at_once_if_its_time_is_over(course: Course) -> None:
     course.commit(10.0)
-    course.let_go(14.0, course.receive(11.0))
+    course.release(14.0, course.receive(11.0))
     course.leave(14.1, "ttl")
     assert course.verdict() == ""
 

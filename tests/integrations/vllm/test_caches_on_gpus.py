@@ -56,7 +56,7 @@ def role(gpu: FakeDevice) -> Iterator[WorkerRole]:
             StoreBuffer("1MiB"),
             lanes=lanes_of(gpu),
         ),
-        tells_of_saves=False,
+        reports_saves=False,
     )
     yield role
     role.shutdown()
@@ -174,7 +174,7 @@ def test_what_a_store_has_is_loaded_into_caches_on_a_gpu(gpu: FakeDevice) -> Non
     extra: dict[str, object] = {"store": url, "fingerprint": "m"}
     config = KVTransferConfig(kv_role="kv_both", kv_connector_extra_config=extra)
     worker = StoreWorker(config, ENGINE, lanes=lanes_of(gpu))
-    role = WorkerRole("of a store", lambda: worker, tells_of_saves=False)
+    role = WorkerRole("of a store", lambda: worker, reports_saves=False)
     values = torch.arange(8.0 * 64 * 1024).view(8, 64 * 1024)
     cache = gpu.tensor(values)
     role.register({"layer": cache}, {"layer": 0})

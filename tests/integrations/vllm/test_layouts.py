@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from asynckv.connectors.caches import BlockMoves, PagedCaches
-from asynckv.connectors.store.transfers import Spool
+from asynckv.connectors.store.transfers import PackedBlocks
 from asynckv.devices.copying import CopyPool
 from asynckv.errors import ConfigError
 from asynckv.integrations.vllm.pages import pages_of
@@ -51,14 +51,14 @@ class Cache:
         storage = next(iter(self.views.values())).untyped_storage()
         return torch.empty(0, dtype=torch.uint8).set_(storage)
 
-    def spool(self) -> Spool:
+    def packed(self) -> PackedBlocks:
         groups = {
             layer: number
             for number, group in enumerate(self.config.kv_cache_groups)
             for layer in group.layer_names
         }
         pages = pages_of(self.config, self.views)
-        return Spool(BlockMoves(PagedCaches(pages, None, groups), CopyPool()))
+        return PackedBlocks(BlockMoves(PagedCaches(pages, None, groups), CopyPool()))
 
     def with_blocks_of(self, other: Cache, moved: list[dict[int, int]]) -> Cache:
         """Return what this must be once these blocks of each group have come."""
@@ -127,7 +127,7 @@ def _is_refused_here(layout: str, kind: str) -> bool:
 
 async def _move_exactly(*made_of: Any, moved: list[dict[int, int]]) -> None:
     there, here = Cache(*made_of), Cache(*made_of)
-    wanted, spools = here.with_blocks_of(there, moved), (there.spool(), here.spool())
+    wanted, spools = here.with_blocks_of(there, moved), (there.packed(), here.packed())
     sources = tuple(tuple(blocks) for blocks in moved)
     targets = tuple(tuple(blocks.values()) for blocks in moved)
     for index in range(len(sources[0])):
@@ -151,7 +151,7 @@ async def test_every_byte_of_a_block_moves_or_the_layout_is_refused_by_name(
                 Cache(layout, kernel, spec)
         elif _is_refused_here(layout, kind):
             with pytest.raises(ConfigError, match=f"in the layout {layout} a block"):
-                Cache(layout, kernel, spec).spool()
+                Cache(layout, kernel, spec).packed()
         else:
             await _move_exactly(layout, kernel, spec, moved=[MOVED])
 

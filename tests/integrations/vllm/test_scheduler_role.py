@@ -386,7 +386,7 @@ def test_a_save_that_is_refused_holds_nothing(role: Any, connector: Connector) -
 def test_what_a_save_reads_is_waited_for_where_it_is_not_held(
     connector: Connector,
 ) -> None:
-    role: Any = SchedulerRole(connector, sees_all=True, tells_of_saves=False)
+    role: Any = SchedulerRole(connector, sees_all=True, reports_saves=False)
     request = saved(role, connector)
     assert role.overwritten(set()) == set()
     assert role.overwritten({"a", "stranger"}) == {"a"}

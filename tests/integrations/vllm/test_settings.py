@@ -254,4 +254,4 @@ def test_a_store_sees_all_requests_and_tells_of_no_saves() -> None:
     for mode, is_store in (("p2p", False), ("store", True)):
         config = vllm_config(extra={"mode": mode, "store": "mem://s"})
         settings = Settings.of(config, cache_config(), side="scheduler")
-        assert (settings.sees_all, settings.tells_of_saves) == (is_store, not is_store)
+        assert (settings.sees_all, settings.reports_saves) == (is_store, not is_store)

@@ -369,18 +369,16 @@ def test_what_was_saved_in_the_same_step_is_let_go_of_too() -> None:
     role.shutdown()
 
 
-@pytest.mark.parametrize("tells_of_saves", [False, True])
-def test_a_save_that_hangs_ends_no_engine(worker: Worker, tells_of_saves: bool) -> None:
-    role = WorkerRole(
-        "test", lambda: worker, tells_of_saves=tells_of_saves, quiet_s=0.01
-    )
+@pytest.mark.parametrize("reports_saves", [False, True])
+def test_a_save_that_hangs_ends_no_engine(worker: Worker, reports_saves: bool) -> None:
+    role = WorkerRole("test", lambda: worker, reports_saves=reports_saves, quiet_s=0.01)
     role.register({}, {})
     step(role, Orders(saves=(Order("a"),)))
     role.wait_quiet({"a"})
     assert not worker.may_save.is_set()
     settle(role)
     # What it has read must not be taken for KV, unless it is given up elsewhere.
-    assert ("given up" in worker.log) is not tells_of_saves
+    assert ("given up" in worker.log) is not reports_saves
     role.shutdown()
 
 
@@ -391,7 +389,7 @@ def test_a_refused_save_is_not_waited_for(role: WorkerRole, worker: Worker) -> N
 
 
 def test_saves_of_whose_end_nobody_tells_keep_no_step_waiting(worker: Worker) -> None:
-    role = WorkerRole("test", lambda: worker, tells_of_saves=False)
+    role = WorkerRole("test", lambda: worker, reports_saves=False)
     role.register({}, {})
     step(role, Orders(saves=(Order("b"),)))
     step(role, Orders(loads=(Order("a", ((1,),)),)))

@@ -25,13 +25,13 @@ class Part:
     def start(self) -> None:
         far, near = self.pair.far, self.pair.near
         far.receive(
-            self.transfer, 0, self.ends[1], lambda _, error: self._tell("far", error)
+            self.transfer, 0, self.ends[1], lambda _, error: self._notify("far", error)
         )
         near.send(
-            self.transfer, 0, self.ends[0], lambda _, error: self._tell("near", error)
+            self.transfer, 0, self.ends[0], lambda _, error: self._notify("near", error)
         )
 
-    def _tell(self, side: str, error: BaseException | None) -> None:
+    def _notify(self, side: str, error: BaseException | None) -> None:
         self.told.append((side, error))
 
     def has_landed(self) -> bool:
@@ -133,7 +133,7 @@ async def test_what_was_stopped_and_is_never_posted_ends_with_the_peer(
 
 async def test_a_stopped_peer_is_told_of_by_its_end(pair: NcclPair) -> None:
     part = Part(pair, 1)
-    pair.far.receive(1, 0, part.ends[1], lambda _, error: part._tell("far", error))
+    pair.far.receive(1, 0, part.ends[1], lambda _, error: part._notify("far", error))
     pair.near.abort()
     await until(lambda: bool(part.told))
     assert isinstance(part.told[0][1], PeerLost)

@@ -39,7 +39,7 @@ async def test_it_keeps_its_memory_when_nobody_wants_the_part_any_more() -> None
     owner = object()
     part = part_of(DeviceMemory(4096, 100, 0, owner))
     operation = operation_of(part, 20)
-    part.let_go()
+    part.release()
     assert operation.memory.owner is owner
 
 

@@ -198,7 +198,7 @@ class Crowd:
         self.options = options
         self.longest_s = 0.0
         self._process = process
-        self._heard: dict[str, asyncio.Queue[list[str]]] = {}
+        self._received: dict[str, asyncio.Queue[list[str]]] = {}
 
     async def play(self, cases: Sequence[Case], pause_s: float) -> None:
         """Play cases at once; the process stands still at least for ``pause_s``."""
@@ -216,13 +216,13 @@ class Crowd:
         await self._process.stdin.drain()
 
     async def hear(self, name: str) -> list[str]:
-        return await self._heard.setdefault(name, asyncio.Queue()).get()
+        return await self._received.setdefault(name, asyncio.Queue()).get()
 
     async def listen(self) -> None:
         assert self._process.stdout is not None
         while line := await self._process.stdout.readline():
             name, *words = line.decode().split()
-            self._heard.setdefault(name, asyncio.Queue()).put_nowait(words)
+            self._received.setdefault(name, asyncio.Queue()).put_nowait(words)
 
     async def _stand_still(self, pause_s: float) -> None:
         await self.ready.wait()

@@ -7,7 +7,7 @@ from typing import Final
 
 import msgspec
 
-from asynckv.connectors.connections import PeerLine, Peers
+from asynckv.connectors.connections import PeerConnection, Peers
 from asynckv.connectors.engine import KVEngine
 from asynckv.errors import PeerLost
 from asynckv.testing.cancellation import Outcome
@@ -59,7 +59,7 @@ async def _find(ground: P2PGround, sweeper: Sweeper, *, is_named: bool) -> None:
 async def a_peer_that_is_dialled(ground: P2PGround, sweeper: Sweeper) -> None:
     """Cancelled, it is dialled, or is not: the next call finds it."""
     side, served = _sides(ground)
-    line: PeerLine
+    line: PeerConnection
 
     async def before() -> None:
         nonlocal line
@@ -127,6 +127,6 @@ def _new_peers(side: Side, served: Side, *, is_named: bool) -> Peers:
 
 DIALLING: Final[tuple[ConnectorScenario[P2PGround], ...]] = (
     ConnectorScenario(a_peer_that_is_found, ("Peers.find",)),
-    ConnectorScenario(a_peer_that_is_dialled, ("PeerLine.peer",)),
-    ConnectorScenario(the_peers_end, ("Peers.aclose", "PeerLine.aclose")),
+    ConnectorScenario(a_peer_that_is_dialled, ("PeerConnection.peer",)),
+    ConnectorScenario(the_peers_end, ("Peers.aclose", "PeerConnection.aclose")),
 )

@@ -7,7 +7,7 @@ from typing import Final
 
 from asynckv.connectors.keys import EntryHeader
 from asynckv.connectors.p2p.load import P2PLoad, Source, release
-from asynckv.connectors.p2p.save import P2PSave, Target, tell_failure, withdraw
+from asynckv.connectors.p2p.save import P2PSave, Target, report_failure, withdraw
 from asynckv.connectors.requests import LoadOrder
 from asynckv.testing.cancellation import Outcome
 from asynckv.testing.expectations import expect
@@ -160,7 +160,7 @@ async def a_failure(ground: P2PGround, sweeper: Sweeper) -> None:
 
     await sweeper.sweep(
         "a failure",
-        lambda: tell_failure(targets[0], tokens, header, "no room", _TIMEOUT_S),
+        lambda: report_failure(targets[0], tokens, header, "no room", _TIMEOUT_S),
         check,
         before,
     )
@@ -174,7 +174,7 @@ async def a_withdrawal(ground: P2PGround, sweeper: Sweeper) -> None:
 
     async def before() -> None:
         targets[:] = worker.routes.targets(ground.save_order(ground.new_name()))
-        await tell_failure(targets[0], [1, 2, 3], header, "no room", _TIMEOUT_S)
+        await report_failure(targets[0], [1, 2, 3], header, "no room", _TIMEOUT_S)
         await sweeper.pause()
 
     async def check(outcome: Outcome[None]) -> None:
@@ -217,6 +217,6 @@ MOVING: Final[tuple[ConnectorScenario[P2PGround], ...]] = (
         ),
     ),
     ConnectorScenario(a_release, ("release",)),
-    ConnectorScenario(a_failure, ("tell_failure",)),
+    ConnectorScenario(a_failure, ("report_failure",)),
     ConnectorScenario(a_withdrawal, ("withdraw",)),
 )

@@ -115,7 +115,7 @@ class StoreGround:
 
         :raises AssertionError: something is left, and what
         """
-        await self.scheduler.finder.holds.let_go()
+        await self.scheduler.finder.holds.release()
         for key, _ in list(self.store.values._values):
             await self.store.delete(key)
         lines = self.saver._line, self.loader._line, self.scheduler.finder.line

@@ -6,7 +6,7 @@ import asyncio
 from typing import Any, Final
 
 from asynckv.abc import KVAnswer, KVQuestion
-from asynckv.connectors.connections import StoreLine
+from asynckv.connectors.connections import StoreConnection
 from asynckv.connectors.requests import StoreMetadata, StoreOrder
 from asynckv.connectors.store.scheduler import StoreScheduler
 from asynckv.connectors.store.worker import StoreWorker
@@ -107,7 +107,7 @@ async def a_load_of_blocks(ground: StoreGround, sweeper: Sweeper) -> None:
         await sweeper.pause()
 
     async def run() -> None:
-        await loader._loading.load(ground.load_order(keys), loader._spooled())
+        await loader._loading.load(ground.load_order(keys), loader._packed_blocks())
         caches.expect_computed()
 
     async def check(outcome: Outcome[None]) -> None:
@@ -122,17 +122,17 @@ async def a_load_of_blocks(ground: StoreGround, sweeper: Sweeper) -> None:
 
 async def a_spool(ground: StoreGround, sweeper: Sweeper) -> None:
     """From the caches, and into them; cancelled, nothing touches them any more."""
-    spool, caches = ground.loader._spooled(), ground.loaded
+    packed, caches = ground.loader._packed_blocks(), ground.loaded
     ids = (caches.block_ids,)
 
     async def before() -> None:
         caches.compute()
 
     async def there_and_back() -> None:
-        values = [await spool.gather(ids, index) for index in range(len(ids[0]))]
+        values = [await packed.gather(ids, index) for index in range(len(ids[0]))]
         caches.spoil()
         for index, value in enumerate(values):
-            await spool.scatter(value, ids, index)
+            await packed.scatter(value, ids, index)
         caches.expect_computed()
 
     async def check(outcome: Outcome[None]) -> None:
@@ -141,19 +141,19 @@ async def a_spool(ground: StoreGround, sweeper: Sweeper) -> None:
         caches.expect_spoilt()
         await ground.check_quiet()
 
-    await sweeper.sweep("a spool", there_and_back, check, before)
+    await sweeper.sweep("a packed", there_and_back, check, before)
 
 
 async def a_lines_end(ground: StoreGround, sweeper: Sweeper) -> None:
     """Of the way to a store, while it is dialled."""
-    line: StoreLine
+    line: StoreConnection
     dialling: asyncio.Task[object]
     closing: Closing
 
     async def before() -> None:
         nonlocal line, dialling, closing
         config, closing = config_of(ground.url), Closing()
-        line = StoreLine(config, ground.new_engine(), None, "line")
+        line = StoreConnection(config, ground.new_engine(), None, "line")
         dialling = asyncio.create_task(line.store())
         await ticks(3)
         await sweeper.pause()
@@ -201,12 +201,12 @@ async def a_schedulers_end(ground: StoreGround, sweeper: Sweeper) -> None:
 
 async def a_store_that_is_found(ground: StoreGround, sweeper: Sweeper) -> None:
     """Cancelled, the next call finds it."""
-    line: StoreLine
+    line: StoreConnection
 
     async def before() -> None:
         nonlocal line
         config = config_of(ground.url)
-        line = StoreLine(config, ground.new_engine(), None, "finder")
+        line = StoreConnection(config, ground.new_engine(), None, "finder")
         await sweeper.pause()
 
     async def check(outcome: Outcome[object]) -> None:
@@ -253,20 +253,25 @@ STORES: Final[tuple[ConnectorScenario[StoreGround], ...]] = (
     ConnectorScenario(a_save_of_blocks, ("StoreWorker.wait_for_save",)),
     ConnectorScenario(a_flush, ("StoreWorker.flush", "Transfers.wait_others")),
     ConnectorScenario(
-        a_question, ("StoreScheduler.ask", "StoreFinder.find", "StoreHolds.hold")
+        a_question, ("StoreScheduler.ask", "PrefixLookup.find", "StorePins.hold")
     ),
     ConnectorScenario(a_load_of_blocks, ("StoreLoading.load",)),
     ConnectorScenario(
         a_spool,
-        ("Spool.gather", "Spool.scatter", "BlockMoves.gather", "BlockMoves.scatter"),
+        (
+            "PackedBlocks.gather",
+            "PackedBlocks.scatter",
+            "BlockMoves.gather",
+            "BlockMoves.scatter",
+        ),
     ),
-    ConnectorScenario(a_store_that_is_found, ("StoreLine.store",)),
-    ConnectorScenario(a_lines_end, ("StoreLine.aclose",)),
+    ConnectorScenario(a_store_that_is_found, ("StoreConnection.store",)),
+    ConnectorScenario(a_lines_end, ("StoreConnection.aclose",)),
     ConnectorScenario(
         a_schedulers_end,
         (
-            *("StoreScheduler.aclose", "StoreFinder.aclose"),
-            *("StoreHolds.aclose", "StoreHolds.let_go"),
+            *("StoreScheduler.aclose", "PrefixLookup.aclose"),
+            *("StorePins.aclose", "StorePins.release"),
         ),
     ),
     ConnectorScenario(a_store_workers_end, ("StoreWorker.aclose",)),

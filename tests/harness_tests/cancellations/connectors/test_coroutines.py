@@ -31,4 +31,4 @@ def test_codes_are_of_what_runs() -> None:
     codes = codes_of_coroutines()
     assert codes["P2PLoad.run"] is P2PLoad.run.__code__
     assert "KVConnectorWorker.wait_for_save" not in codes
-    assert {"release", "KVConnectorWorker.shutdown", "Spool.gather"} <= NAMES
+    assert {"release", "KVConnectorWorker.shutdown", "PackedBlocks.gather"} <= NAMES
