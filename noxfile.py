@@ -83,6 +83,12 @@ def tests(session: nox.Session) -> None:
     session.run("pytest", *PROCESSES, "--dist", "worksteal", *session.posargs)
 
 
+@nox.session(python=["3.12", "3.13"])
+def pythons(session: nox.Session) -> None:
+    """As ``tests``, with each newer Python: where there is none, it is left out."""
+    tests(session)
+
+
 @nox.session
 def coverage(session: nox.Session) -> None:
     """Fail where tests of what moves and waits leave out a branch of it."""

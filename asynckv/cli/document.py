@@ -1,14 +1,27 @@
-"""A self-contained HTML document: nothing in it is fetched from anywhere."""
+"""A self-contained HTML document: nothing in it is fetched from anywhere.
+
+Its pictures are SVG, as wide as the window: only places scale, letters never do.
+Horizontal places are percentages of the picture; colours are those of its style.
+"""
 
 from __future__ import annotations
 
 import importlib.resources
 import os
+from collections.abc import Iterable
+from html import escape
 from pathlib import Path
 
 from asynckv.errors import ConfigError
 
-__all__ = ("check_writable", "write_document")
+__all__ = (
+    "check_writable",
+    "draw_line",
+    "draw_rect",
+    "draw_text",
+    "picture_of",
+    "write_document",
+)
 
 
 def check_writable(path: Path) -> None:
@@ -40,3 +53,34 @@ def write_document(title: str, package: str, body: str) -> str:
         f"<title>{title}</title>\n<style>\n{style}</style>\n</head>\n"
         f"<body>\n<main>\n{body}\n</main>\n</body>\n</html>\n"
     )
+
+
+def picture_of(height: float, title: str, parts: Iterable[str]) -> str:
+    """Return an SVG picture of what was drawn."""
+    label = f'role="img" aria-label="{escape(title)}"'
+    return f'<svg height="{round(height)}" {label}>{"".join(parts)}</svg>'
+
+
+def draw_line(kind: str, one: tuple[float, float], other: tuple[float, float]) -> str:
+    """Return a line of a class of the style, from one place to another."""
+    (x1, y1), (x2, y2) = one, other
+    place = f'x1="{x1}%" y1="{round(y1, 2)}" x2="{x2}%" y2="{round(y2, 2)}"'
+    return f'<line class="{kind}" {place}/>'
+
+
+def draw_rect(
+    kind: str, x: float, y: float, width: float, height: float, hint: str = ""
+) -> str:
+    """Return a filled rectangle; ``hint`` is shown to who points at it."""
+    place = f'x="{round(x, 3)}%" y="{round(y, 2)}"'
+    size = f'width="{width}%" height="{round(height, 2)}"'
+    title = f"<title>{escape(hint)}</title>" if hint else ""
+    return f'<rect class="{kind}" {place} {size}>{title}</rect>'
+
+
+def draw_text(
+    kind: str, x: float, y: float, words: str, anchor: str = "end", dx: int = 0
+) -> str:
+    """Return words that begin, end, or have their ``"middle"`` at a place."""
+    place = f'x="{round(x, 3)}%" y="{round(y, 2)}" dx="{dx}" text-anchor="{anchor}"'
+    return f'<text class="{kind}" {place}>{escape(words)}</text>'

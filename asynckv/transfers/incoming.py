@@ -10,8 +10,9 @@ it has been told that all is in.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from functools import partial
+from itertools import islice
 from operator import attrgetter
 from typing import Any, Final, Protocol
 
@@ -33,6 +34,9 @@ from asynckv.waits.own_tasks import OwnTasks
 __all__ = ("Incoming", "Route", "receive_frame")
 
 _nbytes_of: Final[Callable[[Target], int]] = attrgetter("nbytes")
+
+_PARTS_AT_ONCE: Final = 64
+"""So many parts are announced to the lanes before others have their turn."""
 
 
 class Route(Protocol):
@@ -171,15 +175,15 @@ class Incoming:
                 self._on_device[part] = target
         for part in state.eager:
             self._eager[part] = targets[part].host()
+        self._is_due = self._is_due or whole
         if route is None:
-            frame: Grant | None = state.grant()
-            for part in state.large:
-                self._receive(part, targets[part])
-        else:
-            frame = route.grant(self.transfer)
-            state.grant("cuda_ipc" if frame is None else frame.route)
-            self._routed = {part: targets[part] for part in state.large}
-            self._receive_routed(route)
+            large = iter([(part, targets[part]) for part in state.large])
+            self._receive_some(state.grant(), large)
+            return
+        frame = route.grant(self.transfer)
+        state.grant("cuda_ipc" if frame is None else frame.route)
+        self._routed = {part: targets[part] for part in state.large}
+        self._receive_routed(route)
         if frame is not None:
             self._stream.send(frame)
         if whole:
@@ -340,6 +344,20 @@ class Incoming:
 
     # by the link
 
+    def _receive_some(self, grant: Grant, parts: Iterator[tuple[int, Target]]) -> None:
+        """Let parts land, and tell the peer when all may: of many not in one go."""
+        if self._state.is_stopped:
+            return
+        some = list(islice(parts, _PARTS_AT_ONCE))
+        for part, target in some:
+            self._receive(part, target)
+        if len(some) == _PARTS_AT_ONCE:
+            self._link.loop.call_soon(self._receive_some, grant, parts)
+            return
+        self._stream.send(grant)
+        if self._is_due:
+            self.expect()
+
     def _receive(self, part: int, target: Target) -> None:
         done = partial(self._on_landed, part)
         self._link.payload.receive(self.transfer, part, target.host(), done)
@@ -454,12 +472,7 @@ class Incoming:
         self._route = None
         if self._room is not None:
             await self._room()
-        frame = state.grant()
-        for part, target in targets.items():
-            self._receive(part, target)
-        self._stream.send(frame)
-        if self._is_due:
-            self.expect()
+        self._receive_some(state.grant(), iter(targets.items()))
 
     def _forget_route(self) -> None:
         if self._is_route_expected and self._route is not None:

@@ -81,6 +81,9 @@ _TICK_BYTES: Final = 256 * 1024
 
 _BUSY_BYTES: Final = 2**20
 
+_PARTS_AT_ONCE: Final = 64
+"""So many parts are given to the lanes before others have their turn on the loop."""
+
 _Part: TypeAlias = tuple[int, int, Callable[[], memoryview], bytes | None]
 
 
@@ -187,6 +190,7 @@ class Outgoing:
         "_link",
         "_nccl",
         "_pin",
+        "_queue",
         "_routes",
         "_send",
         "_sent",
@@ -226,6 +230,7 @@ class Outgoing:
         self._eager: EagerParts | None = None
         self._copier: D2HCopier | None = None
         self._in_lanes = 0
+        self._queue: collections.deque[tuple[int, Source]] = collections.deque()
         self._nccl: GpuLink | None = None
         self._pin: tuple[Importer, int] | None = None
         offered: list[RouteName] = ["link"]
@@ -238,7 +243,7 @@ class Outgoing:
     @property
     def is_busy(self) -> bool:
         """Whether anything may still read the sources."""
-        return bool(self._in_lanes or self._tasks)
+        return bool(self._in_lanes or self._tasks or self._queue)
 
     @property
     def is_read(self) -> bool:
@@ -306,6 +311,7 @@ class Outgoing:
 
     def _halt(self) -> None:
         nccl, self._nccl = self._nccl, None
+        self._queue.clear()
         if nccl is not None:
             nccl.transport.stop(self.transfer)
         if self._in_lanes:
@@ -325,7 +331,15 @@ class Outgoing:
         return self._send_by_link
 
     def _send_by_link(self, parts: _Parts) -> None:
-        for part, source in parts:
+        """Let parts leave: of many some now, the others in the loop's next turns."""
+        is_under_way = bool(self._queue)
+        self._queue.extend(parts)
+        if not is_under_way:
+            self._send_some()
+
+    def _send_some(self) -> None:
+        for _ in range(min(_PARTS_AT_ONCE, len(self._queue))):
+            part, source = self._queue.popleft()
             if source.is_on_gpu:
                 self._copy_to_host(part, source)
             elif is_eager(source.nbytes):
@@ -333,6 +347,8 @@ class Outgoing:
                 self._send_eagerly(part, source, read)
             else:
                 self._send_in_lanes(part, source.host(), source.digest)
+        if self._queue:
+            self._link.loop.call_soon(self._send_some)
 
     def _copy_to_host(self, part: int, source: Source) -> None:
         """Bring a part to the host, to be sent from there."""

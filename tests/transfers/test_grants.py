@@ -96,6 +96,22 @@ async def test_a_grant_of_what_has_ended_sends_nothing(ends: Ends) -> None:
     assert await ends.said(outgoing) == []
 
 
+async def test_many_parts_leave_in_several_turns_of_the_loop(ends: Ends) -> None:
+    outgoing = ends.outgoing(*[HostSource(noise(SMALL)) for _ in range(150)])
+    outgoing.on_grant(Grant(ends.transfer))
+    assert outgoing.is_busy
+    said = await ends.said(outgoing)
+    sent = [part for frame in said if isinstance(frame, Eager) for part in frame.parts]
+    assert sent == list(range(150))
+
+
+async def test_what_is_stopped_meanwhile_does_not_leave(ends: Ends) -> None:
+    outgoing = ends.outgoing(*[HostSource(noise(SMALL)) for _ in range(150)])
+    outgoing.on_grant(Grant(ends.transfer))
+    outgoing.stop()
+    assert not outgoing.is_busy and await ends.said(outgoing) == []
+
+
 @pytest.mark.parametrize("is_over", [False, True])
 async def test_a_grant_of_what_was_never_offered_makes_no_sense(
     ends: Ends, is_over: bool

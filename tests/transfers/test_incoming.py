@@ -148,6 +148,26 @@ async def test_bytes_are_expected_until_all_have_landed_or_nobody_wants_them() -
     assert not whole.payload.expected and not stopped.payload.expected
 
 
+async def test_many_parts_are_granted_once_all_may_land_in_several_turns() -> None:
+    transfer = Transfer(*[LARGE] * 150)
+    transfer.incoming.grant()
+    assert len(transfer.payload.done) < 150 and not transfer.frames
+    await until(lambda: bool(transfer.frames))
+    assert transfer.frames == [Grant(7)] and len(transfer.payload.done) == 150
+    assert transfer.payload.expected == [7]
+
+
+async def test_what_is_stopped_before_all_parts_may_land_is_never_granted() -> None:
+    transfer = Transfer(*[LARGE] * 150)
+    transfer.incoming.grant()
+    begun = len(transfer.payload.done)
+    transfer.incoming.stop()
+    for _ in range(5):
+        await asyncio.sleep(0)
+    assert not transfer.frames and len(transfer.payload.done) == begun
+    assert transfer.payload.stopped == 1
+
+
 async def test_what_is_not_whole_yet_is_not_expected() -> None:
     transfer = Transfer(LARGE)
     transfer.incoming.grant(whole=False)

@@ -202,8 +202,7 @@ def bench(
     json
         Where to write the report, as docs/bench.md describes it.
     html
-        Where to write the page with the plots; the plots also as PNG beside it,
-        where matplotlib is installed.
+        Where to write the page with the plots.
     digest
         ``full``, ``edges``, ``off``, or what suits the path.
     lanes
@@ -262,13 +261,12 @@ def _measure_cases(
     json: Path | None,
     html: Path | None,
 ) -> int:
-    png = _picture_beside(html, console)
-    for path in (json, html, png):
+    for path in (json, html):
         if path is not None:
             check_writable(path)
     measuring = _measure(url, settings, console, selection)
     report = run(until_ended(measuring), settings.loop)
-    return _leave_behind(report, console, (json, html, png))
+    return _leave_behind(report, console, json, html)
 
 
 def _refuse(mode: str, **options: object) -> None:
@@ -297,17 +295,6 @@ def _selection(
     )
 
 
-def _picture_beside(html: Path | None, console: Console) -> Path | None:
-    """Where the PNG goes; said before anything is measured if there will be none."""
-    from asynckv.cli.bench.picture import can_draw
-
-    if html is None or can_draw():
-        return None if html is None else html.with_suffix(".png")
-    words = 'no PNG beside the page: it takes matplotlib, pip install ".[plots]"'
-    console.print(Text(words, style="yellow"), soft_wrap=True)
-    return None
-
-
 async def _serve(url: str, settings: Settings, console: Console) -> None:
     from asynckv.cli.bench.server import serving
 
@@ -334,21 +321,17 @@ async def _measure(
     url: str | None, settings: Settings, console: Console, selection: Selection
 ) -> BenchReport:
     from asynckv.cli.bench.catalogue import run_bench
-    from asynckv.cli.bench.command import BenchDisplay
 
     with BenchDisplay(console) as display:
         return await run_bench(url, settings, display, selection)
 
 
 def _leave_behind(
-    report: BenchReport, console: Console, paths: tuple[Path | None, ...]
+    report: BenchReport, console: Console, json: Path | None, html: Path | None
 ) -> int:
-    from asynckv.cli.bench.command import closing_table
     from asynckv.cli.bench.page import render_page
-    from asynckv.cli.bench.picture import draw_picture
     from asynckv.cli.bench.wording import write_summary
 
-    json, html, png = paths
     console.print("")
     console.print(closing_table(report))
     console.print(write_summary(report), highlight=False)
@@ -357,7 +340,4 @@ def _leave_behind(
     if html is not None:
         html.write_text(render_page(report), encoding="utf-8")
         console.print(f"page: {html.resolve()}", highlight=False, soft_wrap=True)
-    if png is not None:
-        draw_picture(report, png)
-        console.print(f"PNG: {png.resolve()}", highlight=False, soft_wrap=True)
     return 1 if any(row.verdict == "failed" for row in report.rows) else 0

@@ -1,9 +1,7 @@
 """The bench's page: one self-contained HTML file, in light and in dark.
 
-A pure function of the report; nothing on the page is fetched from anywhere. Its plots
-are as wide as the window: only places scale, letters never do. Horizontal places are
-percentages of the picture; colours are those of the page's style. A point is filled
-where its row counts, and hollow where the row is void.
+A pure function of the report; nothing on the page is fetched from anywhere. A point is
+filled where its row counts, and hollow where the row is void.
 """
 
 from __future__ import annotations
@@ -35,7 +33,13 @@ from asynckv.cli.bench.wording import (
     write_value,
     write_verdict,
 )
-from asynckv.cli.document import write_document
+from asynckv.cli.document import (
+    draw_line,
+    draw_rect,
+    draw_text,
+    picture_of,
+    write_document,
+)
 
 __all__ = (
     "Bars",
@@ -189,14 +193,19 @@ def draw_lines(
         return ""
     x = _x_axis([point.x for point in points])
     y = _y_axis(points)
-    parts = [_text(0, 14, f"{unit} (log scale)", "start", dx=-66), *_y_grid(y)]
-    parts.append(_text(100, _HEIGHT - 6, f"{x_title} (log scale)", "end"))
+    parts = [
+        draw_text("tick", 0, 14, f"{unit} (log scale)", "start", dx=-66),
+        *_y_grid(y),
+    ]
+    parts.append(draw_text("tick", 100, _HEIGHT - 6, f"{x_title} (log scale)", "end"))
     for place in sorted({point.x for point in points}):
         words = write_x(place)
-        parts.append(_text(x.place(place), _HEIGHT - _BOTTOM + 18, words, "middle"))
+        parts.append(
+            draw_text("tick", x.place(place), _HEIGHT - _BOTTOM + 18, words, "middle")
+        )
     for line in lines:
         parts += _draw_line(line, x, y, unit)
-    return _svg(title, parts)
+    return picture_of(_HEIGHT, title, parts)
 
 
 def _x_axis(values: Sequence[float]) -> _Axis:
@@ -218,20 +227,22 @@ def _y_grid(y: _Axis) -> list[str]:
     parts = []
     for value in y.decades():
         at = y.place(value)
-        parts.append(_line("grid", (0, at), (100, at)))
-        parts.append(_text(0, at + 4, write_number(value), "end", dx=-10))
+        parts.append(draw_line("grid", (0, at), (100, at)))
+        parts.append(draw_text("tick", 0, at + 4, write_number(value), "end", dx=-10))
     return parts
 
 
 def _draw_line(line: Line, x: _Axis, y: _Axis, unit: str) -> list[str]:
     places = [(x.place(p.x), y.place(p.value.median)) for p in line.points]
-    parts = [_line(line.kind, one, next_) for one, next_ in itertools.pairwise(places)]
+    parts = [
+        draw_line(line.kind, one, next_) for one, next_ in itertools.pairwise(places)
+    ]
     for (left, top), point in zip(places, line.points, strict=True):
         low, high = y.place(point.value.least), y.place(point.value.most)
         sure = " sure" if point.is_sure else ""
         hint = f"{line.name}: {write_number(point.value.median)} {unit}"
         hint += "" if point.is_sure else " (void)"
-        parts.append(_line(f"{line.kind} whisker", (left, low), (left, high)))
+        parts.append(draw_line(f"{line.kind} whisker", (left, low), (left, high)))
         parts.append(
             f'<circle class="{line.kind} dot{sure}" cx="{left}%" cy="{top}" r="4">'
             f"<title>{escape(hint)}</title></circle>"
@@ -249,24 +260,26 @@ def draw_histograms(title: str, all_bars: Sequence[Bars], unit: str) -> str:
     edges = all_bars[0].histogram.edges
     if any(bars.histogram.edges != edges for bars in all_bars):
         raise ValueError("histograms of different edges cannot be compared")
-    parts = [_text(0, 14, "share of all ticks", "start", dx=-66)]
+    parts = [draw_text("tick", 0, 14, "share of all ticks", "start", dx=-66)]
     parts += [part for share in (0.0, 0.25, 0.5, 0.75, 1.0) for part in _share(share)]
     step = 100 / (len(edges) - 1)
     for index in range(len(edges) - 1):
         left = index * step
         # Every other label is lower: so they fit in a narrow window.
         at = _HEIGHT - _BOTTOM + 18 + 14 * (index % 2)
-        parts.append(_text(left + step / 2, at, write_bin(edges, index), "middle"))
+        parts.append(
+            draw_text("tick", left + step / 2, at, write_bin(edges, index), "middle")
+        )
         parts += _draw_bars(all_bars, index, left, step)
-    parts.append(_text(100, _HEIGHT - 4, f"{unit} late", "end"))
-    return _svg(title, parts)
+    parts.append(draw_text("tick", 100, _HEIGHT - 4, f"{unit} late", "end"))
+    return picture_of(_HEIGHT, title, parts)
 
 
 def _share(share: float) -> list[str]:
     at = _share_place(share)
     return [
-        _line("grid", (0, at), (100, at)),
-        _text(0, at + 4, f"{share:.0%}", "end", dx=-10),
+        draw_line("grid", (0, at), (100, at)),
+        draw_text("tick", 0, at + 4, f"{share:.0%}", "end", dx=-10),
     ]
 
 
@@ -285,30 +298,10 @@ def _draw_bars(
         top = _share_place(count / max(total, 1))
         # A bin that has any value is seen.
         height = max(_share_place(0.0) - top, 1.5 if count else 0.0)
-        place = f'x="{round(left + step * 0.1 + number * width, 2)}%"'
-        place += f' y="{round(_share_place(0.0) - height, 2)}"'
-        place += f' width="{width}%" height="{round(height, 2)}"'
-        parts.append(
-            f'<rect class="{bars.kind}" {place}>'
-            f"<title>{escape(bars.name)}: {count:,} of {total:,}</title></rect>"
-        )
+        hint = f"{bars.name}: {count:,} of {total:,}"
+        x, y = left + step * 0.1 + number * width, _share_place(0.0) - height
+        parts.append(draw_rect(bars.kind, x, y, width, height, hint))
     return parts
-
-
-def _line(kind: str, one: tuple[float, float], other: tuple[float, float]) -> str:
-    (x1, y1), (x2, y2) = one, other
-    place = f'x1="{x1}%" y1="{y1}" x2="{x2}%" y2="{y2}"'
-    return f'<line class="{kind}" {place}/>'
-
-
-def _text(x: float, y: float, words: str, anchor: str, *, dx: int = 0) -> str:
-    place = f'x="{round(x, 2)}%" y="{round(y, 2)}" dx="{dx}" text-anchor="{anchor}"'
-    return f'<text class="tick" {place}>{escape(words)}</text>'
-
-
-def _svg(title: str, parts: list[str]) -> str:
-    label = f'role="img" aria-label="{escape(title)}"'
-    return f'<svg height="{_HEIGHT}" {label}>{"".join(parts)}</svg>'
 
 
 _NOT_DRAWN = '<p class="note">Nothing was measured that could be drawn here.</p>'

@@ -1,8 +1,6 @@
 """The demo's page: one self-contained HTML file, in light and in dark.
 
-A pure function of the report; nothing on the page is fetched from anywhere. Its
-pictures are as wide as the window: only places scale, letters never do. Horizontal
-places are percentages of the picture; colours are those of the page's style.
+A pure function of the report; nothing on the page is fetched from anywhere.
 """
 
 from __future__ import annotations
@@ -24,7 +22,13 @@ from asynckv.cli.demo.wording import (
     write_tail,
     write_transport,
 )
-from asynckv.cli.document import write_document
+from asynckv.cli.document import (
+    draw_line,
+    draw_rect,
+    draw_text,
+    picture_of,
+    write_document,
+)
 
 __all__ = (
     "STAGES",
@@ -66,35 +70,13 @@ def _nice_step(at_least: float) -> float:
     return next(f * magnitude for f in factors if f * magnitude >= at_least * 0.999)
 
 
-def _line(kind: str, x: float, y1: float, y2: float) -> str:
-    place = f'x1="{x}%" x2="{x}%" y1="{round(y1, 2)}" y2="{round(y2, 2)}"'
-    return f'<line class="{kind}" {place}/>'
-
-
-def _rect(kind: str, x: float, y: float, width: float, height: float) -> str:
-    place = f'x="{x}%" y="{round(y, 2)}" width="{width}%" height="{round(height, 2)}"'
-    return f'<rect class="{kind}" {place}/>'
-
-
-def _text(
-    kind: str, x: float, y: float, text: str, anchor: str = "end", dx: int = 0
-) -> str:
-    place = f'x="{x}%" y="{round(y, 2)}" dx="{dx}" text-anchor="{anchor}"'
-    return f'<text class="{kind}" {place}>{escape(text)}</text>'
-
-
-def _svg(height: float, title: str, parts: list[str]) -> str:
-    label = f'role="img" aria-label="{escape(title)}"'
-    return f'<svg height="{round(height)}" {label}>{"".join(parts)}</svg>'
-
-
 def _axis(scale: _Scale, bottom: float) -> list[str]:
     parts = []
     for tick in scale.ticks():
         x = scale.x(tick)
         label = f"{tick:g} s" if tick else "0"
-        parts.append(_line("grid", x, _TOP, bottom))
-        parts.append(_text("tick", x, bottom + 16, label, "middle"))
+        parts.append(draw_line("grid", (x, _TOP), (x, bottom)))
+        parts.append(draw_text("tick", x, bottom + 16, label, "middle"))
     return parts
 
 
@@ -113,7 +95,9 @@ def draw_timeline(hand_over: HandOver, span_s: float) -> str:
         label = str(index) if index % every == 0 else ""
         parts.append(_row(layer, scale, _TOP + index * height + 2, height, label))
     parts += _marks(hand_over, scale, bottom)
-    return _svg(bottom + 26, f"{hand_over.title} hand-over, one row a layer", parts)
+    return picture_of(
+        bottom + 26, f"{hand_over.title} hand-over, one row a layer", parts
+    )
 
 
 def _row(layer: LayerTrace, scale: _Scale, y: float, height: float, label: str) -> str:
@@ -124,14 +108,15 @@ def _row(layer: LayerTrace, scale: _Scale, y: float, height: float, label: str) 
         f"{layer.name}: computed in {write_seconds(end_s - start_s)}, in the decoder "
         f"{write_seconds(landed_s - handed_s)} after it was handed over"
     )
+    at = scale.x(landed_s)
     parts = (
         f"<title>{escape(hint)}</title>",
-        _text("tick", 0, y + height / 2 + 3, label, dx=-10),
-        _rect("compute", scale.x(start_s), y, scale.width(start_s, end_s), half),
-        _rect(
+        draw_text("tick", 0, y + height / 2 + 3, label, dx=-10),
+        draw_rect("compute", scale.x(start_s), y, scale.width(start_s, end_s), half),
+        draw_rect(
             "wire", scale.x(handed_s), y + half, scale.width(handed_s, landed_s), half
         ),
-        _line("landed", scale.x(landed_s), y, y + 2 * half),
+        draw_line("landed", (at, y), (at, y + 2 * half)),
     )
     return f'<g class="row">{"".join(parts)}</g>'
 
@@ -149,8 +134,8 @@ def _marks(hand_over: HandOver, scale: _Scale, bottom: float) -> list[str]:
     # Labels stand left of their lines, which are at the right edge: the line that is
     # further right has the upper label, so that the other does not cross it.
     for (x, line, label, text), up in zip(marks, (0, 16), strict=True):
-        parts.append(_line(line, x, _TOP - 4 - up, bottom))
-        parts.append(_text(label, x, _TOP - 4 - up, text, dx=-6))
+        parts.append(draw_line(line, (x, _TOP - 4 - up), (x, bottom)))
+        parts.append(draw_text(label, x, _TOP - 4 - up, text, dx=-6))
     return parts
 
 
@@ -187,7 +172,7 @@ def draw_backpressure(report: BackpressureReport) -> str:
 
     bottom, bound = y(0), y(report.max_bytes)
     area = [
-        _rect(
+        draw_rect(
             "area",
             scale.x(one.at_s - began_s),
             y(one.buffered_bytes),
@@ -197,15 +182,14 @@ def draw_backpressure(report: BackpressureReport) -> str:
         for one, after in itertools.pairwise(samples)
     ]
     limit = f"max_bytes = {write_bytes(report.max_bytes)}"
-    line = f'<line class="bound" x1="0%" x2="100%" y1="{bound}" y2="{bound}"/>'
     parts = [
         *_axis(scale, bottom),
         *area,
-        line,
-        _text("label", 100, bound - 6, limit),
-        _text("tick", 0, bottom, "0", dx=-10),
+        draw_line("bound", (0, bound), (100, bound)),
+        draw_text("label", 100, bound - 6, limit),
+        draw_text("tick", 0, bottom, "0", dx=-10),
     ]
-    return _svg(bottom + 26, "Bytes in the buffer over time", parts)
+    return picture_of(bottom + 26, "Bytes in the buffer over time", parts)
 
 
 _STAGES_KEY = """<ul class="key">

@@ -13,7 +13,6 @@ from typing import Any
 import msgspec
 import pytest
 
-from asynckv.cli.bench import picture
 from asynckv.cli.bench.command import bench
 from asynckv.cli.bench.report import FORMAT, BenchReport
 from asynckv.cli.bench.rig import open_rig
@@ -71,7 +70,6 @@ def test_a_quick_bench_leaves_a_row_for_every_case(tmp_path: Path) -> None:
     assert (found.format, found.own_server) == (FORMAT, True)
     assert all(row.baselines for row in found.rows)
     assert page.read_text(encoding="utf-8").count("<svg") == 3
-    assert (tmp_path / "bench.png").exists() == picture.can_draw()
 
 
 @pytest.mark.multiprocess
@@ -128,18 +126,6 @@ def test_the_serving_side_says_what_to_call_and_ends_when_told(tmp_path: Path) -
         assert asyncio.run(ping_at(line.split()[-1])) == 3
         process.send_signal(signal.SIGTERM)
         assert process.wait(50) == INTERRUPTED
-
-
-@pytest.mark.parametrize("is_installed", [True, False])
-def test_a_missing_matplotlib_is_said_before_anything_is_measured(
-    is_installed: bool,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    tmp_path: Path,
-) -> None:
-    monkeypatch.setattr(picture, "can_draw", lambda: is_installed)
-    assert bench("nonsense", html=tmp_path / "bench.html", loop="asyncio") == 1
-    assert (".[plots]" in capsys.readouterr().out) != is_installed
 
 
 @pytest.mark.parametrize(
