@@ -6,7 +6,7 @@ the last few that were made here, or read and checked, are kept.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import lru_cache
 from types import MappingProxyType
 from typing import Final
@@ -27,10 +27,12 @@ __all__ = (
     "check_names",
     "flatten",
     "layout_of",
+    "names_in",
     "read_layout",
     "unflatten",
 )
 
+_NAMES_SHOWN: Final = 16
 
 _KEPT_TENSORS: Final = 512
 """Layouts of more tensors are made anew each time."""
@@ -229,3 +231,9 @@ def _check_layer(layer: object) -> None:
         raise TypeError(f"a layer's name is text, not {layer!r}: write {str(layer)!r}")
     if f"{layer}.".startswith(_EXTRAS):
         raise ValueError(f"a layer called {layer!r} cannot be told from the extras")
+
+
+def names_in(names: Collection[str]) -> str:
+    """Return the first names for a message, and how many there are beside them."""
+    first, rest = list(names)[:_NAMES_SHOWN], len(names) - _NAMES_SHOWN
+    return ", ".join(first) + (f" and {rest:,} more" if rest > 0 else "")

@@ -22,7 +22,7 @@ from asynckv.tensors.arena import Region
 from asynckv.tensors.blocks import KVMemory, check_apart, check_landing, landing_of
 from asynckv.tensors.runs import Memory, fill
 from asynckv.tensors.views import bytes_of
-from asynckv.transfers.layout import check_names
+from asynckv.transfers.layout import check_names, names_in
 from asynckv.types import TensorSpec
 
 __all__ = (
@@ -311,6 +311,6 @@ def match_targets(
         if name not in specs:
             raise ValueError(
                 f"into[{name!r}]: the entry has no such tensor; it has "
-                f"{as_line(', '.join(specs)) or 'none'}"
+                f"{as_line(names_in(specs)) or 'none'}"
             )
         check_landing(memory, specs[name], name)

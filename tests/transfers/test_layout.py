@@ -11,6 +11,7 @@ from asynckv.transfers.layout import (
     check_names,
     flatten,
     layout_of,
+    names_in,
     read_layout,
     unflatten,
 )
@@ -168,3 +169,9 @@ def test_nobody_changes_a_layout_that_others_share() -> None:
     with pytest.raises(TypeError):
         layout.specs["value"] = SPEC  # type: ignore[index]
     assert [*layout.specs] == ["key"]
+
+
+def test_a_message_names_some_tensors_and_counts_the_others() -> None:
+    assert names_in(["key", "value"]) == "key, value" and not names_in([])
+    many = names_in([f"layer.{i}.key" for i in range(2_000)])
+    assert many.endswith("layer.15.key and 1,984 more")

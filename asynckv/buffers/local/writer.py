@@ -26,6 +26,7 @@ from asynckv.devices.tensors import KVOnGpu
 from asynckv.errors import EntryAborted, LeaseLost
 from asynckv.tensors.blocks import KVMemory, spec_in
 from asynckv.tensors.runs import Runs
+from asynckv.transfers.layout import names_in
 from asynckv.transfers.manifest import content_digest
 from asynckv.transfers.queries import tensor_of
 from asynckv.transfers.targets import match_targets
@@ -79,7 +80,7 @@ class Declared:
 
     def _check(self, name: str, found: TensorSpec) -> None:
         if name not in self._specs:
-            declared = ", ".join(self._specs)
+            declared = names_in(self._specs)
             raise ValueError(f"{name!r} was not declared; declared: {declared}")
         if name in self._begun:
             raise ValueError(f"{name!r} was put before")
