@@ -64,7 +64,7 @@ class SchedulerRole:
         reports_saves: bool = True,
     ) -> None:
         self._connector = connector
-        self._tells_of_saves = reports_saves
+        self._reports_saves = reports_saves
         self._sees_all = sees_all
         self._requests: dict[str, KVRequest] = {}
         # Prompts of which a part is still to be computed.
@@ -139,9 +139,9 @@ class SchedulerRole:
         orders = self._connector.build_connector_meta(step)
         saves = getattr(orders, "saves", ())
         ordered = [one for one in saves if not getattr(one, "refusal", "")]
-        saved = self._saving if self._tells_of_saves else self._read
+        saved = self._saving if self._reports_saves else self._read
         saved.update(one.request_id for one in ordered)
-        if self._tells_of_saves:
+        if self._reports_saves:
             self._count(failed_saves=len(saves) - len(ordered))
         for load in getattr(orders, "loads", ()):
             if load.block_ids:

@@ -63,7 +63,7 @@ class WorkerRole:
     ) -> None:
         self._make = make
         self._quiet_s = quiet_s
-        self._tells_of_saves = reports_saves
+        self._reports_saves = reports_saves
         self._bridge = Bridge[_News](name)
         self._handshake: KVConnectorHandshake | None = None
         self._driver: _Driver | None = None
@@ -170,7 +170,7 @@ class WorkerRole:
         driver = _Driver(
             worker,
             lambda failed: self._bridge.tell((failed, (0, 0))),
-            reports_saves=self._tells_of_saves,
+            reports_saves=self._reports_saves,
         )
         worker.call_when_finished(lambda: self._notify(worker, driver))
         self._bridge.start(driver.run)
@@ -210,7 +210,7 @@ class _Driver:
         self._worker = worker
         self._notify = tell
         self._streams = worker if isinstance(worker, SupportsStreams) else None
-        self._tells_of_saves = reports_saves
+        self._reports_saves = reports_saves
         self._parts: asyncio.Queue[Callable[[], Awaitable[None]]] = asyncio.Queue()
         self._bound: KVConnectorMetadata | None = None
         self._refused: KVConnectorMetadata | None = None
@@ -246,7 +246,7 @@ class _Driver:
 
         async def bind() -> None:
             self._saved = _saved_by(orders)
-            if self._tells_of_saves:
+            if self._reports_saves:
                 self._unended |= self._saved
             try:
                 self._worker.bind_connector_metadata(orders)
@@ -329,7 +329,7 @@ class _Driver:
             ]:
                 await asyncio.wait(saving)
         except asyncio.CancelledError:
-            if not self._tells_of_saves:
+            if not self._reports_saves:
                 for task in self._saving:
                     task.cancel()
             raise
