@@ -26,12 +26,11 @@ from asynckv.devices.names import Device
 from asynckv.devices.quiet import QuietGpu, quiet_gpu
 from asynckv.devices.tensors import Gpus
 from asynckv.errors import GPUFailed, GPUUnavailable
-from asynckv.tensors.allocator import PageAllocator
-from asynckv.tensors.arena import Pages, Region, pack, pages_of
+from asynckv.tensors.arena import Pages, Region, pack
 from asynckv.tensors.blocks import tensor_in
 from asynckv.tensors.paged_arena import IdlePages, PagedArena
 from asynckv.tensors.runs import Memory, Runs
-from asynckv.tensors.slab_pages import Place
+from asynckv.tensors.slab_pages import PagesOnDemand, Place
 from asynckv.tensors.slab_regions import SlabRegion, SlabRegionOwner
 from asynckv.tensors.slabs import PAGE_NBYTES
 from asynckv.types import TensorSpec
@@ -149,7 +148,7 @@ class IdleDevice:
                 del allocation
 
 
-class DevicePages:
+class DevicePages(PagesOnDemand):
     """The pages of up to ``max_bytes`` of ``device``.
 
     ``wanted`` is called when they are needed: :meth:`make_slab`, in a thread, then
@@ -159,15 +158,11 @@ class DevicePages:
     def __init__(
         self, max_bytes: int, device: Device, wanted: Callable[[], None]
     ) -> None:
+        super().__init__(max_bytes, wanted)
         self.device = device
         self.error: GPUUnavailable | GPUFailed | None = None
         """Why there is no memory of the GPU, if that is known."""
-        self.is_usable = max_bytes > 0
-        self._max_pages = pages_of(max_bytes)
-        self._wanted = wanted
-        self._allocator = PageAllocator()
         self._allocation: DeviceAllocation | None = None
-        self._is_closed = False
 
     @property
     def allocation(self) -> DeviceAllocation:
@@ -183,21 +178,6 @@ class DevicePages:
     def is_open(self) -> bool:
         """Is it allocated?"""
         return self._allocation is not None
-
-    @property
-    def nbytes(self) -> int:
-        """What was allocated for regions."""
-        return self._allocator.pages * PAGE_NBYTES
-
-    @property
-    def free_bytes(self) -> int:
-        """What no region has of that."""
-        return self._allocator.free_pages * PAGE_NBYTES
-
-    @property
-    def is_growing(self) -> bool:
-        """Was it not allocated yet?"""
-        return self.is_usable and self._allocator.pages < self._max_pages
 
     def could_ever_fit(self, sizes: Sequence[int]) -> bool:
         """Is there room for tensors of these sizes in an empty arena?"""

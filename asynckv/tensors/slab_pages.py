@@ -18,7 +18,7 @@ from asynckv.tensors.allocator import PageAllocator
 from asynckv.tensors.arena import Pages, pack, pages_of
 from asynckv.tensors.slabs import PAGE_NBYTES, IdleSlabs, Slabs, next_slab_nbytes
 
-__all__ = ("Place", "SlabPages")
+__all__ = ("PagesOnDemand", "Place", "SlabPages")
 
 _MAX_RUNS: Final = 64
 _MAX_STITCHED_RUNS: Final = 8192
@@ -31,7 +31,34 @@ Place: TypeAlias = tuple[Pages, int]
 """Some pages, and the offset of one tensor in them."""
 
 
-class SlabPages:
+class PagesOnDemand:
+    """Pages of up to ``max_bytes``; ``wanted`` is called when there should be more."""
+
+    def __init__(self, max_bytes: int, wanted: Callable[[], None]) -> None:
+        self._max_pages = pages_of(max_bytes)
+        self._wanted = wanted
+        self._allocator = PageAllocator()
+        self._is_closed = False
+        self.is_usable = max_bytes > 0
+        """Can there be any?"""
+
+    @property
+    def nbytes(self) -> int:
+        """What was allocated for regions."""
+        return self._allocator.pages * PAGE_NBYTES
+
+    @property
+    def free_bytes(self) -> int:
+        """What no region has of that."""
+        return self._allocator.free_pages * PAGE_NBYTES
+
+    @property
+    def is_growing(self) -> bool:
+        """Are there pages that were not allocated yet?"""
+        return self.is_usable and self._allocator.pages < self._max_pages
+
+
+class SlabPages(PagesOnDemand):
     """The pages of all slabs there are, of up to ``max_bytes``.
 
     ``wanted`` is called when a slab is needed: :meth:`make_slab`, in a thread, then
@@ -42,31 +69,11 @@ class SlabPages:
     """
 
     def __init__(self, max_bytes: int, wanted: Callable[[], None]) -> None:
+        super().__init__(max_bytes, wanted)
         self._max_bytes = max_bytes
-        self._max_pages = pages_of(max_bytes)
-        self._wanted = wanted
-        self._allocator = PageAllocator()
         self._slabs: Slabs | None = None
         self._opening = threading.Lock()
         self._stitched_runs = 0
-        self._is_closed = False
-        self.is_usable = max_bytes > 0
-        """Can this process have shared memory?"""
-
-    @property
-    def nbytes(self) -> int:
-        """What the slabs have of this machine's memory."""
-        return self._allocator.pages * PAGE_NBYTES
-
-    @property
-    def free_bytes(self) -> int:
-        """What no region has of that."""
-        return self._allocator.free_pages * PAGE_NBYTES
-
-    @property
-    def is_growing(self) -> bool:
-        """Are there slabs that were not asked for yet?"""
-        return self.is_usable and self._allocator.pages < self._max_pages
 
     def could_ever_fit(self, sizes: Sequence[int]) -> bool:
         """Is there room for tensors of these sizes, when all slabs are there?"""
