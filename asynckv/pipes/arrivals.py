@@ -217,6 +217,13 @@ class Granting:
         if arrival.place is not None:
             self._check_shown(arrival, arrival.place)
         self._stream.link.payload.announce(arrival.transfer)
+        self.let_come(arrival)
+
+    def let_come(self, arrival: Arrival) -> None:
+        """Let it come, read or granted, unless it is above the bound. Never waits.
+
+        Once more if a call that read it has ended before it was whole.
+        """
         if arrival.nbytes > self._max_bytes:
             return
         if self.can_read(arrival):

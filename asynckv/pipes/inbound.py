@@ -249,6 +249,10 @@ class Inbound:
             if self._lost is None:
                 self.granting.try_to_grant(arrival)
             return False
+        except BaseException:
+            if arrival in self._unverified:  # it comes though nobody asks for it now
+                self.granting.let_come(arrival)
+            raise
         if self._queue and self._queue[0] is arrival:
             self._verified(arrival)
         return True

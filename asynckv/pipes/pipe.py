@@ -175,9 +175,9 @@ class Pipe(KVPipe, LoopBound):
         parcel = Parcel(None if tensor is None else spec_of(tensor))
         source = self._pool.catch(tensor)
         try:
-            if gives_way:
-                await asyncio.sleep(0)
             await self._outbound.reserve(parcel)
+            if gives_way:  # now that it has its place before those who call meanwhile
+                await asyncio.sleep(0)
             if source is None or parcel.spec is None:
                 self._outbound.put(parcel, None)
             else:
@@ -210,10 +210,10 @@ class Pipe(KVPipe, LoopBound):
     ) -> torch.Tensor | None:
         self._check_loop()
         try:
-            if self._is_time_for_others():
-                await asyncio.sleep(0)
             await self._turn_to_receive.acquire()
             try:
+                if self._is_time_for_others():
+                    await asyncio.sleep(0)
                 arrival = await self._inbound.head(into)
                 while into is not None and not arrival.is_verified:
                     if await self._inbound.read(arrival, into):

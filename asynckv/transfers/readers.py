@@ -17,13 +17,13 @@ import torch
 
 from asynckv.devices.copying import CopyPool
 from asynckv.devices.cuda import DeviceMemory
-from asynckv.errors import AsyncKVError, ChecksumError, RemoteProtocolError
+from asynckv.errors import ChecksumError, GPUFailed, RemoteProtocolError
 from asynckv.links.link import Link
 from asynckv.protocol.transfer_frames import Sent
 from asynckv.protocol.values import MappedOffer, Place
 from asynckv.protocol.wire import digest_of
 from asynckv.sharing.exporter import edges_in
-from asynckv.sharing.gpu_channel import other_bytes
+from asynckv.sharing.gpu_channel import RouteLost, other_bytes
 from asynckv.sharing.imports import ImportedMemory
 from asynckv.sharing.mappings import MappedMemory, MappedPin
 from asynckv.shielding import clear_all_frames
@@ -43,6 +43,7 @@ __all__ = (
     "IpcStreamRoute",
     "MapReader",
     "ShownParts",
+    "Unreadable",
 )
 
 
@@ -52,6 +53,10 @@ _AT_A_TIME: Final = 16
 """Views of mapped memory take their time to be made, on the loop."""
 
 _Bytes: TypeAlias = numpy.typing.NDArray[numpy.uint8]
+
+
+class Unreadable(Exception):
+    """What the peer shows cannot be read there: it has to come by another route."""
 
 
 class MapReader:
@@ -119,8 +124,8 @@ class MapReader:
         memory is kept by views alone.
 
         :raises ChecksumError: some bytes are not those that were inserted
-        :raises AsyncKVError: others here have views of it, and this process can map
-            nothing more
+        :raises Unreadable: others here have views of it, and this process can map
+            nothing more; or the GPU failed
         :raises ValueError: ``targets`` do not fit the entry
         """
         parts = delivery.mapped
@@ -176,7 +181,7 @@ class MapReader:
     def _file_for(self, parts: MappedParts) -> MappedFile:
         """Return a mapping that shows what the owner has there, to nobody else here.
 
-        :raises AsyncKVError: this process can map nothing more
+        :raises Unreadable: this process can map nothing more
         """
         file = self.memory.file
         # The pin by no name of its own, that an error would keep.
@@ -186,9 +191,8 @@ class MapReader:
         try:
             return file.again()
         except OSError as exc:
-            raise AsyncKVError(
-                f"memory of which there are views here cannot be mapped again: {exc}",
-                hint="let go of views of the same entry or value, and ask again",
+            raise Unreadable(
+                f"memory of which there are views here cannot be mapped again: {exc}"
             ) from exc
 
 
@@ -206,7 +210,7 @@ def _small_nbytes(
 
 def _verify_edges(file: MappedFile, parts: MappedParts) -> None:
     found = edges_of(file.memory, parts.places, parts.sizes)
-    if parts.edges and found != parts.edges:
+    if found != parts.edges:
         raise ChecksumError(
             "what lies in shared memory is not what was offered",
             hint="the delivery was refused; nothing of it was used",
@@ -371,7 +375,7 @@ class IpcStreamRoute(ReadRoute):
         except Exception as exc:  # noqa: BLE001 - whoever waits is told
             clear_all_frames(exc)
             del target  # as there
-            done(b"", exc)
+            done(b"", exc if isinstance(exc, ChecksumError) else RouteLost(exc))
         else:
             error = None if digest == frame.digest else other_bytes(frame.part)
             done(digest, error)
@@ -431,6 +435,10 @@ class IpcReader(MapReader):
         try:
             await self._verify_device_edges(parts, sources)
             return await self._land(manifest, sources, targets)
+        except GPUFailed as exc:
+            why = str(exc)
+            clear_all_frames(exc)  # they keep the peer's memory in use
+            raise Unreadable(why) from None
         finally:
             sources.clear()  # an error's traceback would keep what is in it
             parts.release()

@@ -8,6 +8,7 @@ that the caller lent (``into``) is quiet before any error reaches the caller.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from functools import partial
@@ -47,6 +48,7 @@ from asynckv.tensors.blocks import KVMemory
 from asynckv.transfers.delivery import Delivery, move_to_device, moved_to_device
 from asynckv.transfers.offers import OfferReceiver, read_offer
 from asynckv.transfers.queries import TOKEN_NBYTES, Query, tensor_of
+from asynckv.transfers.readers import Unreadable
 from asynckv.transfers.routes import PeerRoutes
 from asynckv.types import TensorSpec
 from asynckv.waits.replies import Watchers
@@ -57,6 +59,9 @@ __all__ = (
     "Selecting",
     "check_key_fits",
 )
+
+
+logger = logging.getLogger(__name__)
 
 
 class Selecting:
@@ -273,19 +278,27 @@ class Selecting:
             delivery.incoming.stop()
 
     async def _take_in(self, delivery: Delivery) -> None:
-        """Let its bytes land, or read them where they are."""
+        """Read its bytes where they are; or let them land, also if that fails."""
         reader, routes = self._reader, self.routes
         if delivery.mapped is not None and reader is not None and not self._streams:
-            await reader.take(delivery, self.targets, routes.budget, self._stands)
-        else:
-            if self._receiver is None:
-                self._receiver = OfferReceiver(self._stream, self.targets, routes)
-            await self._receiver.accept(
-                delivery,
-                self._watchers.wake,
-                partial(self._cannot_land, delivery),
-                partial(self._stands, delivery),
-            )
+            try:
+                await reader.take(delivery, self.targets, routes.budget, self._stands)
+            except Unreadable as exc:
+                why = str(exc)  # a record of the error would keep what was mapped
+                logger.warning("an entry is received, not read where it lies: %s", why)
+                delivery.release()
+                delivery.uncharge(routes.budget)
+                self.link.payload.announce(delivery.offer.transfer)
+            else:
+                return
+        if self._receiver is None:
+            self._receiver = OfferReceiver(self._stream, self.targets, routes)
+        await self._receiver.accept(
+            delivery,
+            self._watchers.wake,
+            partial(self._cannot_land, delivery),
+            partial(self._stands, delivery),
+        )
 
 
 def check_key_fits(key: bytes, max_body_bytes: int) -> None:

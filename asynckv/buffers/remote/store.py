@@ -291,8 +291,9 @@ class RemoteStoreBuffer(KVStoreBuffer):
         self._peer.check()
         keys = as_keys(keys)
         link = await self._peer.link()
-        held = [Pinning(link, some) for some in _batches(keys)]
+        held: list[Pinning] = []
         try:
+            held.extend(Pinning(link, some) for some in _batches(keys))
             async with asyncio.timeout(ANSWER_S):
                 found = [flag for one in held for flag in await one.found]
             yield tuple(found)

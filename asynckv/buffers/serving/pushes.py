@@ -62,7 +62,8 @@ class ServedPushes:
         self._writer = writer
         self._pushes: dict[int, _Push] = {}
         self._retracted: dict[int, list[Incoming]] = {}
-        self._to_grant: set[int] = set()
+        self._to_take: dict[int, int] = {}
+        """Parts by transfers that wait until nothing of the same part is received."""
         self._verified: set[int] = set()
         self._has_ended = False
         self.silence = Silence(
@@ -82,24 +83,23 @@ class ServedPushes:
         part = frame.part
         if part >= len(self.entry.parts):
             raise RemoteProtocolError("a tensor was pushed that was never declared")
-        comes = any(push.part == part for push in self._pushes.values())
-        if comes or part in self._verified:
-            raise RemoteProtocolError("a tensor was pushed twice")
-        if frame.transfer in self._pushes or frame.transfer in self._to_grant:
-            raise RemoteProtocolError("two tensors were pushed under one number")
         region = self.entry.parts[part].region
-        if region is None:  # the entry has left
+        if region is None:  # the entry has left; it may be pushed again before it hears
             self._stream.send(Retract(frame.transfer))
             self._verified.add(part)
             self._writer.pushed(self)
-        elif part in self._retracted and not frame.inline:
-            self._to_grant.add(frame.transfer)
-            self._service.run(self._grant_later(frame, region), "grant of a push")
+            return
+        coming = {push.part for push in self._pushes.values()}
+        if part in coming or part in self._verified or part in self._to_take.values():
+            raise RemoteProtocolError("a tensor was pushed twice")
+        if frame.transfer in self._pushes or frame.transfer in self._to_take:
+            raise RemoteProtocolError("two tensors were pushed under one number")
+        if part in self._retracted:
+            self._to_take[frame.transfer] = part
+            taking = self._take_later(frame, body, region)
+            self._service.run(taking, "receiving of a push")
         else:
-            try:
-                self._take(frame, body, region)
-            except EntryTooLarge as exc:  # memory was refused: no fault of the link
-                self.failed(exc)
+            self._take_if_possible(frame, body, region)
 
     def on_sent(self, frame: Sent) -> None:
         """A part was sent, or lies there; of one that was retracted, no matter.
@@ -113,7 +113,7 @@ class ServedPushes:
 
     def on_retract(self, transfer: int) -> None:
         """The push is void; the same part may be pushed again."""
-        self._to_grant.discard(transfer)
+        self._to_take.pop(transfer, None)
         push = self._pushes.get(transfer)
         if push is None or push.incoming.has_come:
             return
@@ -137,6 +137,12 @@ class ServedPushes:
         quiet = [incoming.quiesce() for incoming in every]
         # All of them, however often the wait is cancelled: the writer is told then.
         await wait_shielded(asyncio.gather(*quiet, return_exceptions=True))
+
+    def _take_if_possible(self, frame: Push, body: bytes, region: Region) -> None:
+        try:
+            self._take(frame, body, region)
+        except EntryTooLarge as exc:  # memory was refused: no fault of the link
+            self.failed(exc)
 
     def _take(self, frame: Push, body: bytes, region: Region) -> None:
         if not frame.inline:
@@ -166,17 +172,17 @@ class ServedPushes:
         self._pushes[frame.transfer] = _Push(part, incoming)
         return incoming
 
-    async def _grant_later(self, frame: Push, region: Region) -> None:
+    async def _take_later(self, frame: Push, body: bytes, region: Region) -> None:
         """The same part was being received before: let that end first."""
         for incoming in list(self._retracted.get(frame.part, ())):
             await incoming.quiesce()
             if incoming.is_given_up:
                 self.failed(GPUFailed("the GPU may write for ever where a part was"))
                 return
-        if frame.transfer in self._to_grant and not self._has_ended:
-            self._to_grant.remove(frame.transfer)
+        if frame.transfer in self._to_take and not self._has_ended:
+            del self._to_take[frame.transfer]
             self._retracted.pop(frame.part, None)
-            self._new(frame, region).grant()
+            self._take_if_possible(frame, body, region)
 
     async def _release_incoming(self, incoming: Incoming) -> None:
         """Tell the writer once nothing reads any more what it has taken back."""

@@ -218,11 +218,14 @@ class Offering(msgspec.Struct, eq=False):
     ) -> None:
         """The peer's memory is ready: send what has landed.
 
-        :raises RemoteProtocolError: it reads all of it where it lies, or has none that
-            anything leads to
+        Also what it was to read where it lies, if it cannot. A grant of an offer
+        before this one has crossed the end of that.
+
+        :raises RemoteProtocolError: it has no memory that anything leads to
         """
-        if self.pin is not None and self.importer is None:
-            raise RemoteProtocolError("a Grant for what lies in mapped memory")
+        if frame.transfer != self.transfer:
+            ignore_grant(frame, self.stream.link)
+            return
         if self.outgoing is None:
             self.outgoing = Outgoing(
                 *(self.stream, self.transfer, routes),

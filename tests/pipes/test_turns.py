@@ -1,0 +1,64 @@
+"""Calls of many tasks on one pipe: each has its turn, and none keeps the others."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+import torch
+
+from asynckv.links.fd_socket import has_fd_sockets
+from asynckv.pipes.sharing import MapSharing
+from asynckv.testing.blocked import until_blocked
+from asynckv.testing.expectations import is_same, noise
+from asynckv.testing.pairs import Scheme, open_pipe_pair
+from asynckv.testing.pipe_checks import LARGE
+
+MANY = 200
+SCHEMES = pytest.mark.parametrize("scheme", ["mem", "tcp"])
+
+
+@SCHEMES
+async def test_senders_are_served_in_the_order_of_their_calls(scheme: Scheme) -> None:
+    async with open_pipe_pair(scheme) as (near, far):
+        async with asyncio.TaskGroup() as group:
+            for number in range(MANY):
+                group.create_task(near.send_tensor(torch.tensor([number])))
+            received = [await far.recv_tensor() for _ in range(MANY)]
+    assert [int(one) for one in received if one is not None] == [*range(MANY)]
+
+
+@SCHEMES
+async def test_receivers_are_served_in_the_order_of_their_calls(scheme: Scheme) -> None:
+    async with open_pipe_pair(scheme) as (near, far):
+        calls = [asyncio.create_task(far.recv_tensor()) for _ in range(MANY)]
+        for number in range(MANY):
+            await near.send_tensor(torch.tensor([number]))
+        received = await asyncio.gather(*calls)
+    assert [int(one) for one in received if one is not None] == [*range(MANY)]
+
+
+@pytest.mark.skipif(not has_fd_sockets(), reason="nothing to map here")
+async def test_a_receive_that_is_cancelled_while_it_copies_keeps_no_flush_waiting(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tensor, begun, read = noise(LARGE, 1), asyncio.Event(), MapSharing.read
+
+    async def held(sharing: MapSharing, *args: Any) -> None:
+        if not begun.is_set():
+            begun.set()
+            await asyncio.get_running_loop().create_future()
+        await read(sharing, *args)
+
+    monkeypatch.setattr(MapSharing, "read", held)
+    async with open_pipe_pair("map") as (near, far), asyncio.timeout(10):
+        receiving = asyncio.create_task(far.recv_tensor(torch.empty_like(tensor)))
+        await until_blocked(receiving)
+        await near.send_tensor(tensor)
+        await begun.wait()
+        receiving.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await receiving
+        await near.flush()
+        assert is_same(await far.recv_tensor(), tensor)
