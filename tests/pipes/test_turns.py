@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 import pytest
 import torch
 
+from asynckv.errors import WrongLoop
 from asynckv.links.fd_socket import has_fd_sockets
+from asynckv.pipes.pipe import Pipe
 from asynckv.pipes.sharing import MapSharing
 from asynckv.testing.blocked import until_blocked
 from asynckv.testing.expectations import is_same, noise
@@ -37,6 +40,25 @@ async def test_receivers_are_served_in_the_order_of_their_calls(scheme: Scheme) 
             await near.send_tensor(torch.tensor([number]))
         received = await asyncio.gather(*calls)
     assert [int(one) for one in received if one is not None] == [*range(MANY)]
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda pipe: pipe.send_tensor(None),
+        lambda pipe: pipe.recv_tensor(),
+        lambda pipe: pipe.flush(),
+        lambda pipe: pipe.aclose(),
+    ],
+)
+async def test_a_pipe_is_used_on_its_own_loop_alone(
+    use: Callable[[Pipe], Coroutine[Any, Any, object]],
+) -> None:
+    async with open_pipe_pair("mem") as (near, far):
+        with pytest.raises(WrongLoop):
+            await asyncio.to_thread(asyncio.run, use(near))
+        await near.send_tensor(None)
+        assert await far.recv_tensor() is None
 
 
 @pytest.mark.skipif(not has_fd_sockets(), reason="nothing to map here")
