@@ -1,60 +1,102 @@
+"""No public coroutine is left out of the scenarios, and what they name exists."""
+
 from __future__ import annotations
 
 import inspect
+from types import CodeType
+from typing import Any
+
+import pytest
 
 from asynckv.buffers.lookup import LookupBuffer
-from harness.cancellations.coroutines import (
-    ONE_STEP,
-    codes_of_coroutines,
-    public_coroutines,
-    uncovered,
+from asynckv.connectors.p2p.load import P2PLoad
+from harness.cancellations import coroutines, everything
+from harness.cancellations.connectors import (
+    coroutines as coroutines_of_connectors,
+    everything as everything_of_connectors,
 )
-from harness.cancellations.everything import SCENARIOS
 
-NAMES = {name for name, _, _ in public_coroutines()}
-COVERED = [name for scenario in SCENARIOS for name in scenario.covers]
-
-
-def test_every_public_coroutine_is_cancelled_by_some_scenario() -> None:
-    assert uncovered(COVERED) == []
-
-
-def test_a_coroutine_that_no_scenario_is_about_is_told() -> None:
-    left = [name for name in COVERED if name != "KVPipe.flush"]
-    assert uncovered(left) == ["KVPipe.flush", "Pipe.flush"]
-
-
-def test_every_kind_of_coroutine_is_found() -> None:
-    expected = {
-        "connect",  # a function that returns what is entered
-        "join_group",  # and a context manager
-        "KVLookupBuffer.drop_select",  # a method that returns what is awaited
-        "LookupBuffer.open_insert",  # a generator that is entered
-        "RemoteStream.__anext__",  # an iteration of a class that nobody names
-        "PipeListener.accept",  # of a class that is only returned
-        "InlineTransport.quiesce",
-        "KVLookupBuffer.insert",
-    }
-    assert expected <= NAMES
+FOUND: dict[str, Any] = {
+    "buffers": coroutines,
+    "connectors": coroutines_of_connectors,
+}
+COVERED = {
+    part: [name for scenario in scenarios for name in scenario.covers]
+    for part, scenarios in {
+        "buffers": everything.SCENARIOS,
+        "connectors": everything_of_connectors.SCENARIOS,
+    }.items()
+}
 
 
-def test_what_returns_at_once_is_none() -> None:
-    for name in ("Group.pipe_to", "LookupBuffer.statistics", "Pipe.abort"):
-        assert name not in NAMES
+@pytest.mark.parametrize(
+    ("part", "left_out", "uncovered"),
+    [
+        ("buffers", "", []),
+        ("connectors", "", []),
+        ("buffers", "KVPipe.flush", ["KVPipe.flush", "Pipe.flush"]),
+        ("connectors", "StoreWorker.flush", ["StoreWorker.flush"]),
+    ],
+)
+def test_a_coroutine_that_no_scenario_is_about_is_told(
+    part: str, left_out: str, uncovered: list[str]
+) -> None:
+    covered = [name for name in COVERED[part] if name != left_out]
+    assert FOUND[part].uncovered(covered) == uncovered
 
 
-def test_what_is_covered_exists() -> None:
-    known = {alias for _, names, _ in public_coroutines() for alias in names}
-    known |= {name for name, _, _ in public_coroutines()}
-    assert [name for name in COVERED if name not in known] == []
+@pytest.mark.parametrize("part", FOUND)
+def test_what_is_covered_or_takes_one_step_exists(part: str) -> None:
+    known: set[str] = set()
+    for name, names, _ in FOUND[part].public_coroutines():
+        known |= {name, *names}
+    one_step = [n for n in FOUND[part].ONE_STEP if not n.endswith("__aenter__")]
+    assert {*COVERED[part], *one_step} <= known
 
 
-def test_codes_are_of_what_runs() -> None:
-    codes = codes_of_coroutines()
-    assert codes["LookupBuffer.insert"] is LookupBuffer.insert.__code__
-    generator = inspect.unwrap(LookupBuffer.open_insert)
-    assert codes["LookupBuffer.open_insert"] is generator.__code__
-    assert "KVLookupBuffer.insert" not in codes  # a contract does not run
+@pytest.mark.parametrize(
+    ("part", "name"),
+    [
+        ("buffers", "connect"),  # a function that returns what is entered
+        ("buffers", "join_group"),  # and a context manager
+        ("buffers", "KVLookupBuffer.drop_select"),  # it returns what is awaited
+        ("buffers", "LookupBuffer.open_insert"),  # a generator that is entered
+        ("buffers", "RemoteStream.__anext__"),  # of a class that nobody names
+        ("buffers", "PipeListener.accept"),  # of a class that is only returned
+        ("buffers", "InlineTransport.quiesce"),
+        ("buffers", "KVLookupBuffer.insert"),
+        ("connectors", "release"),
+        ("connectors", "KVConnectorWorker.shutdown"),
+        ("connectors", "PackedBlocks.gather"),
+    ],
+)
+def test_every_kind_of_coroutine_is_found(part: str, name: str) -> None:
+    assert name in {found for found, _, _ in FOUND[part].public_coroutines()}
+
+
+@pytest.mark.parametrize(
+    "name", ["Group.pipe_to", "LookupBuffer.statistics", "Pipe.abort"]
+)
+def test_what_returns_at_once_is_no_coroutine(name: str) -> None:
+    assert name not in {found for found, _, _ in coroutines.public_coroutines()}
+
+
+@pytest.mark.parametrize(
+    ("part", "name", "code"),
+    [
+        ("buffers", "LookupBuffer.insert", LookupBuffer.insert.__code__),
+        (
+            "buffers",
+            "LookupBuffer.open_insert",
+            inspect.unwrap(LookupBuffer.open_insert).__code__,
+        ),
+        ("buffers", "KVLookupBuffer.insert", None),  # a contract does not run
+        ("connectors", "P2PLoad.run", P2PLoad.run.__code__),
+        ("connectors", "KVConnectorWorker.wait_for_save", None),
+    ],
+)
+def test_codes_are_of_what_runs(part: str, name: str, code: CodeType | None) -> None:
+    assert FOUND[part].codes_of_coroutines().get(name) is code
 
 
 def test_what_runs_behind_a_function_that_only_returns_is_found() -> None:
@@ -64,9 +106,4 @@ def test_what_runs_behind_a_function_that_only_returns_is_found() -> None:
         "join_group: _joined",
         "LookupBuffer.drop_select: LocalConsumer.take",
         "RemoteLookupBuffer.drop_select: RemoteConsumer.borrow",
-    } <= set(codes_of_coroutines())
-
-
-def test_what_takes_one_step_exists() -> None:
-    known = {alias for _, names, _ in public_coroutines() for alias in names}
-    assert {name for name in ONE_STEP if not name.endswith("__aenter__")} <= known
+    } <= set(coroutines.codes_of_coroutines())
