@@ -1,12 +1,17 @@
+"""The account can fail: what was lost, doubled or wrong is named."""
+
 from __future__ import annotations
 
 import dataclasses
 
 import pytest
+import torch
 
+from asynckv.abc import KVEntry
 from asynckv.buffers.lookup import LookupBuffer
 from asynckv.buffers.statistics import LookupStatistics
 from harness.crashes.account import Account, Findings
+from harness.crashes.contents import is_right, named_tensors, tokens_of
 from harness.crashes.orders import Report
 
 
@@ -23,17 +28,12 @@ def judge(*told: Report, left: tuple[str, ...] = (), out: int = 1) -> Findings:
 
 
 IN = (Report(1, "begun", "p-0", 0), Report(1, "in", "p-0"))
+
+
 GOT, LEAVING = Report(2, "got", "p-0", 1), Report(2, "leaving", "p-0")
+
+
 USED = (Report(2, "wait"), Report(2, "got", "p-0", 1), Report(2, "done", "p-0"))
-
-
-def test_what_went_in_and_was_used_once_is_right() -> None:
-    found = judge(*IN, *USED)
-    assert (found.inserted, found.used, found.wrongs) == (1, 1, ())
-
-
-def test_what_is_still_there_is_not_lost() -> None:
-    assert judge(*IN, left=("p-0",), out=0).wrongs == ()
 
 
 @pytest.mark.parametrize(
@@ -100,6 +100,8 @@ def test_a_small_one_may_come_again() -> None:
 
 
 TAKEN = (AWAIT, GOT, Report(2, "done", "p-0", 1))
+
+
 KILLED = Report(2, "gone", number=9)
 
 
@@ -120,12 +122,6 @@ def test_the_last_small_one_that_a_killed_one_took_may_still_be_there(
     assert ("p-0 was there and had been used" not in wrongs) is is_right
 
 
-def test_entries_that_do_not_add_up_are_told() -> None:
-    account = Account()
-    found = account.close([], dataclasses.replace(now(2, 1), expired=1))
-    assert len(found.wrongs) == 2
-
-
 def test_a_producer_goes_on_with_what_it_does_not_know_to_be_in() -> None:
     account = Account()
     assert account.next_number("p") == 0
@@ -133,3 +129,35 @@ def test_a_producer_goes_on_with_what_it_does_not_know_to_be_in() -> None:
     assert account.next_number("p") == 0
     account.hear(Report(1, "in", "p-0"))
     assert account.next_number("p") == 1
+
+
+def whole(entry_id: str) -> KVEntry:
+    tensors = named_tensors(entry_id)
+    key = {name.removesuffix(".key"): tensor for name, tensor in tensors.items()}
+    return KVEntry(torch.tensor(tokens_of(entry_id)), None, key, None, None)
+
+
+def test_what_went_in_is_used_once_or_still_there() -> None:
+    found = judge(*IN, *USED)
+    assert (found.inserted, found.used, found.wrongs) == (1, 1, ())
+    assert judge(*IN, left=("p-0",), out=0).wrongs == ()
+
+
+def test_entries_that_do_not_add_up_are_told() -> None:
+    found = Account().close([], dataclasses.replace(now(2, 1), expired=1))
+    assert len(found.wrongs) == 2
+
+
+def test_an_entry_is_what_its_id_says_and_no_other() -> None:
+    assert is_right("producer_0-1", whole("producer_0-1"))
+    assert is_right("producer_0-1", named_tensors("producer_0-1"))
+    assert not is_right("producer_0-2", whole("producer_0-1"))
+
+
+def test_one_flipped_bit_and_other_tokens_are_seen() -> None:
+    tensors, entry = named_tensors("producer_0-1"), whole("producer_0-1")
+    tensors["2.key"][-1] ^= 1
+    assert not is_right("producer_0-1", tensors)
+    for tokens in (torch.tensor([1]), None):
+        other = KVEntry(tokens, None, entry.key, None, None)
+        assert not is_right("producer_0-1", other)

@@ -1,25 +1,52 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 
+import msgspec
 import pytest
 
 from asynckv.buffers.entries.entries import Lease
 from asynckv.buffers.entries.leases import Leases
 from asynckv.buffers.lookup import LookupBuffer
 from asynckv.buffers.serve import serve
-from asynckv.testing.blocked import until
+from asynckv.testing.blocked import until, until_blocked
 from asynckv.types import TensorSpec
 from harness.crashes.account import Account, Findings
-from harness.crashes.orders import Order
-from harness.crashes.run import (
-    judge,
-    kill_workers,
-    leave_under_load,
-    new_buffer,
-)
+from harness.crashes.crew import Crew
+from harness.crashes.footprint import Footprint
+from harness.crashes.orders import Order, Report
+from harness.crashes.run import judge, kill_workers, leave_under_load, new_buffer
 from harness.crashes.workshop import open_workshop
+
+
+async def test_who_is_killed_goes_on_where_it_was(local: LookupBuffer) -> None:
+    account = Account()
+    async with (
+        serve("tcp://127.0.0.1:0", lookup=local) as server,
+        open_workshop(account.hear) as workshop,
+    ):
+        crew = Crew(workshop, account, server.url, 1, {})
+        await crew.hire("producer", "p")
+        for _ in range(2):
+            await crew.steps(3)
+            await crew.kill_one()
+        await crew.steps(3)
+        await crew.dismiss()
+    begun = account.begun["p"]
+    assert account.kills == 3
+    assert local.statistics().inserted in (begun, begun + 1)
+
+
+async def test_it_counts_what_is_in_use(local: LookupBuffer) -> None:
+    before = Footprint.now(local)
+    waiting = asyncio.create_task(local.drop_select([1]))
+    await until_blocked(waiting)
+    now = Footprint.now(local)
+    waiting.cancel()
+    assert (now.tasks - before.tasks, now.waiting) == (1, 1)
+    assert now.resident_bytes > 2**20 and now.descriptors > 2
 
 
 @pytest.mark.chaos  # tests/trust/test_crashes.py has more of them
@@ -97,3 +124,29 @@ async def test_what_a_killed_one_had_in_its_body_is_given_back_or_found_lost(
     acknowledge_what_the_dead_had(monkeypatch)
     (wrong,) = (await kill_in_its_body(seed=3)).wrongs
     assert wrong.startswith("lost: p-")
+
+
+def test_a_report_is_short_enough_to_be_written_whole() -> None:
+    report = Report(2**22, "begun", "producer_99-" + "9" * 12, 10**12)
+    assert len(msgspec.json.encode(report)) < 512
+
+
+async def test_leaving_kills_who_still_works(local: LookupBuffer) -> None:
+    told: list[Report] = []
+    async with serve("tcp://127.0.0.1:0", lookup=local) as server:
+        async with open_workshop(told.append) as workshop:
+            pid = await workshop.start(Order("consumer", "c", server.url, seed=1))
+            await workshop.steps(pid, 1)
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+
+
+async def test_a_worker_that_fails_is_reported_with_its_error(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    told: list[Report] = []
+    async with open_workshop(told.append) as workshop:
+        nowhere = Order("producer", "p", "unix:///nowhere/at/all", seed=1)
+        await workshop.steps(await workshop.start(nowhere), 1)
+    assert told[-1].word == "gone" and told[-1].number >> 8 == 1
+    assert "PeerLost" in capfd.readouterr().err
