@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import signal
-import sys
-from asyncio.subprocess import PIPE, Process
+from asyncio.subprocess import Process
 from collections.abc import AsyncIterator
 
 import pytest
@@ -15,6 +14,7 @@ import torch
 from asynckv.connectors.p2p.worker import P2PWorker
 from asynckv.connectors.requests import P2PMetadata
 from asynckv.testing.blocked import until
+from harness.children import line_of, running
 from harness.engines.toy_pairs import free_urls
 from harness.gpu_processes import GPU_KINDS, GpuKind, usable
 from harness.gpu_workers import (
@@ -31,24 +31,28 @@ Decoding = tuple[P2PWorker, dict[str, torch.Tensor], Process]
 Pushed = tuple[P2PWorker, dict[str, torch.Tensor], Process, str]
 
 
+RUN = "import runpy\nrunpy.run_module('harness.gpu_workers', run_name='__main__')"
+
+
+@contextlib.asynccontextmanager
+async def other(kind: GpuKind, url: str, how: str = "") -> AsyncIterator[Process]:
+    """Run another process with a worker: it ends with its input, or is killed."""
+    async with running(RUN, kind, url, how) as process:
+        yield process
+        await process.communicate(b"")
+        assert process.returncode in (0, -signal.SIGKILL)
+
+
 @pytest.fixture(params=GPU_KINDS)
 async def decoding(request: pytest.FixtureRequest) -> AsyncIterator[Decoding]:
     """A worker on the GPU of another process, which has saved the prompt."""
-    kind = usable(request.param)
-    (url,) = free_urls(1)
-    module = "harness.gpu_workers"
-    command = (sys.executable, "-m", module, kind, url)
-    process = await asyncio.create_subprocess_exec(*command, stdin=PIPE, stdout=PIPE)
-    try:
-        assert process.stdout is not None
-        assert await process.stdout.readline() == b"saved\n"
+    kind, (url,) = usable(request.param), free_urls(1)
+    async with other(kind, url) as process:
+        assert await line_of(process) == "saved"
         worker, caches = worker_on(kind, "kv_consumer", url)
         async with worker:
             await worker.start()
             yield worker, caches, process
-    finally:
-        await process.communicate(b"")  # it ends with its standard input
-    assert process.returncode in (0, -signal.SIGKILL)
 
 
 async def load(worker: P2PWorker, name: str) -> dict[str, str]:
@@ -77,20 +81,10 @@ async def pushed_to(kind: GpuKind, how: str) -> AsyncIterator[Pushed]:
     """A worker to which another process pushes, and what that says of it."""
     (url,) = free_urls(1)
     worker, caches = worker_on(kind, "kv_consumer", url, direction="push")
-    module = "harness.gpu_workers"
-    command = (sys.executable, "-m", module, kind, url, how)
     async with worker:
         await worker.start()
-        process = await asyncio.create_subprocess_exec(
-            *command, stdin=PIPE, stdout=PIPE
-        )
-        try:
-            assert process.stdout is not None
-            said = await process.stdout.readline()
-            yield worker, caches, process, said.decode().strip()
-        finally:
-            await process.communicate(b"")
-        assert process.returncode in (0, -signal.SIGKILL)
+        async with other(kind, url, how) as process:
+            yield worker, caches, process, await line_of(process)
 
 
 @pytest.mark.chaos

@@ -7,12 +7,15 @@ import contextlib
 from collections.abc import AsyncIterator, Callable, Sequence
 
 import pytest
+import torch
 
 from asynckv.buffers.lookup import LookupBuffer
 from asynckv.buffers.serve import serve
+from asynckv.testing.blocked import until
 from asynckv.testing.faults.fault import Fault
 from asynckv.testing.faults.proxy import Proxy
-from asynckv.testing.pairs import Scheme, new_url
+from asynckv.testing.pairs import Scheme, new_url, open_kv_pair
+from harness.crowd import Attendance, besiege
 from harness.traffic import Traffic
 
 Make = Callable[[Proxy], Sequence[Fault]]
@@ -89,12 +92,28 @@ async def test_nothing_is_wrong_or_lost_under(fault: str) -> None:
         assert all(fault.counts.acts for fault in faults)
 
 
+async def pulse(faults: Sequence[Fault], on_s: float, off_s: float) -> None:
+    while True:
+        with contextlib.ExitStack() as stack:
+            for fault in faults:
+                stack.enter_context(fault)
+            await asyncio.sleep(on_s)
+        await asyncio.sleep(off_s)
+
+
 @pytest.mark.slow
-@pytest.mark.chaos
-@pytest.mark.parametrize("fault", PULSING)
-async def test_nothing_is_wrong_or_lost_while_it_comes_and_goes(fault: str) -> None:
+@pytest.mark.parametrize(
+    ("scheme", "fault"),
+    [
+        *(pytest.param("tcp", fault, marks=pytest.mark.chaos) for fault in PULSING),
+        *(("unix", fault) for fault in ("reset", "long stall")),
+    ],
+)
+async def test_nothing_is_wrong_or_lost_while_it_comes_and_goes(
+    scheme: Scheme, fault: str
+) -> None:
     on_s, off_s, make = PULSING[fault]
-    async with served() as (lookup, proxy):
+    async with served(scheme) as (lookup, proxy):
         faults = make(proxy)
         pulsing = asyncio.create_task(pulse(faults, on_s, off_s))
         traffic = Traffic(lookup, proxy.url)
@@ -107,23 +126,14 @@ async def test_nothing_is_wrong_or_lost_while_it_comes_and_goes(fault: str) -> N
         assert all(fault.counts.acts for fault in faults)
 
 
-async def pulse(faults: Sequence[Fault], on_s: float, off_s: float) -> None:
-    while True:
-        with contextlib.ExitStack() as stack:
-            for fault in faults:
-                stack.enter_context(fault)
-            await asyncio.sleep(on_s)
-        await asyncio.sleep(off_s)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("fault", ["reset", "long stall"])
-async def test_nothing_is_wrong_or_lost_over_a_unix_socket(fault: str) -> None:
-    on_s, off_s, make = PULSING[fault]
-    async with served("unix") as (lookup, proxy):
-        pulsing = asyncio.create_task(pulse(make(proxy), on_s, off_s))
-        traffic = Traffic(lookup, proxy.url)
-        async with asyncio.timeout(40):
-            await traffic.run(24)
-        pulsing.cancel()
-        judge(lookup, traffic, 24)
+async def test_a_crowd_comes_in_every_way_and_goes_when_it_is_cancelled() -> None:
+    async with open_kv_pair("tcp") as pair:
+        there = Attendance()
+        siege = asyncio.create_task(besiege(pair.server.url, 16, there))
+        await until(lambda: len(pair.server.peers) > 3 and there.now > 3)
+        await pair.peer.lookup.insert([1], None, torch.ones(1), None, None)
+        assert (await pair.peer.lookup.drop_select([1])).nbytes == 12
+        siege.cancel()
+        await asyncio.wait({siege})
+        assert there.now == 0
+        await until(lambda: len(pair.server.peers) == 1)

@@ -1,13 +1,95 @@
+"""Engines without a GPU: their caches depend on every token, and move whole."""
+
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import random
+from asyncio.subprocess import Process
+from collections.abc import AsyncIterator
 
+import msgspec
+import pytest
+import torch
+
+from asynckv.config import KVTransferConfig
+from asynckv.parallel.shapes import EngineShape, KVLayout, Rank
+from harness.children import ask, line_of, running
 from harness.engines.toy_engine import ToyEngine
 from harness.engines.toy_model import ToyModel
-from harness.engines.toy_pairs import toy_shape
+from harness.engines.toy_pairs import free_urls, pair_configs, toy_shape
+from harness.engines.toy_process import ToyAnswer, ToyAsked, ToySettings
 from harness.engines.toy_rank import ToyRank
+from harness.whole_cache import NOTHING, WholeCache
 
-MODEL = ToyModel()
+MODEL, TOKENS = ToyModel(), list(range(70))
+
+
+def test_kv_depends_on_every_token_before() -> None:
+    one, two = MODEL.rows([1, 2, 3], 0, 1), MODEL.rows([9, 2, 3], 0, 1)
+    assert one.shape == (3, 2, 4, 8)
+    assert not (one == two).all(axis=(1, 2, 3)).any()
+    assert (MODEL.rows([1, 2, 3], 2, 1) == one[2:]).all()
+
+
+def test_the_next_token_depends_on_every_byte() -> None:
+    model = ToyModel(layers=1, heads=1)
+    rows = model.rows([1, 2, 3], 0, 0)[:, :, 0]
+    before = model.next_token([model.sum_of(rows, 0, 0)])
+    rows = rows.copy()
+    rows[1, 0, 3] ^= 1
+    assert model.next_token([model.sum_of(rows, 0, 0)]) != before
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        KVLayout.kv_first(),
+        KVLayout.kv_first("HND"),
+        KVLayout.blocks_first(),
+        KVLayout.fused("HND"),
+    ],
+)
+def test_what_is_written_is_read_in_any_layout(layout: KVLayout) -> None:
+    shape = toy_shape(MODEL, tp_size=2, block_size=4, layout=layout)
+    rank, tokens = ToyRank(MODEL, shape, 1, 8), list(range(10))
+    layer = MODEL.layer_names[2]
+    rank.write(layer, [5, 1, 7], tokens[:6], 0)
+    rank.write(layer, [5, 1, 7], tokens, 6)
+    mine = torch.from_numpy(MODEL.rows(tokens, 0, 2))[:, :, 2:]
+    assert torch.equal(rank.read(layer, [5, 1, 7], 10), mine)
+    assert len(rank.sums([5, 1, 7], 10)) == 4 * 2
+
+
+def shape_of(layout: KVLayout, tp: int = 1) -> EngineShape:
+    return EngineShape(
+        layout=layout, block_size=2, key_nbytes=1, num_kv_heads=2, tp_size=tp
+    )
+
+
+def test_a_rank_holds_its_heads_in_its_layout() -> None:
+    # Keys are 0 to 5, values 6 to 11: two heads of three tokens.
+    whole = WholeCache(shape_of(KVLayout.kv_first()), 3)
+
+    def held(layout: KVLayout, tp: int = 1) -> list[list[list[int]]]:
+        regions = whole.regions(shape_of(layout, tp), Rank(tp=tp - 1))
+        return [region.tolist() for region in regions]
+
+    none = NOTHING
+    assert held(KVLayout.kv_first()) == [
+        [[0, 1, 2, 3], [4, 5, none, none]],
+        [[6, 7, 8, 9], [10, 11, none, none]],
+    ]
+    assert held(KVLayout.fused("HND")) == [
+        [[0, 6, 2, 8, 1, 7, 3, 9], [4, 10, none, none, 5, 11, none, none]]
+    ]
+    assert held(KVLayout.blocks_first(), tp=2) == [[[1, 3, 7, 9], [5, none, 11, none]]]
+
+
+def test_tokens_before_the_first_are_not_there() -> None:
+    shape = shape_of(KVLayout.kv_first())
+    keys, _ = WholeCache(shape, 3, 2).regions(shape, Rank())
+    assert keys.tolist() == [[NOTHING] * 4, [4, 5, NOTHING, NOTHING]]
 
 
 def alone(num_blocks: int = 16, tp_size: int = 1) -> ToyEngine:
@@ -16,22 +98,79 @@ def alone(num_blocks: int = 16, tp_size: int = 1) -> ToyEngine:
     return ToyEngine(ranks, num_blocks=num_blocks, chunk=32)
 
 
-async def test_without_a_connector_it_generates_what_the_model_says() -> None:
-    for tp_size in (1, 2):
-        async with alone(tp_size=tp_size) as engine:
-            tokens = list(range(70))
-            output = await engine.generate(tokens, 4, request_id="r")
-            assert output.tokens == MODEL.generate(tokens, 4)
-            assert engine.blocks_in_use == 0
+@pytest.mark.parametrize("tp_size", [1, 2])
+async def test_without_a_connector_it_generates_what_the_model_says(
+    tp_size: int,
+) -> None:
+    async with alone(tp_size=tp_size) as engine:
+        output = await engine.generate(TOKENS, 4, request_id="r")
+        assert output.tokens == MODEL.generate(TOKENS, 4)
+        assert engine.blocks_in_use == 0
 
 
 async def test_requests_wait_for_blocks_and_an_abort_gives_them_back() -> None:
     async with alone(num_blocks=5) as engine:
-        tokens = list(range(70))
         async with asyncio.TaskGroup() as group:
             for name in "abc":
-                group.create_task(engine.generate(tokens, 2, request_id=name))
-            aborted = group.create_task(engine.generate(tokens, 9, request_id="x"))
+                group.create_task(engine.generate(TOKENS, 2, request_id=name))
+            aborted = group.create_task(engine.generate(TOKENS, 9, request_id="x"))
             await asyncio.sleep(0)
             aborted.cancel()
         await engine.quiet()
+
+
+@contextlib.asynccontextmanager
+async def started(
+    name: str, config: KVTransferConfig, shape: EngineShape
+) -> AsyncIterator[Process]:
+    """Start such an engine in a process of its own; it ends with its input."""
+    settings = msgspec.json.encode(ToySettings(name, config, shape)).decode()
+    code = "from harness.engines.toy_process import main\nmain()"
+    async with running(code, settings) as process:
+        assert await line_of(process) == "ready"
+        yield process
+        await process.communicate(b"")
+        assert process.returncode == 0
+
+
+async def answer_of(process: Process, asked: ToyAsked) -> ToyAnswer:
+    line = await ask(process, msgspec.json.encode(asked).decode())
+    return msgspec.json.decode(line, type=ToyAnswer)
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+@pytest.mark.parametrize(
+    ("sizes", "direction", "layout"),
+    [
+        ((2, 1), "pull", KVLayout.kv_first()),
+        pytest.param(
+            *((1, 2), "pull", KVLayout.blocks_first("HND")), marks=pytest.mark.chaos
+        ),
+        pytest.param((2, 1), "push", KVLayout.fused(), marks=pytest.mark.chaos),
+        pytest.param((1, 2), "push", KVLayout.kv_first(), marks=pytest.mark.chaos),
+    ],
+)
+async def test_the_caches_of_two_processes_are_byte_identical(
+    sizes: tuple[int, int], direction: str, layout: KVLayout
+) -> None:
+    p_size, d_size = sizes
+    urls = free_urls(3)
+    configs = pair_configs(urls[:p_size], urls[p_size:], {"direction": direction})
+    chance = random.Random(3)
+    tokens = [chance.randrange(50_000) for _ in range(150)]
+    p_shape = toy_shape(MODEL, tp_size=p_size)
+    d_shape = toy_shape(MODEL, tp_size=d_size, layout=layout)
+    async with (
+        started("P", configs[0], p_shape) as prefill,
+        started("D", configs[1], d_shape) as decode,
+    ):
+        first = await answer_of(
+            prefill, ToyAsked("p", tokens, 1, {"do_remote_decode": True})
+        )
+        last = await answer_of(
+            decode, ToyAsked("d", tokens, 4, first.kv_transfer_params)
+        )
+    assert last.external_tokens == 150
+    assert last.digests == first.digests and len(last.digests) == 4 * 4
+    assert last.tokens == MODEL.generate(tokens, 4)

@@ -1,0 +1,189 @@
+"""What vLLM engines are started with, watched by and told, without any of them."""
+
+from __future__ import annotations
+
+import types
+from typing import Any, Self
+
+import pytest
+import torch
+
+from asynckv.connectors.requests import LoadOrder, P2PMetadata
+from harness.vllm_engines import (
+    Engine,
+    random_prompt,
+    started_pair,
+    times,
+    transfer,
+)
+from harness.vllm_engines.times import StepTimes
+from harness.vllm_engines.tiny import VOCABULARY
+from harness.vllm_engines.witness import BlockWitness
+
+CARRIED = {"do_remote_prefill": True, "transfer_id": "t"}
+
+
+class Connector:
+    """Both roles of one: what was said of ``r`` is told next."""
+
+    def __init__(self, *loads: LoadOrder) -> None:
+        self.orders = P2PMetadata(loads=loads)
+        self.params: dict[str, Any] | None = CARRIED
+
+    def _get_connector_metadata(self) -> Any:
+        return types.SimpleNamespace(orders=self.orders)
+
+    def start_load_kv(self, context: object) -> None:
+        """As vLLM calls it."""
+
+    def get_transfer_results(self, finished: set[str]) -> Any:
+        return types.SimpleNamespace(finished_recving={"r"})
+
+    def request_finished_all_groups(
+        self, request: object, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        return True, self.params
+
+
+def _caches() -> list[torch.Tensor]:
+    return [torch.rand(4, 2, 3).to(torch.bfloat16) for _ in range(2)]
+
+
+def _computed(caches: list[torch.Tensor], *block_ids: int) -> list[str]:
+    connector = Connector()
+    witness = BlockWitness(connector, connector, caches)
+    connector.request_finished_all_groups(None, (list(block_ids),))
+    digests: list[str] = witness.report()["computed"]["t"]
+    return digests
+
+
+def _loaded(caches: list[torch.Tensor], *block_ids: int, first: int = 0) -> Any:
+    connector = Connector(LoadOrder("r", "t", "", (block_ids,), first))
+    witness = BlockWitness(connector, connector, caches)
+    connector.start_load_kv(None)
+    connector.get_transfer_results(set())
+    return witness.report()["loaded"]["t"]
+
+
+def test_equal_blocks_have_equal_digests_wherever_they_lie() -> None:
+    theirs, ours = _caches(), _caches()
+    for there, here in zip(theirs, ours, strict=True):
+        here[[1, 0]] = there[[2, 3]]
+    loaded = _loaded(ours, 1, 0, first=5)
+    assert loaded == {"first_block": 5, "digests": _computed(theirs, 2, 3)}
+
+
+def test_one_wrong_bit_in_the_last_layer_is_seen() -> None:
+    caches = _caches()
+    before = _computed(caches, 1, 2)
+    caches[-1].view(torch.int16)[2, 1, 2] ^= 1
+    after = _computed(caches, 1, 2)
+    assert (after[0] == before[0], after[1] == before[1]) == (True, False)
+
+
+def test_of_requests_that_move_nothing_nothing_is_noted() -> None:
+    connector = Connector(LoadOrder("r", "t", "", ()))
+    witness = BlockWitness(connector, connector, _caches())
+    connector.params = None
+    connector.start_load_kv(None)
+    connector.request_finished_all_groups(None, ([1],))
+    connector.get_transfer_results(set())
+    assert witness.report() == {"computed": {}, "loaded": {}}
+
+
+class Timed:
+    """Has every call, and one that makes another."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in times._CALLS:
+            raise AttributeError(name)
+        return lambda: name
+
+    def get_transfer_results(self) -> str:
+        return str(self.take_events())
+
+
+def test_only_steps_that_ran_the_model_are_steps() -> None:
+    timed = StepTimes()
+    for seconds, has_executed in ((0.1, True), (9.0, False), (0.3, True)):
+        timed.end_step(seconds, has_executed)
+    report = timed.report()
+    assert (report["steps"], report["idle_steps"]) == (2, 1)
+    assert report["step_s"] == 0.2
+
+
+def test_calls_belong_to_the_step_that_follows_them() -> None:
+    timed, connector = StepTimes(), Timed()
+    timed.watch(connector)
+    assert connector.get_transfer_results() == "take_events"
+    timed.end_step(1.0, True)
+    timed.end_step(1.0, True)
+    report = timed.report()
+    assert 0 < report["calls_s"] < 0.1
+    assert report["call_s"] == report["calls_s"] / 2
+    assert report["calls"]["get_transfer_results"][0] == 1
+    assert report["calls"]["take_events"][0] == 0
+
+
+def test_a_connector_may_be_watched_again() -> None:
+    connector = Timed()
+    StepTimes().watch(connector)
+    timed = StepTimes()
+    timed.watch(connector)
+    assert connector.take_events() == "take_events"
+    assert connector.take_events.__wrapped__.__name__ == "<lambda>"
+
+
+class Idle(Engine):
+    """One without a process: keeps what it is told, and whether it runs."""
+
+    def __init__(self, told: list[Idle], transfer: Any = None, **options: Any) -> None:
+        self.transfer, self.options = transfer, options
+        self.is_running, self.is_ready = True, False
+        told.append(self)
+
+    def wait_ready(self) -> Self:
+        if self.options.get("never"):
+            raise RuntimeError("the engine ended")
+        self.is_ready = True
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.is_running = False
+
+
+def test_a_pair_knows_of_each_other_and_ends_when_it_is_left() -> None:
+    engines: list[Idle] = []
+    with started_pair(
+        lambda config, **options: Idle(engines, config, **options),
+        "recompute",
+        produce={"layerwise": True},
+        consume={"load_timeout_s": 1.0},
+        options={"producer": {"block_size": 64}},
+    ) as pair:
+        producer, consumer = engines
+        assert (pair.producer, pair.consumer) == (producer, consumer)
+        assert all(engine.is_running and engine.is_ready for engine in engines)
+    assert not any(engine.is_running for engine in engines)
+    url = producer.transfer["kv_connector_extra_config"]["listen"]
+    assert producer.transfer == transfer("kv_producer", listen=url, layerwise=True)
+    extra = {"peers": [url], "load_timeout_s": 1.0}
+    assert consumer.transfer == transfer("kv_consumer", "recompute", **extra)
+    assert (producer.options, consumer.options) == ({"block_size": 64}, {})
+
+
+def test_none_is_left_when_one_does_not_start() -> None:
+    engines: list[Idle] = []
+    never = {"consumer": {"never": True}}
+    with pytest.raises(RuntimeError, match="ended"):
+        with started_pair(
+            lambda config, **options: Idle(engines, config, **options), options=never
+        ):
+            pytest.fail("one of the two is not ready")
+    assert [engine.is_running for engine in engines] == [False, False]
+
+
+def test_a_prompt_is_the_seeds_own_without_special_tokens() -> None:
+    assert random_prompt(50, seed=1) == random_prompt(50, seed=1)
+    assert random_prompt(50, seed=1) != random_prompt(50, seed=2)
+    assert all(2 < token < VOCABULARY for token in random_prompt(1000, seed=3))
