@@ -1,23 +1,39 @@
+"""What CUDA promises of memory, streams, events and handles, and what it refuses."""
+
 from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy
 import pytest
+import torch
 
-from asynckv.devices.cuda import CudaApi
+from asynckv.devices.tensors import gpu_of
 from asynckv.errors import GPUFailed
+from asynckv.tensors.views import bytes_of
+from asynckv.testing.blocked import until
 from asynckv.types import TensorSpec
 from harness.fake_gpus import POISON, FakeGpus, FakeProcess
+from harness.fake_gpus.cuda import FakeCuda
+from harness.fake_gpus.gates import Gate
 from harness.fake_gpus.tensors import FakeTensors
 
-
-def test_it_fits_the_seam(near: FakeProcess) -> None:
-    cuda: CudaApi = near.cuda
-    assert cuda.device_count() == 2
-    assert cuda.uuid(0) != cuda.uuid(1)
+IMPORTER = """
+import sys
+from harness.fake_gpus import FakeGpus
+cuda = FakeGpus().process().cuda
+memory = cuda.open_memory(bytes.fromhex(sys.argv[1]), 8)
+assert cuda.view(memory).tobytes() == b"exported"
+cuda.view(memory)[:] = list(b"imported")
+"""
 
 
 def test_bytes_go_through_pinned_memory_to_a_gpu_and_back(near: FakeProcess) -> None:
     cuda = near.cuda
+    assert cuda.device_count() == 2 and cuda.uuid(0) != cuda.uuid(1)
     there, host, stream = cuda.malloc(5), cuda.host_alloc(10), cuda.stream()
     host.view[:5] = b"hello"
     cuda.copy(there.address, host.address, 5, stream)
@@ -26,29 +42,32 @@ def test_bytes_go_through_pinned_memory_to_a_gpu_and_back(near: FakeProcess) -> 
     assert bytes(host.view) == b"hellohello"
 
 
-def test_memory_that_nobody_pinned_is_no_address(near: FakeProcess) -> None:
-    plain = numpy.zeros(8, numpy.uint8)
+def nobody_pinned(cuda: FakeCuda) -> int:
+    return int(numpy.zeros(8, numpy.uint8).ctypes.data)
+
+
+def before_it(cuda: FakeCuda) -> int:
+    return cuda.malloc(8).address - 1
+
+
+def beyond_it(cuda: FakeCuda) -> int:
+    return cuda.malloc(8).address + 1
+
+
+def freed(cuda: FakeCuda) -> int:
+    memory = cuda.malloc(8)
+    cuda.free(memory)
+    return memory.address
+
+
+@pytest.mark.parametrize("address_of", [nobody_pinned, before_it, beyond_it, freed])
+def test_what_is_nobodys_is_an_illegal_address(
+    near: FakeProcess, address_of: Callable[[FakeCuda], int]
+) -> None:
     memory, stream = near.cuda.malloc(8), near.cuda.stream()
+    address = address_of(near.cuda)
     with pytest.raises(GPUFailed, match="illegal address"):
-        near.cuda.copy(memory.address, int(plain.ctypes.data), 8, stream)
-
-
-def test_nothing_beyond_an_allocation_is_copied(near: FakeProcess) -> None:
-    memory, stream = near.cuda.malloc(8), near.cuda.stream()
-    with pytest.raises(GPUFailed, match="illegal address"):
-        near.cuda.copy(memory.address, memory.address + 1, 8, stream)
-
-
-def test_rows_are_gathered_by_their_ids(near: FakeProcess) -> None:
-    tensors, stream = FakeTensors(near), near.cuda.stream()
-    pool, packed, ids = (near.cuda.malloc(16) for _ in range(3))
-    near.cuda.view(pool)[:] = range(16)
-    near.cuda.view(ids)[:] = numpy.array([3, 0]).view(numpy.uint8)
-    table = tensors.tensor_over(pool, TensorSpec((4, 4), "uint8"))
-    tensors.move_rows(table, ids, packed.part(0, 8), stream, is_gathered=True)
-    stream.synchronize()
-    found = near.cuda.view(packed)[:8].tolist()
-    assert found == [12, 13, 14, 15, 0, 1, 2, 3] and near.cuda.launches == 1
+        near.cuda.copy(memory.address, address, 8, stream)
 
 
 def test_what_is_freed_in_the_middle_of_a_copy_reads_as_poison() -> None:
@@ -65,35 +84,97 @@ def test_what_is_freed_in_the_middle_of_a_copy_reads_as_poison() -> None:
     assert gpus.faults == ["memory was freed while a copy was under way"]
 
 
-def test_what_was_freed_is_no_address(near: FakeProcess) -> None:
-    memory, stream = near.cuda.malloc(8), near.cuda.stream()
-    near.cuda.free(memory)
-    with pytest.raises(GPUFailed, match="illegal address"):
-        near.cuda.copy(memory.address, memory.address, 8, stream)
+def test_an_event_fires_when_the_work_before_it_has_ended() -> None:
+    gpus = FakeGpus(max_delay=5, seed=3)
+    cuda = gpus.process().cuda
+    memory, stream, event = cuda.malloc(8), cuda.stream(), cuda.event()
+    assert event.query()  # it was never recorded
+    cuda.copy(memory.address, memory.address, 8, stream)
+    event.record(stream)
+    looks = 0
+    while not event.query():
+        looks += 1
+    assert looks > 0 and not stream.work
 
 
-def test_a_handle_opens_the_same_bytes_elsewhere(
+def test_a_stream_waits_for_an_event_of_another() -> None:
+    gpus = FakeGpus(max_delay=3, seed=1)
+    cuda = gpus.process().cuda
+    first, second, event = cuda.stream(), cuda.stream(), cuda.event()
+    one, two, three = (cuda.malloc(8) for _ in range(3))
+    cuda.view(one)[:] = 9
+    cuda.copy(two.address, one.address, 8, first)
+    event.record(first)
+    second.wait(event)
+    cuda.copy(three.address, two.address, 8, second)
+    second.synchronize()
+    assert cuda.view(three).tolist() == [9] * 8
+
+
+def test_work_that_fails_fails_all_behind_it(near: FakeProcess) -> None:
+    cuda, gate = near.cuda, Gate()
+    memory, stream, event = cuda.malloc(8), cuda.stream(), cuda.event()
+    stream.add(gate)
+    event.record(stream)
+    assert not event.query()
+    gate.fail(GPUFailed("broken", code=719))
+    with pytest.raises(GPUFailed, match="broken"):
+        event.query()
+    with pytest.raises(GPUFailed, match="has failed"):
+        cuda.copy(memory.address, memory.address, 8, stream)
+
+
+def test_who_asks_while_work_is_done_does_none_of_it_twice(
+    gpus: FakeGpus, near: FakeProcess
+) -> None:
+    class Asking:
+        runs = 0
+
+        def run(self) -> bool:
+            self.runs += 1
+            gpus.progress()  # as a finalizer that the collector calls in between
+            return True
+
+    stream, asking = near.cuda.stream(), [Asking(), Asking()]
+    for work in asking:
+        stream.add(work)
+    stream.synchronize()
+    assert [work.runs for work in asking] == [1, 1]
+
+
+async def test_whoever_is_kept_can_be_let_go(gpus: FakeGpus) -> None:
+    with ThreadPoolExecutor() as threads:
+        kept = threads.submit(gpus.block, lambda: False, "the moon")
+        await until(lambda: gpus.kept == ["the moon"])
+        gpus.release()
+        with pytest.raises(GPUFailed, match="nobody waits any more for the moon"):
+            kept.result()
+    gpus.block(lambda: True, "what is there")
+    assert not gpus.kept and not gpus.is_closed
+
+
+def test_a_handle_opens_the_same_bytes_elsewhere_and_once_at_a_time(
     near: FakeProcess, far: FakeProcess
 ) -> None:
     memory = near.cuda.malloc(8)
-    opened = far.cuda.open_memory(near.cuda.export(memory), 8)
+    handle = near.cuda.export(memory)
+    opened = far.cuda.open_memory(handle, 8)
     near.cuda.view(memory)[:] = 5
     assert far.cuda.view(opened).tolist() == [5] * 8
-
-
-def test_a_handle_is_not_opened_where_it_was_made(near: FakeProcess) -> None:
-    handle = near.cuda.export(near.cuda.malloc(8))
-    with pytest.raises(GPUFailed, match="what it has exported"):
-        near.cuda.open_memory(handle, 8)
-
-
-def test_a_handle_is_opened_once_at_a_time(near: FakeProcess, far: FakeProcess) -> None:
-    handle = near.cuda.export(near.cuda.malloc(8))
-    opened = far.cuda.open_memory(handle, 8)
     with pytest.raises(GPUFailed, match="open here already"):
         far.cuda.open_memory(handle, 8)
     far.cuda.close_memory(opened)
     far.cuda.open_memory(handle, 8)
+
+
+def test_a_handle_is_of_a_whole_allocation_and_for_other_processes(
+    near: FakeProcess,
+) -> None:
+    memory = near.cuda.malloc(8)
+    with pytest.raises(GPUFailed, match="an allocation"):
+        near.cuda.export(memory.part(4, 8))
+    with pytest.raises(GPUFailed, match="what it has exported"):
+        near.cuda.open_memory(near.cuda.export(memory), 8)
 
 
 @pytest.mark.parametrize("is_owner", [True, False])
@@ -112,11 +193,6 @@ def test_memory_that_is_read_here_is_not_closed(is_owner: bool) -> None:
     gpus.close()
 
 
-def test_only_the_beginning_of_an_allocation_has_a_handle(near: FakeProcess) -> None:
-    with pytest.raises(GPUFailed, match="an allocation"):
-        near.cuda.export(near.cuda.malloc(8).part(4, 8))
-
-
 def test_what_a_dead_process_exported_is_gone(
     gpus: FakeGpus, near: FakeProcess, far: FakeProcess
 ) -> None:
@@ -127,3 +203,93 @@ def test_what_a_dead_process_exported_is_gone(
         far.cuda.copy(target.address, opened.address, 8, far.cuda.stream())
     with pytest.raises(GPUFailed, match="is gone"):
         gpus.process().cuda.open_memory(handle, 8)
+
+
+def test_a_real_process_opens_what_was_exported_while_its_owner_lives(
+    near: FakeProcess,
+) -> None:
+    memory = near.cuda.malloc(8)
+    near.cuda.view(memory)[:] = list(b"exported")
+    handle = near.cuda.export(memory)
+    importer = subprocess.Popen([sys.executable, "-c", IMPORTER, handle.hex()])
+    assert importer.wait() == 0
+    assert near.cuda.view(memory).tobytes() == b"imported"
+    of_the_dead = importer.pid.to_bytes(8, "little") + handle[8:]
+    with pytest.raises(GPUFailed, match="is gone"):
+        near.cuda.open_memory(of_the_dead, 8)
+
+
+def run_in_thread(call: Callable[[], object]) -> object:
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(call).result()
+
+
+def relaxed(cuda: FakeCuda) -> None:
+    cuda.use_device(0)
+    cuda.malloc(8)
+
+
+@pytest.fixture
+def tensors(near: FakeProcess) -> FakeTensors:
+    return FakeTensors(near)
+
+
+def test_a_tensor_is_on_its_gpu_and_not_the_hosts(
+    near: FakeProcess, tensors: FakeTensors
+) -> None:
+    tensor = tensors.on_gpu(torch.arange(8, dtype=torch.uint8), 1)
+    assert gpu_of(tensor) == gpu_of(tensor[1:]) == 1
+    memory = tensors.memory_of(tensor[2:5])
+    assert near.cuda.view(memory).tolist() == [2, 3, 4]
+    with pytest.raises(ValueError, match="cuda:1"):
+        bytes_of(tensor)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn", "bool", "complex64"])
+def test_every_dtype_is_seen_over_the_same_bytes(
+    near: FakeProcess, tensors: FakeTensors, dtype: str
+) -> None:
+    spec = TensorSpec((2, 3), dtype)
+    memory = near.cuda.malloc(64)
+    tensor = tensors.tensor_over(memory, spec)
+    found = tensors.memory_of(tensor)
+    assert (found.address, found.nbytes) == (memory.address, spec.nbytes)
+
+
+def test_memory_is_ready_when_the_callers_stream_is(
+    near: FakeProcess, tensors: FakeTensors
+) -> None:
+    gate = Gate()
+    tensors.stream(0).add(gate)
+    memory = tensors.memory_of(tensors.on_gpu(torch.ones(4)))
+    assert memory.ready is not None and not memory.ready.query()
+    gate.open()
+    assert memory.ready.query()
+
+
+def test_no_stream_of_cuda_waits_for_a_mark_of_torchs(
+    near: FakeProcess, tensors: FakeTensors
+) -> None:
+    mark = tensors.mark(tensors.stream_of(0))
+    with pytest.raises(TypeError, match="not an event"):
+        near.cuda.stream().wait(mark)
+    with pytest.raises(TypeError, match="not a stream"):
+        near.cuda.event().record(tensors.stream(0))
+
+
+def test_a_stream_is_the_threads_that_uses_it(tensors: FakeTensors) -> None:
+    side = tensors.new_stream(0)
+    with tensors.use_stream(side):
+        assert tensors.stream_of(0) is side
+        assert tensors.stream_of(1) is not side
+        elsewhere = run_in_thread(lambda: tensors.stream_of(0))
+    assert elsewhere is tensors.stream_of(0) is not side
+
+
+def test_a_thread_that_would_break_a_capture_is_written_down(
+    gpus: FakeGpus, near: FakeProcess
+) -> None:
+    run_in_thread(lambda: near.cuda.malloc(8))
+    assert "break the engine's capture" in gpus.faults.pop()
+    run_in_thread(lambda: relaxed(near.cuda))
+    assert not gpus.faults
