@@ -1,25 +1,19 @@
 from __future__ import annotations
 
-import logging
+import importlib.util
 import random
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from harness.fuzzing import fuzzer
+from harness.fuzzing import coverage_guided, fuzzer
 from harness.fuzzing.__main__ import main
 from harness.fuzzing.corpus import Corpus
-from harness.fuzzing.fuzzer import (
-    TARGETS,
-    Failing,
-    Report,
-    fuzz,
-    fuzz_target,
-    replay,
-)
-from harness.fuzzing.oracle import Target, expect
+from harness.fuzzing.fuzzer import TARGETS, Failing, Report, fuzz, fuzz_target, replay
+from harness.fuzzing.oracle import Target, expect, pieces_of
 
 CORPUS = Corpus(1)
 
@@ -45,24 +39,20 @@ def run(target: Target, inputs: int = 3000) -> Report:
 
 def test_a_run_tries_all_targets_and_finds_nothing() -> None:
     report = fuzz(1, 400)
-    assert set(report.inputs) == set(TARGETS)
-    assert report.total >= 400
+    assert set(report.inputs) == set(TARGETS) and report.total >= 400
+    assert report.slowest_s > 0 and report.most_held_bytes > 0
     assert report.failing == {}
-    assert report.slowest_s > 0
-    assert report.most_held_bytes > 0
 
 
-def test_of_each_kind_the_shortest_input_is_kept() -> None:
-    failing = run(PICKY).failing
+def test_of_each_kind_the_shortest_input_is_kept_of_the_same_seed() -> None:
+    report = run(PICKY)
+    assert report.inputs == {"picky": 3000}
+    failing = report.failing
+    assert failing == run(PICKY).failing
     assert {(f.kind.split(" ")[1], len(f.data)) for f in failing.values()} == {
         ("Finding", 1),
         ("KeyError", 1),
     }
-
-
-def test_the_same_seed_finds_the_same() -> None:
-    assert run(PICKY).failing == run(PICKY).failing
-    assert run(PICKY).inputs == {"picky": 3000}
 
 
 def test_what_was_found_is_replayed_from_its_file(
@@ -91,18 +81,13 @@ def test_an_input_for_which_much_is_held_is_found() -> None:
     assert [f.error[-50:] for f in report.failing.values() if "holds 10" in f.error]
 
 
-def test_a_run_is_quiet(caplog: pytest.LogCaptureFixture) -> None:
-    def speak(data: bytes) -> None:
-        logging.getLogger("asynckv.links.link").warning("again and again")
-
-    run(Target("loud", _make, speak), 5)
-    assert caplog.records == []
+Command = Callable[..., str]
 
 
 @pytest.fixture
 def command(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> Callable[..., str]:
+) -> Command:
     def run_it(*arguments: str) -> str:
         monkeypatch.setattr(sys, "argv", ["fuzzing", *arguments])
         main()
@@ -113,13 +98,58 @@ def command(
 
 @pytest.mark.multiprocess
 @pytest.mark.chaos  # tests/trust/fuzz/test_fuzz.py reads it anyway
-def test_the_command_tells_how_much_was_tried(command: Callable[..., str]) -> None:
+def test_the_command_tells_how_much_was_tried(command: Command) -> None:
     said = command("--inputs", "200", "--processes", "1")
-    assert "inputs in" in said
-    assert "peer" in said
+    assert "inputs in" in said and "peer" in said
 
 
-def test_the_command_replays(tmp_path: Path, command: Callable[..., str]) -> None:
+def test_the_command_replays(tmp_path: Path, command: Command) -> None:
     path = Failing("urls", "seed 1, input 2", "kind", b"mem:@", "error").save(tmp_path)
     said = command("--replay", str(path))
     assert said == "nothing is wrong with it any more\n"
+
+
+_is_here = importlib.util.find_spec("atheris") is not None
+
+
+needs_atheris = pytest.mark.skipif(not _is_here, reason="atheris is not installed")
+
+
+@pytest.mark.skipif(_is_here, reason="atheris is installed")
+def test_without_atheris_it_says_so() -> None:
+    with pytest.raises(SystemExit, match="pip install atheris"):
+        coverage_guided.main(["wire"])
+
+
+@needs_atheris
+@pytest.mark.multiprocess
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("target", "status", "said"),
+    [
+        ("wire", 0, b""),
+        ("greeting", 0, b""),
+        ("manifest", 0, b""),
+        ("none", 1, b"name one of these first: wire"),
+    ],
+)
+def test_steered_by_coverage_it_finds_nothing_in_a_few_runs(
+    target: str, status: int, said: bytes
+) -> None:
+    command = (sys.executable, "-m", "harness.fuzzing.coverage_guided", target)
+    ran = subprocess.run((*command, "-runs=1000"), capture_output=True, check=False)
+    assert ran.returncode == status, ran.stderr.decode()
+    assert said in ran.stderr
+
+
+@pytest.mark.parametrize("nbytes", [0, 1, 2, 36, 100, 159, 1000])
+def test_pieces_are_the_same_bytes_and_always_the_same_pieces(nbytes: int) -> None:
+    data = bytes(n % 251 for n in range(nbytes))
+    assert b"".join(pieces_of(data)) == data
+    assert pieces_of(data) == pieces_of(data)
+
+
+def test_some_short_inputs_are_cut_byte_by_byte() -> None:
+    cut = [len(pieces_of(bytes([n] * 50))) for n in range(100)]
+    assert 2 < cut.count(50) < 20
+    assert min(cut) < 5
