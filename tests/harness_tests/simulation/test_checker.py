@@ -1,6 +1,10 @@
+"""The checker can fail: what an entry's course breaks is named, and nothing else."""
+
 from __future__ import annotations
 
-from collections.abc import Iterator
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator
+from operator import contains, eq, methodcaller as do
 
 import pytest
 
@@ -9,78 +13,107 @@ from asynckv.types import TensorSpec
 from harness.simulation.checker import judge
 from harness.simulation.contents import Contents, Wanted
 from harness.simulation.history import Call, Verb
+from harness.simulation.leaving import wrong_departures
 from harness.simulation.machines import open_machines
 from harness.simulation.nodes import Process
 from harness.simulation.scenario import Scenario
 from harness.simulation.troubles import Disturbance
 from harness.simulation.watch import Life
 
-LARGE = {
-    "extras.number": TensorSpec((), "int64"),
-    "hidden": TensorSpec((2**17,), "uint8"),
-}
-SMALL = {"extras.number": TensorSpec((), "int64")}
+NUMBER = TensorSpec((), "int64")
+SMALL = {"extras.number": NUMBER}
+LARGE = {**SMALL, "hidden": TensorSpec((2**17,), "uint8")}
 
 
 class Court:
-    """A scenario that was never run, and a history made up for it."""
+    """A scenario that was never run, and a history of one entry made up for it."""
 
     def __init__(self, scenario: Scenario) -> None:
-        self.scenario = scenario
-        self.history = scenario.history
+        self.scenario, self.history = scenario, scenario.history
+        scenario.settings = dataclasses.replace(scenario.settings, max_hold_s=None)
         server = Process(scenario.server, 1)
         server.is_server = True
-        scenario.watch.lives.append(Life(server, LookupBuffer(), 0.0))
-        self.client = Process(scenario.clients[0], 1)
-        self.other = Process(scenario.clients[1], 1)
+        life = Life(server, LookupBuffer(), 0.0)
+        scenario.watch.lives.append(life)
+        self.stays = life.stays
+        self.client, self.other = (Process(node, 1) for node in scenario.clients[:2])
 
-    def inserted(
+    def know(self, *, ttl_s: float | None = 2.0) -> None:
+        """An entry with a ttl, and whatever befell it."""
+        self._enter(Contents(1, "e1", (1,), None, {}, ttl_s=ttl_s))
+
+    def insert(
         self, *, large: bool = True, deliveries: int = 1, reason: str = ""
-    ) -> Contents:
+    ) -> None:
         """An entry whose insert returned, and why it left."""
-        number = len(self.history.library.all) + 1
-        contents = Contents(
-            number,
-            f"e{number}",
-            (1, 2, number),
-            None,
-            LARGE if large else SMALL,
-            deliveries=deliveries,
-        )
-        self.history.library.all.append(contents)
-        self.call("insert", "ok", contents)
-        self.scenario.watch.reasons[number] = reason
-        return contents
+        specs = LARGE if large else SMALL
+        self._enter(Contents(1, "e1", (1, 2, 1), None, specs, deliveries=deliveries))
+        self.call("insert")
+        self.scenario.watch.reasons[1] = reason
 
-    def call(
-        self, verb: Verb, outcome: str, contents: Contents, said: str = ""
-    ) -> Call:
-        call = self.history.begin(self.client, verb, contents)
-        self.history.end(call, outcome, said)
-        return call
+    def _enter(self, contents: Contents) -> None:
+        self.contents = contents
+        self.history.library.all[:] = [contents]
 
-    def got(
+    def call(self, verb: Verb, said: str = "") -> None:
+        call = self.history.begin(self.client, verb, self.contents)
+        self.history.end(call, "ok", said)
+
+    def ask(self, verb: Verb, outcome: str, *, key: tuple[int, ...] = (9,)) -> None:
+        """A call that gets nothing, and how it ended."""
+        call = self.history.begin(self.other, verb, wanted=Wanted(key))
+        self.history.end(call, outcome)
+
+    def get(
         self,
-        contents: Contents,
         outcome: str = "ok",
-        *,
         verb: Verb = "take",
+        *,
         attempt: int = 1,
-        process: Process | None = None,
+        is_other: bool = False,
     ) -> Call:
-        """A delivery of that entry, and how the call ended."""
-        wanted = Wanted(contents.tokens)
-        call = self.history.begin(process or self.client, verb, wanted=wanted)
-        self.history.receive(call, contents, attempt)
+        """A delivery of the entry, and how the call ended."""
+        call = self.receive(verb, attempt=attempt, is_other=is_other)
         self.history.end(call, outcome)
         return call
 
-    def disturb(self) -> None:
-        name = self.client.node.name
-        self.scenario.troubles.disturbances.append(Disturbance(name, "cut", 0.0, 1.0))
+    def receive(
+        self, verb: Verb = "borrow", *, attempt: int = 1, is_other: bool = False
+    ) -> Call:
+        process = self.other if is_other else self.client
+        wanted = Wanted(self.contents.tokens)
+        self.last = self.history.begin(process, verb, wanted=wanted)
+        self.history.receive(self.last, self.contents, attempt)
+        return self.last
 
-    def verdict(self) -> str:
-        return "; ".join(judge(self.scenario))
+    def release(self) -> None:
+        self.history.release(self.last)
+        self.history.end(self.last, "ok")
+
+    def lose_link(self) -> None:
+        """A take that was cancelled: who made it does not know what it got."""
+        wanted = Wanted(self.contents.tokens)
+        call = self.history.begin(self.client, "take", wanted=wanted)
+        self.history.end(call, "cancelled")
+
+    def blame(self) -> None:
+        call = self.history.begin(self.client, "take", wanted=Wanted())
+        self.history.blame(call, "the entry has other bytes")
+
+    def come(self, *, is_committed: bool = True) -> None:
+        self.stays.come("e1")
+        if is_committed:
+            self.stays.commit("e1")
+
+    def leave(self, reason: str) -> None:
+        self.stays.leave("e1", reason)
+
+    def go_to(self, at: float) -> None:
+        self.scenario.world.now = at
+
+    def disturb(self, at: float = 0.0) -> None:
+        disturbance = Disturbance(self.client.node.name, "cut", at, at)
+        self.scenario.troubles.disturbances.append(disturbance)
 
 
 @pytest.fixture
@@ -89,140 +122,162 @@ def court() -> Iterator[Court]:
         yield Court(Scenario(machines, min_events=1))
 
 
-def test_an_entry_that_was_taken_once_is_right(court: Court) -> None:
-    court.got(court.inserted())
-    assert court.verdict() == ""
+Course = list[Callable[[Court], object] | str]
+"""What happens to an entry, and between it the verdict; "" is right."""
+
+IN = do("insert")
+LEFT = [do("come", is_committed=False), do("leave", "withdrawn")]
+COURSES: dict[str, Course] = {
+    "lost until it was taken": [IN, "lost: e1: 1 of 1, ''", do("get"), ""],
+    **{
+        f"lost by {reason}": [
+            do("insert", reason=reason),
+            f"lost: e1: 1 of 1, {reason!r}",
+        ]
+        for reason in ("producer", "closed", "unknown", "never")
+    },
+    "withdrawn": [
+        *(do("insert", reason="withdrawn"), "lost", *LEFT),
+        *(do("call", "withdraw", "True"), ""),
+    ],
+    "inserted again in vain": [
+        *(do("insert", reason="producer"), do("call", "withdraw", "True")),
+        *(do("come"), do("leave", "withdrawn")),
+        *(do("come", is_committed=False), do("leave", "producer"), ""),
+    ],
+    "inserted again and lost": [
+        *(do("insert", reason="producer"), do("call", "withdraw", "True")),
+        *(do("come"), do("leave", "withdrawn")),
+        *(do("come"), do("leave", "producer"), "lost"),
+    ],
+    "taken where the link was lost": [
+        *(IN, do("lose_link"), "lost", do("disturb"), ""),
+    ],
+    "a large one that two took": [
+        *(IN, do("get"), do("get", attempt=2), do("disturb")),
+        "counted twice: e1 for 1: calls 2, 3",
+    ],
+    "a small one that came again where the link was lost": [
+        *(do("insert", large=False), do("get"), do("get", attempt=2, is_other=True)),
+        *("counted twice", do("disturb"), ""),
+    ],
+    "two deliveries to one": [
+        *(do("insert", deliveries=2), do("get"), do("get", attempt=2)),
+        "2 deliveries to client1",
+    ],
+    "one delivery twice": [
+        *(IN, do("get", "ApplicationError", "borrow"), do("get")),
+        "attempt 1 was delivered 2 times",
+    ],
+    "other bytes": [do("blame"), "wrong bytes: call 1 take any"],
+    **{
+        f"{verb} ends by {outcome}": [
+            do("ask", verb, outcome),
+            f"unexpected: call 1 {verb}",
+        ]
+        for verb, outcome in (
+            ("take", "RuntimeError"),
+            ("insert", "AssertionError"),
+            ("insert", "EntryConflict"),
+            ("take", "PeerLost"),
+            ("peek", "TimeoutError"),
+            ("borrow", "LeaseLost"),
+            ("take", "ChecksumError"),
+            ("take", "PeerRestarted"),
+            ("take", "BufferClosed"),
+        )
+    },
+}
 
 
-def test_an_entry_that_nobody_got_is_lost(court: Court) -> None:
-    court.inserted()
-    assert court.verdict() == "lost: e1: 1 of 1, ''"
-
-
-@pytest.mark.parametrize("reason", ["producer", "closed", "unknown", "never"])
-def test_an_entry_that_left_for_no_named_reason_is_lost(
-    court: Court, reason: str
+@pytest.mark.parametrize("course", COURSES.values(), ids=COURSES)
+def test_what_is_lost_counted_twice_or_unexpected_is_named(
+    court: Court, course: Course
 ) -> None:
-    court.inserted(reason=reason)
-    assert "lost" in court.verdict()
+    follow(court, course, judge, contains)
 
 
-def test_a_withdrawal_explains_what_left_by_it_and_nothing_else_does(
+KNOWN = [do("know"), do("go_to", 10.0), do("come")]
+RECEIVED = [*KNOWN, do("go_to", 11.0), do("receive")]
+DEPARTURES: dict[str, Course] = {
+    "by its ttl": [*KNOWN, do("go_to", 12.0), do("leave", "ttl"), ""],
+    "long after its ttl": [*KNOWN, do("go_to", 17.0), do("leave", "ttl"), ""],
+    "before its ttl": [
+        *(*KNOWN, do("go_to", 11.9), do("leave", "ttl")),
+        "e1: left by its ttl of 2 s after 1.900000 s",
+    ],
+    "by a ttl that it has not": [
+        *(do("know", ttl_s=None), *KNOWN[1:], do("go_to", 800.0), do("leave", "ttl")),
+        "e1: left by ttl, and no ttl had begun",
+    ],
+    **{
+        f"out of hands by {reason}": [
+            *(*RECEIVED, do("go_to", 13.0), do("leave", reason)),
+            *(do("go_to", 14.0), do("release")),
+            f"e1: left by {reason!r} out of the hands of call 1",
+            *(do("disturb", 10.5), ""),
+        ]
+        for reason in ("ttl", "withdrawn")
+    },
+    "given back after its ttl": [
+        *(*RECEIVED, do("go_to", 14.0), do("release")),
+        *(do("go_to", 14.1), do("leave", "ttl"), ""),
+    ],
+    "delivered after it had left": [
+        *(*KNOWN, do("go_to", 11.0), do("leave", "withdrawn")),
+        *(do("go_to", 11.5), do("receive")),
+        "e1: came to call 1 after it had left",
+    ],
+    "delivered when it had come again": [
+        *(*KNOWN, do("go_to", 11.0), do("leave", "withdrawn")),
+        *(do("go_to", 12.0), do("come"), do("go_to", 12.5), do("receive"), ""),
+    ],
+    "delivered after its ttl": [
+        *(*KNOWN, do("go_to", 12.5), do("receive")),
+        *("e1: came to call 1, which began after its ttl", do("disturb", 11.0), ""),
+    ],
+    "taken back in vain": [
+        *(*KNOWN, do("go_to", 11.0), do("call", "withdraw", "True")),
+        *("e1: call 1 took nothing back", do("leave", "withdrawn"), ""),
+    ],
+}
+
+
+@pytest.mark.parametrize("course", DEPARTURES.values(), ids=DEPARTURES)
+def test_what_leaves_wrongly_is_named(court: Court, course: Course) -> None:
+    follow(court, course, wrong_departures, eq)
+
+
+def follow(
     court: Court,
+    course: Course,
+    verdict: Callable[[Scenario], Iterable[str]],
+    is_verdict: Callable[[str, str], bool],
 ) -> None:
-    contents = court.inserted(reason="withdrawn")
-    assert "lost" in court.verdict()
-    stays = court.scenario.watch.lives[-1].stays
-    stays.come(contents.entry_id)
-    stays.leave(contents.entry_id, "withdrawn")
-    court.call("withdraw", "ok", contents, "True")
-    assert court.verdict() == ""
-
-
-@pytest.mark.parametrize("is_committed", [False, True])
-def test_what_is_inserted_again_in_vain_is_lost_only_if_it_was_in_again(
-    court: Court, *, is_committed: bool
-) -> None:
-    contents = court.inserted(reason="producer")
-    court.call("withdraw", "ok", contents, "True")
-    stays = court.scenario.watch.lives[-1].stays
-    for reason in ("withdrawn", "producer"):
-        stays.come(contents.entry_id)
-        if reason == "withdrawn" or is_committed:
-            stays.commit(contents.entry_id)
-        stays.leave(contents.entry_id, reason)
-    assert ("lost" in court.verdict()) == is_committed
+    for step in course:
+        if isinstance(step, str):
+            found = "; ".join(verdict(court.scenario))
+            assert is_verdict(found, step) and bool(found) == bool(step)
+        else:
+            step(court)
 
 
 @pytest.mark.parametrize("reason", ["max_deliver", "withdrawn"])
 def test_what_one_holds_may_be_lost_to_it_when_it_failed_at_others(
     court: Court, reason: str
 ) -> None:
-    contents = court.inserted(deliveries=2)
-    call = court.got(contents, "LeaseLost", verb="borrow")
-    assert "LeaseLost" in court.verdict()
-    stays = court.scenario.watch.lives[-1].stays
-    stays.come(contents.entry_id)
-    stays.leave(contents.entry_id, reason)
-    assert call.began <= stays.of(contents.entry_id)[0].left
-    assert ("LeaseLost" in court.verdict()) == (reason == "withdrawn")
+    court.insert(deliveries=2)
+    court.get("LeaseLost", "borrow")
+    assert "LeaseLost" in "; ".join(judge(court.scenario))
+    court.come(is_committed=False)
+    court.leave(reason)
+    is_explained = "LeaseLost" not in "; ".join(judge(court.scenario))
+    assert is_explained == (reason == "max_deliver")
 
 
 def test_failures_explain_max_deliver_if_there_were_so_many(court: Court) -> None:
-    contents = court.inserted(reason="max_deliver")
-    most = court.scenario.settings.max_deliver
-    for attempt in range(1, most + 1):
-        assert "lost" in court.verdict()
-        court.got(contents, "ApplicationError", verb="borrow", attempt=attempt)
-    assert court.verdict() == ""
-
-
-def test_a_consumer_that_lost_its_link_may_have_taken_the_entry_along(
-    court: Court,
-) -> None:
-    contents = court.inserted()
-    call = court.history.begin(court.client, "take", wanted=Wanted(contents.tokens))
-    court.history.end(call, "cancelled")
-    assert "lost" in court.verdict()
-    court.disturb()
-    assert court.verdict() == ""
-
-
-def test_a_large_entry_that_two_took_counted_twice(court: Court) -> None:
-    contents = court.inserted()
-    court.got(contents)
-    court.got(contents, attempt=2)
-    court.disturb()
-    assert "counted twice: e1 for 1: calls 2, 3" in court.verdict()
-
-
-def test_a_small_one_may_come_again_where_its_link_was_lost(court: Court) -> None:
-    contents = court.inserted(large=False)
-    court.got(contents)
-    court.got(contents, attempt=2, process=court.other)
-    assert "counted twice" in court.verdict()
-    court.disturb()
-    assert court.verdict() == ""
-
-
-def test_deliveries_go_to_different_consumers(court: Court) -> None:
-    contents = court.inserted(deliveries=2)
-    court.got(contents)
-    court.got(contents, attempt=2)
-    assert "2 deliveries to client1" in court.verdict()
-
-
-def test_each_delivery_has_a_number_of_its_own(court: Court) -> None:
-    contents = court.inserted()
-    court.got(contents, "ApplicationError", verb="borrow")
-    court.got(contents)
-    assert "attempt 1 was delivered 2 times" in court.verdict()
-
-
-@pytest.mark.parametrize(
-    ("verb", "outcome"),
-    [
-        ("take", "RuntimeError"),
-        ("insert", "AssertionError"),
-        ("insert", "EntryConflict"),
-        ("take", "PeerLost"),
-        ("peek", "TimeoutError"),
-        ("borrow", "LeaseLost"),
-        ("take", "ChecksumError"),
-        ("take", "PeerRestarted"),
-        ("take", "BufferClosed"),
-    ],
-)
-def test_an_end_that_nothing_explains_is_unexpected(
-    court: Court, verb: Verb, outcome: str
-) -> None:
-    call = court.history.begin(court.other, verb, wanted=Wanted((9,)))
-    court.history.end(call, outcome)
-    if court.scenario.settings.max_hold_s is None or outcome != "LeaseLost":
-        assert f"unexpected: call 1 {verb}" in court.verdict()
-
-
-def test_what_was_seen_at_once_is_in_the_verdict(court: Court) -> None:
-    call = court.history.begin(court.client, "take", wanted=Wanted())
-    court.history.blame(call, "the entry has other bytes")
-    assert court.verdict().startswith("wrong bytes: call 1 take any")
+    court.insert(reason="max_deliver")
+    for attempt in range(1, court.scenario.settings.max_deliver + 1):
+        assert "lost" in "; ".join(judge(court.scenario))
+        court.get("ApplicationError", "borrow", attempt=attempt)
+    assert judge(court.scenario) == []

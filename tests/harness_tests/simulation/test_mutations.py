@@ -1,8 +1,9 @@
-"""The checker can fail: each fault put into the package is found within a few seeds."""
+"""The checkers can fail: each fault put into the package is found in a few seeds."""
 
 from __future__ import annotations
 
 import asyncio
+import collections
 import itertools
 from collections.abc import Callable
 from typing import Any, Final
@@ -14,14 +15,17 @@ from asynckv.buffers.entries.leases import Leases, Matcher
 from asynckv.buffers.entries.ledger import Ledger
 from asynckv.buffers.entries.prefix_index import PrefixIndex
 from asynckv.buffers.entries.table import EntryTable
-from asynckv.protocol.transfer import ReceiveState
+from asynckv.protocol.transfer import ReceiveState, SendState, Verdict
+from asynckv.protocol.transfer_frames import Sent
 from asynckv.tensors.arena import Arena
 from asynckv.transfers.delivery import ReceiveBudget
 from asynckv.transports.inline import InlineTransport
 from asynckv.waits.line import FairLine
+from harness.simulation.transfers import tell_transfer
 from harness.simulation.verdict import simulate
 
 MAX_SEEDS: Final = 120
+
 
 Mutation = Callable[[pytest.MonkeyPatch], None]
 
@@ -147,6 +151,8 @@ QUICK: Final[tuple[Mutation, ...]] = (
     one_token_is_enough,
     a_receive_bound_is_given_back_twice,
 )
+
+
 SLOW: Final[tuple[Mutation, ...]] = (
     a_ttl_is_over_at_once,
     a_withdrawal_takes_nothing,
@@ -161,6 +167,8 @@ SLOW: Final[tuple[Mutation, ...]] = (
     payload_is_not_verified,
     memory_is_not_quiet_after_a_cancel,
 )
+
+
 MUTATIONS: Final = (
     *QUICK,
     *(pytest.param(mutation, marks=pytest.mark.chaos) for mutation in SLOW),
@@ -179,3 +187,68 @@ def test_a_fault_in_the_package_is_found_within_a_few_seeds(
         found = next((seed for seed in seeds if simulate(seed).broken), None)
     assert found is not None
     assert simulate(found).broken == ()
+
+
+SEEDS = 2000
+
+
+def test_every_seed_keeps_the_promises_of_a_transfer() -> None:
+    seen = collections.Counter[str]()
+    for story in map(tell_transfer, range(SEEDS)):
+        seen["whole"] += story.is_whole
+        seen["lost"] += story.receiver.is_lost
+        seen["lost and whole"] += story.receiver.is_lost and story.is_whole
+        seen["stopped"] += story.receiver.is_stopped
+        seen["differed"] += bool(story.differed)
+    assert seen["whole"] > SEEDS // 2
+    assert min(seen.values()) > SEEDS // 100, seen
+    assert tell_transfer(7).told == tell_transfer(7).told
+
+
+def tells_again(patch: pytest.MonkeyPatch) -> None:
+    compare = ReceiveState.compare
+
+    def tell(self: ReceiveState, part: int, landed: bytes, sent: bytes) -> Verdict:
+        verdict = compare(self, part, landed, sent)
+        return "verified" if verdict == "again" else verdict
+
+    patch.setattr(ReceiveState, "compare", tell)
+
+
+def hears_who_is_gone(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(ReceiveState, "stop", lambda self: None)
+
+
+def says_all_of_it(patch: pytest.MonkeyPatch) -> None:
+    def sent(self: SendState, part: int, digest: bytes) -> Sent:
+        return Sent(self.transfer, part, digest, "full", self.route)
+
+    patch.setattr(SendState, "sent", sent)
+
+
+def sends_nothing_anew(patch: pytest.MonkeyPatch) -> None:
+    on_grant = SendState.on_grant
+
+    def grant_once(self: SendState, grant: object) -> object:
+        return None if self.is_granted else on_grant(self, grant)  # type: ignore[arg-type]
+
+    patch.setattr(SendState, "on_grant", grant_once)
+
+
+@pytest.mark.parametrize(
+    "mutate",
+    [
+        payload_is_not_verified,
+        tells_again,
+        hears_who_is_gone,
+        says_all_of_it,
+        sends_nothing_anew,
+    ],
+)
+def test_a_fault_in_a_transfer_is_found_within_a_few_seeds(
+    mutate: Mutation, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mutate(monkeypatch)
+    with pytest.raises(Exception):  # noqa: B017 - whatever is noticed
+        for seed in range(SEEDS):
+            tell_transfer(seed)
