@@ -84,12 +84,6 @@ def test_importing_is_no_code_from_data(
     assert not audit.found()
 
 
-def test_nothing_is_heard_after_the_end(audit: Audit) -> None:
-    audit.end()
-    as_if_in(OURS)(eval, "1 + 1")
-    assert not audit.found()
-
-
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("forks", [False, True])
 def test_what_a_process_does_that_is_started_meanwhile_is_found(

@@ -75,13 +75,6 @@ async def test_a_call_that_waits_is_told(ground: Ground) -> None:
     await asyncio.wait({waiting})
 
 
-async def test_a_task_is_told(ground: Ground) -> None:
-    task = asyncio.create_task(asyncio.Event().wait(), name="idle")
-    assert await left_in(ground) == "left behind: task idle: 1"
-    task.cancel()
-    await asyncio.wait({task})
-
-
 async def test_a_tensor_that_nobody_took_from_the_pipe_is_told(ground: Ground) -> None:
     assert ground.pipe is not None
     near, far = ground.pipe

@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+from collections.abc import AsyncIterator
 
 import msgspec
 import pytest
@@ -17,8 +18,14 @@ from harness.crashes.account import Account, Findings
 from harness.crashes.crew import Crew
 from harness.crashes.footprint import Footprint
 from harness.crashes.orders import Order, Report
-from harness.crashes.run import judge, kill_workers, leave_under_load, new_buffer
+from harness.crashes.run import judge, new_buffer
 from harness.crashes.workshop import open_workshop
+
+
+@pytest.fixture
+async def local() -> AsyncIterator[LookupBuffer]:
+    async with LookupBuffer("8MiB", drain_s=0) as buffer:
+        yield buffer
 
 
 async def test_who_is_killed_goes_on_where_it_was(local: LookupBuffer) -> None:
@@ -47,19 +54,6 @@ async def test_it_counts_what_is_in_use(local: LookupBuffer) -> None:
     waiting.cancel()
     assert (now.tasks - before.tasks, now.waiting) == (1, 1)
     assert now.resident_bytes > 2**20 and now.descriptors > 2
-
-
-@pytest.mark.chaos  # tests/trust/test_crashes.py has more of them
-async def test_a_few_kills_break_no_promise() -> None:
-    found = await kill_workers("tcp://127.0.0.1:0", kills=4, seed=1, couples=1)
-    assert found.kills >= 4 and found.inserted
-    assert found.wrongs == ()
-
-
-@pytest.mark.chaos  # as above
-async def test_leaving_under_load_loses_nothing() -> None:
-    found = await leave_under_load("tcp://127.0.0.1:0", seed=1, couples=1, steps=8)
-    assert found.inserted and found.wrongs == ()
 
 
 async def test_the_verdict_waits_for_streams_of_the_dead_to_end() -> None:

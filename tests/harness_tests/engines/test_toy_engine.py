@@ -10,7 +10,6 @@ from collections.abc import AsyncIterator
 
 import msgspec
 import pytest
-import torch
 
 from asynckv.config import KVTransferConfig
 from asynckv.parallel.shapes import EngineShape, KVLayout, Rank
@@ -39,26 +38,6 @@ def test_the_next_token_depends_on_every_byte() -> None:
     rows = rows.copy()
     rows[1, 0, 3] ^= 1
     assert model.next_token([model.sum_of(rows, 0, 0)]) != before
-
-
-@pytest.mark.parametrize(
-    "layout",
-    [
-        KVLayout.kv_first(),
-        KVLayout.kv_first("HND"),
-        KVLayout.blocks_first(),
-        KVLayout.fused("HND"),
-    ],
-)
-def test_what_is_written_is_read_in_any_layout(layout: KVLayout) -> None:
-    shape = toy_shape(MODEL, tp_size=2, block_size=4, layout=layout)
-    rank, tokens = ToyRank(MODEL, shape, 1, 8), list(range(10))
-    layer = MODEL.layer_names[2]
-    rank.write(layer, [5, 1, 7], tokens[:6], 0)
-    rank.write(layer, [5, 1, 7], tokens, 6)
-    mine = torch.from_numpy(MODEL.rows(tokens, 0, 2))[:, :, 2:]
-    assert torch.equal(rank.read(layer, [5, 1, 7], 10), mine)
-    assert len(rank.sums([5, 1, 7], 10)) == 4 * 2
 
 
 def shape_of(layout: KVLayout, tp: int = 1) -> EngineShape:
@@ -96,16 +75,6 @@ def alone(num_blocks: int = 16, tp_size: int = 1) -> ToyEngine:
     shape = toy_shape(MODEL, tp_size=tp_size)
     ranks = [ToyRank(MODEL, shape, rank, num_blocks) for rank in range(tp_size)]
     return ToyEngine(ranks, num_blocks=num_blocks, chunk=32)
-
-
-@pytest.mark.parametrize("tp_size", [1, 2])
-async def test_without_a_connector_it_generates_what_the_model_says(
-    tp_size: int,
-) -> None:
-    async with alone(tp_size=tp_size) as engine:
-        output = await engine.generate(TOKENS, 4, request_id="r")
-        assert output.tokens == MODEL.generate(TOKENS, 4)
-        assert engine.blocks_in_use == 0
 
 
 async def test_requests_wait_for_blocks_and_an_abort_gives_them_back() -> None:

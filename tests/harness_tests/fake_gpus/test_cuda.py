@@ -14,8 +14,6 @@ import torch
 from asynckv.devices.tensors import gpu_of
 from asynckv.errors import GPUFailed
 from asynckv.tensors.views import bytes_of
-from asynckv.testing.blocked import until
-from asynckv.types import TensorSpec
 from harness.fake_gpus import POISON, FakeGpus, FakeProcess
 from harness.fake_gpus.cuda import FakeCuda
 from harness.fake_gpus.gates import Gate
@@ -29,17 +27,6 @@ memory = cuda.open_memory(bytes.fromhex(sys.argv[1]), 8)
 assert cuda.view(memory).tobytes() == b"exported"
 cuda.view(memory)[:] = list(b"imported")
 """
-
-
-def test_bytes_go_through_pinned_memory_to_a_gpu_and_back(near: FakeProcess) -> None:
-    cuda = near.cuda
-    assert cuda.device_count() == 2 and cuda.uuid(0) != cuda.uuid(1)
-    there, host, stream = cuda.malloc(5), cuda.host_alloc(10), cuda.stream()
-    host.view[:5] = b"hello"
-    cuda.copy(there.address, host.address, 5, stream)
-    cuda.copy(host.address + 5, there.address, 5, stream)
-    stream.synchronize()
-    assert bytes(host.view) == b"hellohello"
 
 
 def nobody_pinned(cuda: FakeCuda) -> int:
@@ -122,35 +109,6 @@ def test_work_that_fails_fails_all_behind_it(near: FakeProcess) -> None:
         event.query()
     with pytest.raises(GPUFailed, match="has failed"):
         cuda.copy(memory.address, memory.address, 8, stream)
-
-
-def test_who_asks_while_work_is_done_does_none_of_it_twice(
-    gpus: FakeGpus, near: FakeProcess
-) -> None:
-    class Asking:
-        runs = 0
-
-        def run(self) -> bool:
-            self.runs += 1
-            gpus.progress()  # as a finalizer that the collector calls in between
-            return True
-
-    stream, asking = near.cuda.stream(), [Asking(), Asking()]
-    for work in asking:
-        stream.add(work)
-    stream.synchronize()
-    assert [work.runs for work in asking] == [1, 1]
-
-
-async def test_whoever_is_kept_can_be_let_go(gpus: FakeGpus) -> None:
-    with ThreadPoolExecutor() as threads:
-        kept = threads.submit(gpus.block, lambda: False, "the moon")
-        await until(lambda: gpus.kept == ["the moon"])
-        gpus.release()
-        with pytest.raises(GPUFailed, match="nobody waits any more for the moon"):
-            kept.result()
-    gpus.block(lambda: True, "what is there")
-    assert not gpus.kept and not gpus.is_closed
 
 
 def test_a_handle_opens_the_same_bytes_elsewhere_and_once_at_a_time(
@@ -243,17 +201,6 @@ def test_a_tensor_is_on_its_gpu_and_not_the_hosts(
     assert near.cuda.view(memory).tolist() == [2, 3, 4]
     with pytest.raises(ValueError, match="cuda:1"):
         bytes_of(tensor)
-
-
-@pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn", "bool", "complex64"])
-def test_every_dtype_is_seen_over_the_same_bytes(
-    near: FakeProcess, tensors: FakeTensors, dtype: str
-) -> None:
-    spec = TensorSpec((2, 3), dtype)
-    memory = near.cuda.malloc(64)
-    tensor = tensors.tensor_over(memory, spec)
-    found = tensors.memory_of(tensor)
-    assert (found.address, found.nbytes) == (memory.address, spec.nbytes)
 
 
 def test_memory_is_ready_when_the_callers_stream_is(

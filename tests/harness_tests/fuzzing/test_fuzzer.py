@@ -96,13 +96,6 @@ def command(
     return run_it
 
 
-@pytest.mark.multiprocess
-@pytest.mark.chaos  # tests/trust/fuzz/test_fuzz.py reads it anyway
-def test_the_command_tells_how_much_was_tried(command: Command) -> None:
-    said = command("--inputs", "200", "--processes", "1")
-    assert "inputs in" in said and "peer" in said
-
-
 def test_the_command_replays(tmp_path: Path, command: Command) -> None:
     path = Failing("urls", "seed 1, input 2", "kind", b"mem:@", "error").save(tmp_path)
     said = command("--replay", str(path))

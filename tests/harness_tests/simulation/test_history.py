@@ -117,17 +117,6 @@ def test_a_call_is_blamed_for_what_it_got_and_for_nothing_else(
     assert wrong in "".join(history.wrong) and bool(wrong) == bool(history.wrong)
 
 
-def test_nothing_is_heard_of_a_process_that_crashed(machines: Machines) -> None:
-    history, process = History(), Process(machines.add("client1"), 1)
-    call = history.begin(process, "take", wanted=Wanted())
-    history.crash(process)
-    process.is_gone = True
-    history.end(call, "ok")
-    history.receive(call, history.library.new(random.Random(1)), 1)
-    history.blame(call, "something")
-    assert (call.outcome, call.delivery, history.wrong) == ("crashed", None, [])
-
-
 @pytest.fixture
 def library() -> Library:
     chance, library = random.Random(1), Library()

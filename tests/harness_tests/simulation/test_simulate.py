@@ -101,11 +101,3 @@ def test_totals_of_several_processes_are_added() -> None:
     assert totals == Totals(15, 550, 9, 61, [7, 4, 11])
     with pytest.raises(ValueError, match="no totals"):
         totals.add("Killed")
-
-
-@pytest.mark.chaos  # tests/trust/test_simulation.py does so anyway
-@pytest.mark.multiprocess
-def test_seeds_are_shared_out_to_processes() -> None:
-    status, text = said("--seeds", "1:3", "--events", "50", "--processes", "2")
-    assert status == 0 and "2 seeds, " in text
-    assert "seed 1: kept" in text and "seed 2: kept" in text

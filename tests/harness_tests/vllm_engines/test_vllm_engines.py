@@ -1,20 +1,16 @@
-"""What vLLM engines are started with, watched by and told, without any of them."""
+"""What watches vLLM engines, and what they are asked, without any of them."""
 
 from __future__ import annotations
 
 import types
-from typing import Any, Self
+from typing import Any
 
-import pytest
 import torch
 
 from asynckv.connectors.requests import LoadOrder, P2PMetadata
 from harness.vllm_engines import (
-    Engine,
     random_prompt,
-    started_pair,
     times,
-    transfer,
 )
 from harness.vllm_engines.times import StepTimes
 from harness.vllm_engines.tiny import VOCABULARY
@@ -103,84 +99,18 @@ class Timed:
         return str(self.take_events())
 
 
-def test_only_steps_that_ran_the_model_are_steps() -> None:
-    timed = StepTimes()
+def test_calls_belong_to_the_step_that_follows_them_if_it_ran_the_model() -> None:
+    timed, connector = StepTimes(), Timed()
+    StepTimes().watch(connector)
+    timed.watch(connector)  # once more: it is not timed twice
+    assert connector.get_transfer_results() == "take_events"
     for seconds, has_executed in ((0.1, True), (9.0, False), (0.3, True)):
         timed.end_step(seconds, has_executed)
     report = timed.report()
-    assert (report["steps"], report["idle_steps"]) == (2, 1)
-    assert report["step_s"] == 0.2
-
-
-def test_calls_belong_to_the_step_that_follows_them() -> None:
-    timed, connector = StepTimes(), Timed()
-    timed.watch(connector)
-    assert connector.get_transfer_results() == "take_events"
-    timed.end_step(1.0, True)
-    timed.end_step(1.0, True)
-    report = timed.report()
-    assert 0 < report["calls_s"] < 0.1
-    assert report["call_s"] == report["calls_s"] / 2
-    assert report["calls"]["get_transfer_results"][0] == 1
-    assert report["calls"]["take_events"][0] == 0
-
-
-def test_a_connector_may_be_watched_again() -> None:
-    connector = Timed()
-    StepTimes().watch(connector)
-    timed = StepTimes()
-    timed.watch(connector)
-    assert connector.take_events() == "take_events"
-    assert connector.take_events.__wrapped__.__name__ == "<lambda>"
-
-
-class Idle(Engine):
-    """One without a process: keeps what it is told, and whether it runs."""
-
-    def __init__(self, told: list[Idle], transfer: Any = None, **options: Any) -> None:
-        self.transfer, self.options = transfer, options
-        self.is_running, self.is_ready = True, False
-        told.append(self)
-
-    def wait_ready(self) -> Self:
-        if self.options.get("never"):
-            raise RuntimeError("the engine ended")
-        self.is_ready = True
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.is_running = False
-
-
-def test_a_pair_knows_of_each_other_and_ends_when_it_is_left() -> None:
-    engines: list[Idle] = []
-    with started_pair(
-        lambda config, **options: Idle(engines, config, **options),
-        "recompute",
-        produce={"layerwise": True},
-        consume={"load_timeout_s": 1.0},
-        options={"producer": {"block_size": 64}},
-    ) as pair:
-        producer, consumer = engines
-        assert (pair.producer, pair.consumer) == (producer, consumer)
-        assert all(engine.is_running and engine.is_ready for engine in engines)
-    assert not any(engine.is_running for engine in engines)
-    url = producer.transfer["kv_connector_extra_config"]["listen"]
-    assert producer.transfer == transfer("kv_producer", listen=url, layerwise=True)
-    extra = {"peers": [url], "load_timeout_s": 1.0}
-    assert consumer.transfer == transfer("kv_consumer", "recompute", **extra)
-    assert (producer.options, consumer.options) == ({"block_size": 64}, {})
-
-
-def test_none_is_left_when_one_does_not_start() -> None:
-    engines: list[Idle] = []
-    never = {"consumer": {"never": True}}
-    with pytest.raises(RuntimeError, match="ended"):
-        with started_pair(
-            lambda config, **options: Idle(engines, config, **options), options=never
-        ):
-            pytest.fail("one of the two is not ready")
-    assert [engine.is_running for engine in engines] == [False, False]
+    assert (report["steps"], report["idle_steps"], report["step_s"]) == (2, 1, 0.2)
+    assert 0 < report["call_s"] == report["calls_s"] / 2 < 0.05
+    calls = report["calls"]
+    assert (calls["get_transfer_results"][0], calls["take_events"][0]) == (1, 0)
 
 
 def test_a_prompt_is_the_seeds_own_without_special_tokens() -> None:
