@@ -3,7 +3,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import weakref
-from collections.abc import AsyncIterator, Coroutine, Generator
+from collections.abc import AsyncIterator, Callable, Coroutine, Generator
 from contextlib import asynccontextmanager
 from types import TracebackType
 from typing import Any, get_args
@@ -54,37 +54,23 @@ async def select() -> None:
         await buffer.drop_select([1])
 
 
-async def names_in(coroutine_function: object) -> list[str]:
-    coroutine = coroutine_function()  # type: ignore[operator]
+async def blocked_in(coroutine: Coroutine[Any, Any, None]) -> list[str]:
+    """Return where it waits, from the outside in, and cancel it."""
     task = asyncio.create_task(coroutine)
     await until_blocked(task)
     names = [frame.f_code.co_qualname for frame in frames_of(coroutine)]
-    task.cancel()
-    await asyncio.wait({task})
-    return names
-
-
-async def test_it_looks_through_generators_and_context_managers() -> None:
-    assert await names_in(iterate) == ["iterate", "count", "wait_for_ever"]
-    found = await names_in(enter)
-    assert found[2:] == ["opened", "wait_for_ever"]
-
-
-async def test_it_looks_through_an_awaited_object() -> None:
-    assert "LocalConsumer.take" in await names_in(select)
-
-
-async def test_it_names_the_innermost_place() -> None:
-    coroutine = wait_for_ever()
-    task = asyncio.create_task(coroutine)
-    await until_blocked(task)
-    assert where(coroutine).startswith("wait_for_ever (line ")
-    assert [line.rpartition(" in ")[2] for line in trail(coroutine)] == [
-        "wait_for_ever"
-    ]
+    assert where(coroutine).startswith(f"{names[-1]} (line ")
+    assert trail(coroutine)[-1].endswith(f" in {names[-1]}")
     task.cancel()
     await asyncio.wait({task})
     assert where(coroutine) == where(object()) == "?"
+    return names
+
+
+async def test_it_looks_through_generators_managers_and_awaited_objects() -> None:
+    assert await blocked_in(iterate()) == ["iterate", "count", "wait_for_ever"]
+    assert (await blocked_in(enter()))[2:] == ["opened", "wait_for_ever"]
+    assert "LocalConsumer.take" in await blocked_in(select())
 
 
 pytestmark = pytest.mark.both_loops
@@ -101,25 +87,14 @@ async def look_away(k: int, mode: CancelMode, outcome: Outcome[Any]) -> None:
 
 
 async def test_cancels_at_every_suspension_and_then_lets_it_finish() -> None:
-    seen: list[tuple[int, CancelMode, bool]] = []
+    seen: list[tuple[int, CancelMode, bool, str | None]] = []
 
     async def check(k: int, mode: CancelMode, outcome: Outcome[str]) -> None:
-        seen.append((k, mode, outcome.cancelled))
-
-    counts = await sweep_cancellation(three_suspensions, check, modes=["task"])
-    assert seen == [(k, "task", k < 4) for k in range(5)]
-    assert (counts.rounds, counts.cancelled, counts.completed) == (5, 4, 1)
-    assert counts.suspensions == 3
-
-
-async def test_a_round_that_is_not_reached_gives_the_value() -> None:
-    values: list[str | None] = []
-
-    async def check(k: int, mode: CancelMode, outcome: Outcome[str]) -> None:
-        values.append(outcome.value)
+        seen.append((k, mode, outcome.cancelled, outcome.value))
 
     await sweep_cancellation(three_suspensions, check, modes=["task"])
-    assert values == [None, None, None, None, "done"]
+    cancelled = [(k, "task", True, None) for k in range(4)]
+    assert seen == [*cancelled, (4, "task", False, "done")]
 
 
 async def test_a_scope_cancels_every_later_await_too() -> None:
@@ -159,18 +134,6 @@ async def test_completion_cancels_between_the_result_and_the_wake_up() -> None:
     assert [future.result() for future in handed_over] == ["entry", "entry"]
 
 
-async def test_an_ignored_cancellation_counts_as_completed() -> None:
-    async def operation() -> str:
-        try:
-            await asyncio.sleep(0)
-        except asyncio.CancelledError:
-            return "too late"
-        return "in time"
-
-    counts = await sweep_cancellation(operation, look_away, modes=["task"])
-    assert (counts.cancelled, counts.completed) == (1, 2)
-
-
 async def test_before_is_awaited_for_each_round() -> None:
     prepared: list[None] = []
 
@@ -179,57 +142,6 @@ async def test_before_is_awaited_for_each_round() -> None:
 
     counts = await sweep_cancellation(three_suspensions, look_away, before=before)
     assert len(prepared) == counts.rounds
-
-
-async def test_an_operation_that_swallows_its_cancellation_is_reported() -> None:
-    release = asyncio.Event()
-
-    async def operation() -> None:
-        while not release.is_set():
-            try:
-                await release.wait()
-            except asyncio.CancelledError:
-                asyncio.get_running_loop().call_later(0.05, release.set)
-
-    with pytest.raises(TimeoutError, match="wait"):
-        await sweep_cancellation(
-            operation, look_away, modes=["task"], round_timeout_s=0.01
-        )
-
-
-async def test_a_check_that_hangs_is_reported() -> None:
-    async def check(k: int, mode: CancelMode, outcome: Outcome[str]) -> None:
-        await asyncio.get_running_loop().create_future()
-
-    with pytest.raises(TimeoutError, match=r"check\(\) does not return"):
-        await sweep_cancellation(three_suspensions, check, round_timeout_s=0.01)
-
-
-async def test_the_error_of_a_check_names_its_round() -> None:
-    async def check(k: int, mode: CancelMode, outcome: Outcome[str]) -> None:
-        assert k < 2
-
-    with pytest.raises(AssertionError) as caught:
-        await sweep_cancellation(three_suspensions, check)
-    assert caught.value.__notes__ == [
-        "in the sweep: cancelled by 'task' at suspension 2"
-    ]
-
-
-async def test_another_error_than_the_cancellation_is_raised() -> None:
-    async def operation() -> None:
-        try:
-            await asyncio.sleep(0)
-        except asyncio.CancelledError:
-            raise ValueError("not what was asked") from None
-
-    with pytest.raises(ValueError, match="not what was asked"):
-        await sweep_cancellation(operation, look_away)
-
-
-async def test_too_many_suspensions_are_an_error() -> None:
-    with pytest.raises(RuntimeError, match="more than 2 suspensions"):
-        await sweep_cancellation(three_suspensions, look_away, max_suspensions=2)
 
 
 async def test_cancelling_the_sweep_cancels_its_round() -> None:
@@ -250,6 +162,20 @@ async def test_cancelling_the_sweep_cancels_its_round() -> None:
     with pytest.raises(asyncio.CancelledError):
         await task
     assert ended == [True]
+
+
+async def test_the_error_of_a_check_names_its_round() -> None:
+    async def check(k: int, mode: CancelMode, outcome: Outcome[str]) -> None:
+        assert k < 2
+
+    with pytest.raises(AssertionError) as caught:
+        await sweep_cancellation(three_suspensions, check)
+    assert caught.value.__notes__ == [
+        "in the sweep: cancelled by 'task' at suspension 2"
+    ]
+
+
+Operation = Callable[[], Coroutine[Any, Any, Any]]
 
 
 class Deferred(Coroutine[Any, Any, str]):
@@ -280,9 +206,85 @@ class Deferred(Coroutine[Any, Any, str]):
         raise NotImplementedError
 
 
-async def test_an_object_that_is_a_coroutine_is_swept_too() -> None:
-    counts = await sweep_cancellation(Deferred, look_away, modes=["task", "scope"])
-    assert (counts.rounds, counts.suspensions) == (9, 3)
+async def swallow() -> str:
+    try:
+        await asyncio.sleep(0)
+    except asyncio.CancelledError:
+        return "too late"
+    return "in time"
+
+
+@pytest.mark.parametrize(
+    ("operation", "modes", "counts"),
+    [
+        (three_suspensions, ["task"], (5, 4, 1, 3)),
+        (Deferred, ["task", "scope"], (9, 7, 2, 3)),
+        (swallow, ["task"], (3, 1, 2, 1)),
+        # It cancels one tick later.
+        (three_suspensions, ["timeout"], (4, 3, 1, 3)),
+    ],
+)
+async def test_rounds_are_counted_by_how_they_end(
+    operation: Operation, modes: list[CancelMode], counts: tuple[int, int, int, int]
+) -> None:
+    found = await sweep_cancellation(operation, look_away, modes=modes)
+    ended = (found.rounds, found.cancelled, found.completed, found.suspensions)
+    assert ended == counts
+
+
+async def hang() -> None:
+    release = asyncio.Event()
+    while not release.is_set():
+        try:
+            await release.wait()
+        except asyncio.CancelledError:
+            asyncio.get_running_loop().call_later(0.05, release.set)
+
+
+async def end_otherwise() -> None:
+    try:
+        await asyncio.sleep(0)
+    except asyncio.CancelledError:
+        raise ValueError("not what was asked") from None
+
+
+async def time_out() -> None:
+    raise TimeoutError("its own")
+
+
+async def check_for_ever(k: int, mode: CancelMode, outcome: Outcome[Any]) -> None:
+    await wait_for_ever()
+
+
+@pytest.mark.parametrize(
+    ("operation", "check", "options", "error", "match"),
+    [
+        (
+            *(hang, look_away, {"modes": ["task"], "round_timeout_s": 0.01}),
+            *(TimeoutError, "wait"),
+        ),
+        (
+            *(three_suspensions, check_for_ever, {"round_timeout_s": 0.01}),
+            *(TimeoutError, r"check\(\) does not return"),
+        ),
+        (end_otherwise, look_away, {}, ValueError, "not what was asked"),
+        (
+            *(three_suspensions, look_away, {"max_suspensions": 2}),
+            *(RuntimeError, "more than 2 suspensions"),
+        ),
+        (time_out, look_away, {"modes": ["timeout"]}, TimeoutError, "its own"),
+    ],
+    ids=["it hangs", "its check hangs", "another error", "too long", "its own timeout"],
+)
+async def test_what_does_not_end_as_it_was_cancelled_is_reported(
+    operation: Operation,
+    check: Any,
+    options: dict[str, Any],
+    error: type[Exception],
+    match: str,
+) -> None:
+    with pytest.raises(error, match=match):
+        await sweep_cancellation(operation, check, **options)
 
 
 async def test_a_cancelled_sweep_scope_is_not_swallowed() -> None:
@@ -290,20 +292,6 @@ async def test_a_cancelled_sweep_scope_is_not_swallowed() -> None:
         scope.cancel()
         await sweep_cancellation(three_suspensions, look_away)
     assert scope.cancelled_caught
-
-
-async def test_a_timeout_cancels_one_tick_later() -> None:
-    modes: list[CancelMode] = ["timeout"]
-    counts = await sweep_cancellation(three_suspensions, look_away, modes=modes)
-    assert (counts.rounds, counts.cancelled, counts.suspensions) == (4, 3, 3)
-
-
-async def test_the_timeout_of_the_operation_is_not_the_sweeps() -> None:
-    async def operation() -> None:
-        raise TimeoutError("its own")
-
-    with pytest.raises(TimeoutError, match="its own"):
-        await sweep_cancellation(operation, look_away, modes=["timeout"])
 
 
 async def test_again_cancels_also_while_it_cleans_up() -> None:

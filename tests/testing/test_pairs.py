@@ -27,11 +27,9 @@ from asynckv.testing.pairs import (
     open_kv_pair,
     open_lookup_pair,
     open_peers,
-    open_pipe_pair,
     open_store_pair,
     open_transport_pair,
 )
-from asynckv.testing.pipe_checks import PIPE_BYTES
 from asynckv.testing.store_checks import STORE_CHECKS, StoreCheck
 
 # The whole suite on uvloop too would take long: there, over tcp alone.
@@ -131,16 +129,6 @@ async def test_a_pair_is_left_quickly_in_the_midst_of_a_fault() -> None:
             await asyncio.wait({waiting}, timeout=0.01)
         with pytest.raises(asynckv.PeerLost):
             await waiting
-
-
-@pytest.mark.parametrize("scheme", SCHEMES)
-async def test_the_sides_of_a_pair_are_connected(scheme: Scheme) -> None:
-    async with open_pipe_pair(scheme) as (near, far):
-        await near.send_tensor(torch.ones(2))
-        found = await far.recv_tensor()
-        assert found is not None
-        assert torch.equal(found, torch.ones(2))
-        assert near.statistics().max_bytes == far.statistics().max_bytes == PIPE_BYTES
 
 
 def test_a_free_port_can_be_listened_at() -> None:

@@ -55,14 +55,6 @@ async def test_bytes_pass_and_the_end_is_an_end() -> None:
         assert await far.receive(1) == b""
 
 
-async def test_a_connection_can_be_broken_off() -> None:
-    with RawListener() as listener, await RawConnection.dial(listener.url) as near:
-        far = await listener.accept()
-        near.close(resets=True)
-        with pytest.raises(ConnectionResetError):
-            await far.receive(1)
-
-
 async def test_a_full_connection_takes_nothing_more_at_once() -> None:
     with RawListener() as listener, await RawConnection.dial(listener.url) as near:
         while near.send_nowait(bytes(2**20)):

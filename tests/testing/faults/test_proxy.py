@@ -4,7 +4,6 @@ import asyncio
 import inspect
 import os
 import socket
-from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,50 +11,13 @@ import pytest
 import torch
 
 import asynckv
+from asynckv.errors import ConfigError
 from asynckv.testing import Authority, faults, use_across_tasks
 from asynckv.testing.blocked import until
 from asynckv.testing.faults.hostile import RawConnection, RawListener
-from asynckv.testing.faults.proxy import Passage, Proxy, ProxyCounts
+from asynckv.testing.faults.places import place_of
+from asynckv.testing.faults.proxy import Proxy
 from asynckv.testing.pairs import Scheme, new_url, open_kv_faults
-
-
-def passage_of(
-    counts: ProxyCounts, over: list[Passage]
-) -> tuple[Passage, socket.socket, socket.socket]:
-    near, dialler = socket.socketpair()
-    far, listener = socket.socketpair()
-    for sock in (near, dialler, far, listener):
-        sock.setblocking(False)
-    passage = Passage(
-        near, far, number=0, faults=(), counts=counts, on_over=over.append
-    )
-    return passage, dialler, listener
-
-
-async def test_a_cut_closes_both_sides_once() -> None:
-    over: list[Passage] = []
-    passage, dialler, listener = passage_of(ProxyCounts(), over)
-    passage.start()
-    passage.cut(resets=False)
-    passage.cut(resets=True)
-    passage.wake()
-    with dialler, listener:
-        assert dialler.recv(1) == listener.recv(1) == b""
-    assert over == [passage]
-
-
-async def test_it_is_counted_by_its_kind(lane: bytes, control: bytes) -> None:
-    counts = ProxyCounts()
-    for greeting in (lane, control, lane, b"GET / HTTP/1.1" * 3):
-        passage, dialler, listener = passage_of(counts, [])
-        with dialler, listener:
-            dialler.send(greeting)
-            passage._flows[0]._read()
-            passage.cut(resets=False)
-    assert (counts.connections, counts.control, counts.lanes) == (4, 1, 2)
-
-
-Join = Callable[..., Awaitable[tuple[RawConnection, RawConnection]]]
 
 
 @pytest.mark.parametrize("scheme", ["tcp", "unix"])
@@ -83,15 +45,6 @@ async def test_nobody_behind_it_is_a_reset() -> None:
             with pytest.raises(ConnectionResetError):
                 await near.receive(1)
         assert proxy.counts.connections == 0
-
-
-async def test_its_target_can_be_changed(proxy: Proxy, join: Join) -> None:
-    await join()
-    with RawListener() as other:
-        proxy.target = other.url
-        with await RawConnection.dial(proxy.url):
-            await other.accept()
-    assert proxy.target == other.url
 
 
 async def test_leaving_it_resets_what_is_open(listener: RawListener) -> None:
@@ -208,6 +161,8 @@ ON_FROM_THE_START: dict[str, dict[str, Any]] = {
     "cut_after": {"nbytes": 10},
     "bit_flip": {"at": 10},
 }
+
+
 AT_THE_BEGIN = ("stall", "black_hole", "reset", "half_close")
 
 
@@ -245,3 +200,43 @@ def test_every_fault_has_its_function() -> None:
         function, method = getattr(faults, name), getattr(Proxy, name)
         assert (function.__name__, function.__doc__) == (name, method.__doc__)
         assert inspect.isfunction(function)
+
+
+@pytest.mark.parametrize(
+    "url", ["mem://here", "tcp://127.0.0.1", "unix://", "http://x:1", "nonsense"]
+)
+def test_where_no_proxy_can_stand(url: str) -> None:
+    with pytest.raises(ConfigError, match="no proxy can stand"):
+        place_of(url)
+
+
+def test_a_url_says_where_to_dial() -> None:
+    assert place_of("tcp://[::1]:70").target == ("::1", 70)
+    assert place_of("tcp://:70?payload=inline").target == ("127.0.0.1", 70)
+    assert place_of("tls://10.0.0.1:7").family == socket.AF_INET
+    assert place_of("unix:///run/a%20b").target == "/run/a b"
+
+
+async def test_the_place_beside_a_tcp_listener_is_a_loopback_port() -> None:
+    place, sock = await place_of("tls://10.1.2.3:70").listen_beside()
+    with sock, await place_of(place.url).connect() as dialled:
+        assert dialled.getpeername() == sock.getsockname()
+        assert place.url.startswith("tls://127.0.0.1:")
+    await place.remove()
+
+
+async def test_the_place_beside_a_unix_socket_is_this_users_alone() -> None:
+    place, sock = await place_of("unix:///run/asynckv.sock").listen_beside()
+    with sock, await place_of(place.url).connect():
+        found = os.stat(place.folder)
+        assert (found.st_mode & 0o777, found.st_uid) == (0o700, os.geteuid())
+    await place.remove()
+    with pytest.raises(FileNotFoundError):
+        os.stat(place.folder)
+
+
+async def test_payload_goes_through_the_proxy_unless_the_url_says_how() -> None:
+    for url, query in (("tcp://:70", "inline"), ("tcp://:70?payload=x", "x")):
+        place, sock = await place_of(url).listen_beside()
+        sock.close()
+        assert place.url.endswith(f"?payload={query}")

@@ -1,3 +1,5 @@
+"""Every transport keeps each check, and what is told wrongly is a fault."""
+
 from __future__ import annotations
 
 import threading
@@ -6,15 +8,29 @@ from functools import partial
 import pytest
 
 from asynckv.errors import PeerLost
-from asynckv.testing.pairs import open_transport_pair
+from asynckv.testing.pairs import TRANSPORT_KINDS, TransportKind, open_transport_pair
+from asynckv.testing.transport_checks.ending import ENDING_CHECKS, STOPPING_CHECKS
+from asynckv.testing.transport_checks.moving import MOVING_CHECKS
 from asynckv.testing.transport_checks.sides import (
     Landing,
     Side,
+    TransportCheck,
     all_told,
     memory,
     noise,
     open_sides,
 )
+
+
+@pytest.mark.both_loops
+@pytest.mark.parametrize("kind", TRANSPORT_KINDS)
+@pytest.mark.parametrize(
+    "check",
+    [*ENDING_CHECKS, *STOPPING_CHECKS, *MOVING_CHECKS],
+    ids=lambda check: check.__name__,
+)
+async def test_a_transport_keeps(check: TransportCheck, kind: TransportKind) -> None:
+    await check(partial(open_transport_pair, kind))
 
 
 async def test_a_landing_is_awaited_for_the_digest_or_for_the_error() -> None:
