@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import random
 from asyncio.subprocess import Process
@@ -14,14 +13,12 @@ import pytest
 from asynckv.config import KVTransferConfig
 from asynckv.parallel.shapes import EngineShape, KVLayout, Rank
 from harness.children import ask, line_of, running
-from harness.engines.toy_engine import ToyEngine
 from harness.engines.toy_model import ToyModel
 from harness.engines.toy_pairs import free_urls, pair_configs, toy_shape
 from harness.engines.toy_process import ToyAnswer, ToyAsked, ToySettings
-from harness.engines.toy_rank import ToyRank
 from harness.whole_cache import NOTHING, WholeCache
 
-MODEL, TOKENS = ToyModel(), list(range(70))
+MODEL = ToyModel()
 
 
 def test_kv_depends_on_every_token_before() -> None:
@@ -69,23 +66,6 @@ def test_tokens_before_the_first_are_not_there() -> None:
     shape = shape_of(KVLayout.kv_first())
     keys, _ = WholeCache(shape, 3, 2).regions(shape, Rank())
     assert keys.tolist() == [[NOTHING] * 4, [4, 5, NOTHING, NOTHING]]
-
-
-def alone(num_blocks: int = 16, tp_size: int = 1) -> ToyEngine:
-    shape = toy_shape(MODEL, tp_size=tp_size)
-    ranks = [ToyRank(MODEL, shape, rank, num_blocks) for rank in range(tp_size)]
-    return ToyEngine(ranks, num_blocks=num_blocks, chunk=32)
-
-
-async def test_requests_wait_for_blocks_and_an_abort_gives_them_back() -> None:
-    async with alone(num_blocks=5) as engine:
-        async with asyncio.TaskGroup() as group:
-            for name in "abc":
-                group.create_task(engine.generate(TOKENS, 2, request_id=name))
-            aborted = group.create_task(engine.generate(TOKENS, 9, request_id="x"))
-            await asyncio.sleep(0)
-            aborted.cancel()
-        await engine.quiet()
 
 
 @contextlib.asynccontextmanager

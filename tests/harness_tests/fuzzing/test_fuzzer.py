@@ -13,7 +13,7 @@ from harness.fuzzing import coverage_guided, fuzzer
 from harness.fuzzing.__main__ import main
 from harness.fuzzing.corpus import Corpus
 from harness.fuzzing.fuzzer import TARGETS, Failing, Report, fuzz, fuzz_target, replay
-from harness.fuzzing.oracle import Target, expect, pieces_of
+from harness.fuzzing.oracle import Target, expect
 
 CORPUS = Corpus(1)
 
@@ -133,16 +133,3 @@ def test_steered_by_coverage_it_finds_nothing_in_a_few_runs(
     ran = subprocess.run((*command, "-runs=1000"), capture_output=True, check=False)
     assert ran.returncode == status, ran.stderr.decode()
     assert said in ran.stderr
-
-
-@pytest.mark.parametrize("nbytes", [0, 1, 2, 36, 100, 159, 1000])
-def test_pieces_are_the_same_bytes_and_always_the_same_pieces(nbytes: int) -> None:
-    data = bytes(n % 251 for n in range(nbytes))
-    assert b"".join(pieces_of(data)) == data
-    assert pieces_of(data) == pieces_of(data)
-
-
-def test_some_short_inputs_are_cut_byte_by_byte() -> None:
-    cut = [len(pieces_of(bytes([n] * 50))) for n in range(100)]
-    assert 2 < cut.count(50) < 20
-    assert min(cut) < 5

@@ -65,6 +65,23 @@ async def join(proxy: Proxy, listener: RawListener) -> AsyncIterator[Join]:
 
 
 @pytest.fixture
+async def ends(join: Join) -> tuple[RawConnection, RawConnection]:
+    return await join()
+
+
+@pytest.fixture
+def near(ends: tuple[RawConnection, RawConnection]) -> RawConnection:
+    """Who has dialled the proxy, in a connection without a greeting."""
+    return ends[0]
+
+
+@pytest.fixture
+def far(ends: tuple[RawConnection, RawConnection]) -> RawConnection:
+    """Whom the proxy has dialled for it."""
+    return ends[1]
+
+
+@pytest.fixture
 def carry() -> Carry:
     """Send bytes from one end; return as much of them as comes to the other."""
 

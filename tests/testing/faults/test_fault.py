@@ -98,9 +98,8 @@ class Upper(Fault):
 
 
 async def test_a_fault_of_ones_own_can_be_put_on_a_proxy(
-    join: Join, carry: Carry, proxy: Proxy
+    near: RawConnection, far: RawConnection, carry: Carry, proxy: Proxy
 ) -> None:
-    near, far = await join()
     upper = proxy.add(Upper())
     assert await carry(near, far, b"before") == b"before"
     with upper:
@@ -112,9 +111,8 @@ async def test_a_fault_of_ones_own_can_be_put_on_a_proxy(
 
 
 async def test_a_fault_concerns_one_direction(
-    join: Join, carry: Carry, proxy: Proxy
+    near: RawConnection, far: RawConnection, carry: Carry, proxy: Proxy
 ) -> None:
-    near, far = await join()
     with proxy.add(Upper(direction="to_dialler")):
         assert await carry(near, far, b"there") == b"there"
         assert await carry(far, near, b"back") == b"BACK"
@@ -135,15 +133,15 @@ async def test_a_fault_concerns_one_kind_of_connection(
 
 
 async def test_faults_are_applied_in_the_order_in_which_they_were_added(
-    join: Join, carry: Carry, proxy: Proxy
+    near: RawConnection, far: RawConnection, carry: Carry, proxy: Proxy
 ) -> None:
-    near, far = await join()
     with proxy.add(Upper()), proxy.bit_flip(0, bit=5):
         assert await carry(near, far, b"aa") == b"aA"
 
 
-async def test_it_can_be_waited_for(join: Join, carry: Carry, proxy: Proxy) -> None:
-    near, far = await join()
+async def test_it_can_be_waited_for(
+    near: RawConnection, far: RawConnection, carry: Carry, proxy: Proxy
+) -> None:
     with proxy.add(Upper()) as upper:
         acted = asyncio.create_task(upper.acted())
         await until_blocked(acted)
@@ -170,9 +168,8 @@ async def test_a_fault_is_for_one_proxy(proxy: Proxy) -> None:
 
 
 async def test_who_does_not_read_makes_the_sender_wait(
-    join: Join, carry: Carry, proxy: Proxy
+    near: RawConnection, far: RawConnection, carry: Carry, proxy: Proxy
 ) -> None:
-    near, far = await join()
     data = os.urandom(2**20)
     sending = asyncio.create_task(near.send(64 * data))
     await until(lambda: proxy.counts.max_held_bytes >= MAX_LINE_BYTES)
@@ -188,9 +185,8 @@ async def test_who_does_not_read_makes_the_sender_wait(
 
 
 async def test_the_end_of_one_direction_leaves_the_other(
-    join: Join, carry: Carry, proxy: Proxy
+    near: RawConnection, far: RawConnection, carry: Carry, proxy: Proxy
 ) -> None:
-    near, far = await join()
     await near.send(b"last")
     near.finish()
     assert await far.receive(5) == b"last"
@@ -211,8 +207,9 @@ async def test_a_reset_is_passed_on(join: Join, proxy: Proxy, who: str) -> None:
     assert proxy.open_connections == 0
 
 
-async def test_who_has_gone_resets_who_still_sends(join: Join, proxy: Proxy) -> None:
-    near, far = await join()
+async def test_who_has_gone_resets_who_still_sends(
+    near: RawConnection, far: RawConnection, proxy: Proxy
+) -> None:
     far.close()
     assert await near.receive(1) == b""
     with pytest.raises(OSError):
@@ -222,8 +219,9 @@ async def test_who_has_gone_resets_who_still_sends(join: Join, proxy: Proxy) -> 
     await until(lambda: not proxy.open_connections)
 
 
-async def test_a_line_of_single_bytes_is_bounded_too(join: Join, proxy: Proxy) -> None:
-    near, far = await join()
+async def test_a_line_of_single_bytes_is_bounded_too(
+    near: RawConnection, far: RawConnection, proxy: Proxy
+) -> None:
     with proxy.stall():
         (passage,) = proxy._passages
         line, sent = passage._flows[0]._line, 0

@@ -38,9 +38,8 @@ async def test_latency_delays_each_byte_and_keeps_what_follows_flowing(
 
 
 async def test_the_end_of_a_latency_sends_on_what_it_holds(
-    join: Join, proxy: Proxy
+    near: RawConnection, far: RawConnection, proxy: Proxy
 ) -> None:
-    near, far = await join()
     with proxy.latency(3600):
         await near.send(b"held")
         near.finish()
@@ -66,8 +65,9 @@ async def test_a_rate_is_shared_by_all_connections(
     assert fault.counts.connections == 2
 
 
-async def test_a_rate_below_a_byte_a_turn_trickles(join: Join, proxy: Proxy) -> None:
-    near, far = await join()
+async def test_a_rate_below_a_byte_a_turn_trickles(
+    near: RawConnection, far: RawConnection, proxy: Proxy
+) -> None:
     with proxy.rate(50) as fault:
         await near.send(b"1234")
         assert await far.receive_some() == b"1"
@@ -77,9 +77,8 @@ async def test_a_rate_below_a_byte_a_turn_trickles(join: Join, proxy: Proxy) -> 
 
 
 async def test_tiny_slices_go_on_one_by_one(
-    join: Join, carry: Carry, proxy: Proxy
+    near: RawConnection, far: RawConnection, carry: Carry, proxy: Proxy
 ) -> None:
-    near, far = await join()
     with proxy.tiny_slices(3) as fault:
         assert await carry(near, far, b"1234567") == b"1234567"
     assert (fault.counts.acts, fault.counts.nbytes) == (3, 7)
@@ -87,8 +86,9 @@ async def test_tiny_slices_go_on_one_by_one(
     assert fault.counts.acts == 3
 
 
-async def test_a_stall_loses_nothing(join: Join, carry: Carry, proxy: Proxy) -> None:
-    near, far = await join()
+async def test_a_stall_loses_nothing(
+    near: RawConnection, far: RawConnection, carry: Carry, proxy: Proxy
+) -> None:
     data = os.urandom(8 * 2**20)
     with proxy.stall(direction="to_listener") as fault:
         sending = asyncio.create_task(near.send(data))
@@ -103,9 +103,8 @@ async def test_a_stall_loses_nothing(join: Join, carry: Carry, proxy: Proxy) -> 
 
 @pytest.mark.parametrize("nbytes", [0, 1, 1000, 200_000])
 async def test_exactly_so_many_bytes_pass_before_a_cut_from_its_begin_on(
-    join: Join, carry: Carry, proxy: Proxy, nbytes: int
+    near: RawConnection, far: RawConnection, carry: Carry, proxy: Proxy, nbytes: int
 ) -> None:
-    near, far = await join()
     assert await carry(near, far, bytes(100)) == bytes(100)
     with proxy.cut_after(nbytes) as fault:
         assert len(await carry(near, far, bytes(300_000))) == nbytes
@@ -123,9 +122,8 @@ async def test_only_as_many_connections_are_cut(
 
 
 async def test_a_cut_is_an_end_though_the_proxy_had_more_to_read(
-    join: Join, proxy: Proxy
+    near: RawConnection, far: RawConnection, proxy: Proxy
 ) -> None:
-    near, far = await join()
     with (
         proxy.stall(direction="to_dialler"),
         proxy.cut_after(4, direction="to_listener"),
@@ -136,8 +134,9 @@ async def test_a_cut_is_an_end_though_the_proxy_had_more_to_read(
         assert await far.receive(5) == b"1234"
 
 
-async def test_a_cut_can_be_a_reset(join: Join, proxy: Proxy) -> None:
-    near, far = await join()
+async def test_a_cut_can_be_a_reset(
+    near: RawConnection, far: RawConnection, proxy: Proxy
+) -> None:
     with proxy.cut_after(4, resets=True, direction="to_dialler"):
         await near.send(bytes(100))
         assert await far.receive(100) == bytes(100)
@@ -174,9 +173,8 @@ async def test_a_reset_also_ends_what_is_blocked(join: Join, proxy: Proxy) -> No
 
 
 async def test_a_half_close_ends_one_direction(
-    join: Join, carry: Carry, proxy: Proxy
+    near: RawConnection, far: RawConnection, carry: Carry, proxy: Proxy
 ) -> None:
-    near, far = await join()
     with proxy.half_close("to_listener") as fault:
         assert await far.receive(1) == b""
         await near.send(bytes(2**20))  # read and dropped
@@ -189,9 +187,8 @@ async def test_a_half_close_ends_one_direction(
 
 
 async def test_a_black_hole_takes_everything_and_gives_nothing(
-    join: Join, proxy: Proxy
+    near: RawConnection, far: RawConnection, proxy: Proxy
 ) -> None:
-    near, far = await join()
     with proxy.black_hole() as fault:
         await near.send(bytes(8 * 2**20))
         near.finish()
@@ -215,9 +212,8 @@ async def test_a_connection_that_lost_nothing_survives_a_black_hole(
 
 
 async def test_a_bit_of_one_byte_is_flipped_once(
-    join: Join, carry: Carry, proxy: Proxy
+    near: RawConnection, far: RawConnection, carry: Carry, proxy: Proxy
 ) -> None:
-    near, far = await join()
     await carry(near, far, b"counts from the begin of the fault")
     with proxy.bit_flip(3, bit=1) as fault:
         assert await carry(near, far, bytes(3)) == bytes(3)
