@@ -137,8 +137,11 @@ COURSES: dict[str, Course] = {
         for reason in ("producer", "closed", "unknown", "never")
     },
     "withdrawn": [
-        *(do("insert", reason="withdrawn"), "lost", *LEFT),
-        *(do("call", "withdraw", "True"), ""),
+        do("insert", reason="withdrawn"),
+        "lost",
+        *LEFT,
+        do("call", "withdraw", "True"),
+        "",
     ],
     "inserted again in vain": [
         *(do("insert", reason="producer"), do("call", "withdraw", "True")),

@@ -223,28 +223,41 @@ async def test_a_frame_that_trickles_in_delays_nobody(
     assert stream == 1
 
 
-async def test_an_entry_whose_consumer_falls_silent_goes_to_the_next(
-    pair: KVPair, hostile: HostilePeer
-) -> None:
+@pytest.fixture
+async def offer(pair: KVPair, hostile: HostilePeer) -> Offer:
+    """What a hostile consumer was offered: the only entry."""
     await pair.lookup.insert([1], None, torch.ones(3), None, None, entry_id="entry")
     await hostile.send(1, Select(False))
-    await hostile.expect(Offer)
+    return await hostile.expect(Offer)
+
+
+@pytest.mark.usefixtures("offer")
+async def test_an_entry_whose_consumer_falls_silent_goes_to_the_next(
+    pair: KVPair,
+) -> None:
     entry = await pair.peer.lookup.drop_select([1])  # after three heartbeats
     assert (entry.entry_id, entry.attempt) == ("entry", 2)
 
 
 async def test_the_token_of_a_delivery_is_worth_nothing_on_another_link(
-    pair: KVPair, hostile: HostilePeer
+    pair: KVPair, offer: Offer
 ) -> None:
-    await pair.lookup.insert([1], None, torch.ones(3), None, None)
-    await hostile.send(1, Select(False))
-    offer = await hostile.expect(Offer)
     async with open_hostile_peer(pair.server.url) as thief:
         await thief.send(1, Select(False))
         await thief.send(1, Ack(offer.token))
         failure = await thief.expect(Failure)
     assert failure.code == "LeaseLost"
     assert pair.lookup.statistics().acknowledged == 0
+    assert (await pair.peer.lookup.drop_select([1])).attempt == 2
+
+
+@pytest.mark.usefixtures("offer")
+async def test_an_acknowledgement_with_another_token_is_refused(
+    pair: KVPair, hostile: HostilePeer
+) -> None:
+    await hostile.send(1, Ack(b"another token 16"))
+    failure = await hostile.expect(Failure)
+    assert failure.code == "LeaseLost"
     assert (await pair.peer.lookup.drop_select([1])).attempt == 2
 
 
@@ -265,18 +278,6 @@ async def test_a_late_acknowledgement_is_refused() -> None:
         failure = await hostile.expect(Failure)
         assert failure.code == "LeaseLost"
         assert lookup.statistics().acknowledged == 1
-
-
-async def test_an_acknowledgement_with_another_token_is_refused(
-    pair: KVPair, hostile: HostilePeer
-) -> None:
-    await pair.lookup.insert([1], None, torch.ones(3), None, None)
-    await hostile.send(1, Select(False))
-    await hostile.expect(Offer)
-    await hostile.send(1, Ack(b"another token 16"))
-    failure = await hostile.expect(Failure)
-    assert failure.code == "LeaseLost"
-    assert (await pair.peer.lookup.drop_select([1])).attempt == 2
 
 
 async def test_strangers_who_say_nothing_do_not_keep_others_out(pair: KVPair) -> None:
@@ -354,6 +355,15 @@ async def hostile_server() -> AsyncIterator[tuple[asynckv.Peer, HostilePeer]]:
             yield peer, await accepting
 
 
+@contextlib.asynccontextmanager
+async def asked() -> AsyncIterator[tuple[HostilePeer, asyncio.Future[asynckv.KVEntry]]]:
+    """A hostile server that was asked for an entry, and who waits for it."""
+    async with hostile_server() as (peer, server):
+        selecting = asyncio.ensure_future(peer.lookup.drop_select([1, 2, 3]))
+        await server.expect(Select)
+        yield server, selecting
+
+
 @pytest.mark.trust
 @pytest.mark.parametrize(
     ("offer", "body"),
@@ -369,10 +379,8 @@ async def hostile_server() -> AsyncIterator[tuple[asynckv.Peer, HostilePeer]]:
 async def test_a_server_that_lies_about_sizes_is_an_error(
     offer: Offer, body: bytes
 ) -> None:
-    async with hostile_server() as (peer, server):
+    async with asked() as (server, selecting):
         before = resident_bytes()
-        selecting = asyncio.create_task(peer.lookup.drop_select([1, 2, 3]))
-        await server.expect(Select)
         await server.send(1, offer, body)
         async with server.alive():
             with pytest.raises(asynckv.AsyncKVError):
@@ -393,9 +401,7 @@ async def test_a_server_that_lies_about_sizes_is_an_error(
 async def test_a_server_that_talks_nonsense_is_an_error(
     stream: int, frame: Frame
 ) -> None:
-    async with hostile_server() as (peer, server):
-        selecting = asyncio.create_task(peer.lookup.drop_select([1, 2, 3]))
-        await server.expect(Select)
+    async with asked() as (server, selecting):
         await server.send(stream, frame)
         async with server.alive():
             with pytest.raises((asynckv.PeerLost, asynckv.ProtocolError)):
@@ -409,9 +415,7 @@ async def test_a_server_that_says_nothing_is_lost() -> None:
 
 
 async def test_a_server_that_sends_other_bytes_is_found_out() -> None:
-    async with hostile_server() as (peer, server):
-        selecting = asyncio.create_task(peer.lookup.drop_select([1, 2, 3]))
-        await server.expect(Select)
+    async with asked() as (server, selecting):
         body = claim(100_000)
         await server.send(1, Offer(2, False, "x", b"t", 1, 3), body)
         await server.expect(Grant)
