@@ -18,6 +18,7 @@ from asynckv.abc import KVLookupBuffer, KVPipe, PayloadTransport
 from asynckv.buffers.lookup import LookupBuffer
 from asynckv.buffers.roles import LookupByRole
 from asynckv.buffers.store import StoreBuffer
+from asynckv.errors import EntryTooLarge
 from asynckv.pipes.pipe import Pipe
 from asynckv.security.tls import TlsKeys, read_tls
 from asynckv.security.tls_socket import TlsSocket
@@ -128,30 +129,51 @@ class Kit:
     run: Callable[[Any], Awaitable[None]]
     kept: Any
     broken: Any
-    error: str
+    error: type[Exception]
+    match: str | None
     note: str
 
 
 KITS = {
     "lookup": Kit(
-        *(lookup_conformance, "LOOKUP_CHECKS", check_lookup_buffer),
-        *(trio_by_role, smaller_trio, "room|fit"),
-        "in an_entry_comes_back_as_it_was_inserted",
+        lookup_conformance,
+        "LOOKUP_CHECKS",
+        check_lookup_buffer,
+        kept=trio_by_role,
+        broken=smaller_trio,
+        error=EntryTooLarge,
+        match="room|fit",
+        note="in an_entry_comes_back_as_it_was_inserted",
     ),
     "store": Kit(
-        *(store_checks, "STORE_CHECKS", check_store_buffer),
-        *(local_pair, partial(local_pair, Flattening), "expected a"),
-        "in a_value_comes_back_as_it_was_put",
+        store_checks,
+        "STORE_CHECKS",
+        check_store_buffer,
+        kept=local_pair,
+        broken=partial(local_pair, Flattening),
+        error=AssertionError,
+        match="expected a",
+        note="in a_value_comes_back_as_it_was_put",
     ),
     "pipe": Kit(
-        *(pipe_checks, "PIPE_CHECKS", check_pipe),
-        *(partial(open_pipe_pair, "mem"), broken_pipes, "expected a"),
-        "in a_tensor_comes_back_as_it_was_sent",
+        pipe_checks,
+        "PIPE_CHECKS",
+        check_pipe,
+        kept=partial(open_pipe_pair, "mem"),
+        broken=broken_pipes,
+        error=AssertionError,
+        match="expected a",
+        note="in a_tensor_comes_back_as_it_was_sent",
     ),
     "transport": Kit(
-        *(transport_conformance, "TRANSPORT_CHECKS", check_transport),
-        *(partial(open_transport_pair, "mem"), broken_transports, ""),
-        "in bytes_of_any_size_land",
+        transport_conformance,
+        "TRANSPORT_CHECKS",
+        check_transport,
+        kept=partial(open_transport_pair, "mem"),
+        broken=broken_transports,
+        error=TimeoutError,
+        match=None,
+        note="in bytes_of_any_size_land",
     ),
 }
 each_kit = pytest.mark.parametrize("kit", KITS.values(), ids=KITS)
@@ -163,7 +185,7 @@ async def test_what_breaks_the_contract_is_found_and_the_check_named(
     kit: Kit, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("asynckv.testing.transport_checks.sides._TIMEOUT_S", 0.1)
-    with pytest.raises(Exception, match=kit.error or None) as caught:
+    with pytest.raises(kit.error, match=kit.match) as caught:
         await kit.run(kit.broken)
     assert caught.value.__notes__ == [kit.note]
 

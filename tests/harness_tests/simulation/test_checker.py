@@ -108,9 +108,6 @@ class Court:
     def leave(self, reason: str) -> None:
         self.stays.leave("e1", reason)
 
-    def go_to(self, at: float) -> None:
-        self.scenario.world.now = at
-
     def disturb(self, at: float = 0.0) -> None:
         disturbance = Disturbance(self.client.node.name, "cut", at, at)
         self.scenario.troubles.disturbances.append(disturbance)
@@ -126,7 +123,7 @@ Course = list[Callable[[Court], object] | str]
 """What happens to an entry, and between it the verdict; "" is right."""
 
 IN = do("insert")
-LEFT = [do("come", is_committed=False), do("leave", "withdrawn")]
+LEFT: Course = [do("come", is_committed=False), do("leave", "withdrawn")]
 COURSES: dict[str, Course] = {
     "lost until it was taken": [IN, "lost: e1: 1 of 1, ''", do("get"), ""],
     **{
@@ -144,32 +141,55 @@ COURSES: dict[str, Course] = {
         "",
     ],
     "inserted again in vain": [
-        *(do("insert", reason="producer"), do("call", "withdraw", "True")),
-        *(do("come"), do("leave", "withdrawn")),
-        *(do("come", is_committed=False), do("leave", "producer"), ""),
+        do("insert", reason="producer"),
+        do("call", "withdraw", "True"),
+        do("come"),
+        do("leave", "withdrawn"),
+        do("come", is_committed=False),
+        do("leave", "producer"),
+        "",
     ],
     "inserted again and lost": [
-        *(do("insert", reason="producer"), do("call", "withdraw", "True")),
-        *(do("come"), do("leave", "withdrawn")),
-        *(do("come"), do("leave", "producer"), "lost"),
+        do("insert", reason="producer"),
+        do("call", "withdraw", "True"),
+        do("come"),
+        do("leave", "withdrawn"),
+        do("come"),
+        do("leave", "producer"),
+        "lost",
     ],
     "taken where the link was lost": [
-        *(IN, do("lose_link"), "lost", do("disturb"), ""),
+        IN,
+        do("lose_link"),
+        "lost",
+        do("disturb"),
+        "",
     ],
     "a large one that two took": [
-        *(IN, do("get"), do("get", attempt=2), do("disturb")),
+        IN,
+        do("get"),
+        do("get", attempt=2),
+        do("disturb"),
         "counted twice: e1 for 1: calls 2, 3",
     ],
     "a small one that came again where the link was lost": [
-        *(do("insert", large=False), do("get"), do("get", attempt=2, is_other=True)),
-        *("counted twice", do("disturb"), ""),
+        do("insert", large=False),
+        do("get"),
+        do("get", attempt=2, is_other=True),
+        "counted twice",
+        do("disturb"),
+        "",
     ],
     "two deliveries to one": [
-        *(do("insert", deliveries=2), do("get"), do("get", attempt=2)),
+        do("insert", deliveries=2),
+        do("get"),
+        do("get", attempt=2),
         "2 deliveries to client1",
     ],
     "one delivery twice": [
-        *(IN, do("get", "ApplicationError", "borrow"), do("get")),
+        IN,
+        do("get", "ApplicationError", "borrow"),
+        do("get"),
         "attempt 1 was delivered 2 times",
     ],
     "other bytes": [do("blame"), "wrong bytes: call 1 take any"],
@@ -200,48 +220,73 @@ def test_what_is_lost_counted_twice_or_unexpected_is_named(
     follow(court, course, judge, contains)
 
 
-KNOWN = [do("know"), do("go_to", 10.0), do("come")]
-RECEIVED = [*KNOWN, do("go_to", 11.0), do("receive")]
+def at(when: float, name: str, *about: str) -> Callable[[Court], object]:
+    def step(court: Court) -> None:
+        court.scenario.world.now = when
+        getattr(court, name)(*about)
+
+    return step
+
+
+KNOWN: Course = [do("know"), at(10.0, "come")]
+RECEIVED: Course = [*KNOWN, at(11.0, "receive")]
 DEPARTURES: dict[str, Course] = {
-    "by its ttl": [*KNOWN, do("go_to", 12.0), do("leave", "ttl"), ""],
-    "long after its ttl": [*KNOWN, do("go_to", 17.0), do("leave", "ttl"), ""],
+    "by its ttl": [*KNOWN, at(12.0, "leave", "ttl"), ""],
+    "long after its ttl": [*KNOWN, at(17.0, "leave", "ttl"), ""],
     "before its ttl": [
-        *(*KNOWN, do("go_to", 11.9), do("leave", "ttl")),
+        *KNOWN,
+        at(11.9, "leave", "ttl"),
         "e1: left by its ttl of 2 s after 1.900000 s",
     ],
     "by a ttl that it has not": [
-        *(do("know", ttl_s=None), *KNOWN[1:], do("go_to", 800.0), do("leave", "ttl")),
+        do("know", ttl_s=None),
+        at(10.0, "come"),
+        at(800.0, "leave", "ttl"),
         "e1: left by ttl, and no ttl had begun",
     ],
     **{
         f"out of hands by {reason}": [
-            *(*RECEIVED, do("go_to", 13.0), do("leave", reason)),
-            *(do("go_to", 14.0), do("release")),
+            *RECEIVED,
+            at(13.0, "leave", reason),
+            at(14.0, "release"),
             f"e1: left by {reason!r} out of the hands of call 1",
-            *(do("disturb", 10.5), ""),
+            do("disturb", 10.5),
+            "",
         ]
         for reason in ("ttl", "withdrawn")
     },
     "given back after its ttl": [
-        *(*RECEIVED, do("go_to", 14.0), do("release")),
-        *(do("go_to", 14.1), do("leave", "ttl"), ""),
+        *RECEIVED,
+        at(14.0, "release"),
+        at(14.1, "leave", "ttl"),
+        "",
     ],
     "delivered after it had left": [
-        *(*KNOWN, do("go_to", 11.0), do("leave", "withdrawn")),
-        *(do("go_to", 11.5), do("receive")),
+        *KNOWN,
+        at(11.0, "leave", "withdrawn"),
+        at(11.5, "receive"),
         "e1: came to call 1 after it had left",
     ],
     "delivered when it had come again": [
-        *(*KNOWN, do("go_to", 11.0), do("leave", "withdrawn")),
-        *(do("go_to", 12.0), do("come"), do("go_to", 12.5), do("receive"), ""),
+        *KNOWN,
+        at(11.0, "leave", "withdrawn"),
+        at(12.0, "come"),
+        at(12.5, "receive"),
+        "",
     ],
     "delivered after its ttl": [
-        *(*KNOWN, do("go_to", 12.5), do("receive")),
-        *("e1: came to call 1, which began after its ttl", do("disturb", 11.0), ""),
+        *KNOWN,
+        at(12.5, "receive"),
+        "e1: came to call 1, which began after its ttl",
+        do("disturb", 11.0),
+        "",
     ],
     "taken back in vain": [
-        *(*KNOWN, do("go_to", 11.0), do("call", "withdraw", "True")),
-        *("e1: call 1 took nothing back", do("leave", "withdrawn"), ""),
+        *KNOWN,
+        at(11.0, "call", "withdraw", "True"),
+        "e1: call 1 took nothing back",
+        do("leave", "withdrawn"),
+        "",
     ],
 }
 
