@@ -8,60 +8,64 @@ from typing import Any
 
 import pytest
 
-from harness.cancellations.chunks import CHUNKS
-from harness.cancellations.connectors.closing import CLOSING
-from harness.cancellations.connectors.dialling import DIALLING
+from harness.cancellations import (
+    chunks,
+    grouping,
+    inserting,
+    inserting_on_gpus,
+    leaving,
+    moving,
+    nodes,
+    on_gpus,
+    opening,
+    pipe_ends,
+    piping,
+    piping_on_gpus,
+    selecting,
+    staging_on_gpus,
+    storing,
+    streaming,
+    streaming_on_gpus,
+)
+from harness.cancellations.connectors import (
+    closing,
+    dialling,
+    moving as moving_blocks,
+    pushing,
+    several,
+    steps,
+    stores,
+)
 from harness.cancellations.connectors.grounds import LARGE, open_p2p
-from harness.cancellations.connectors.moving import MOVING as MOVING_BLOCKS
-from harness.cancellations.connectors.pushing import PUSHING
 from harness.cancellations.connectors.scenario import ConnectorScenario
-from harness.cancellations.connectors.several import SEVERAL, open_several
-from harness.cancellations.connectors.steps import STEPS
 from harness.cancellations.connectors.store_grounds import open_store_ground
-from harness.cancellations.connectors.stores import STORES, a_save_of_blocks
 from harness.cancellations.grounds import Kind, open_ground
-from harness.cancellations.grouping import GROUPING
-from harness.cancellations.inserting import INSERTING
-from harness.cancellations.inserting_on_gpus import INSERTING_ON_GPUS
-from harness.cancellations.leaving import LEAVING
-from harness.cancellations.moving import MOVING
-from harness.cancellations.nodes import NODES
-from harness.cancellations.on_gpus import ON_GPUS
-from harness.cancellations.opening import OPENING
-from harness.cancellations.pipe_ends import PIPE_ENDS
-from harness.cancellations.piping import PIPING
-from harness.cancellations.piping_on_gpus import PIPING_ON_GPUS
 from harness.cancellations.scenario import Scenario
-from harness.cancellations.selecting import SELECTING
-from harness.cancellations.staging_on_gpus import STAGING_ON_GPUS
-from harness.cancellations.storing import STORING
-from harness.cancellations.streaming import STREAMING
-from harness.cancellations.streaming_on_gpus import STREAMING_ON_GPUS
 from harness.cancellations.sweeper import Sweeper
 
 CHAOS, TRUST = (pytest.mark.chaos,), (pytest.mark.trust,)
 
 WHERE: list[tuple[tuple[Scenario, ...], tuple[Kind, ...], Any]] = [
-    (CHUNKS, ("mem", "tcp"), ()),
-    (GROUPING, ("tcp",), ()),
-    (INSERTING, ("local", "mem"), ()),
-    (LEAVING, ("mem",), ()),
-    (MOVING, ("local", "mem", "tcp"), ()),
-    (NODES, ("tcp",), ()),
-    (OPENING, ("mem",), ()),
-    (OPENING, ("tcp",), CHAOS),
-    (PIPE_ENDS, ("mem",), ()),
-    (PIPING, ("mem",), ()),
-    (SELECTING, ("local", "mem", "map"), ()),
-    (STORING, ("local", "mem"), ()),
-    (STREAMING, ("local", "mem"), ()),
+    (chunks.CHUNKS, ("mem", "tcp"), ()),
+    (grouping.GROUPING, ("tcp",), ()),
+    (inserting.INSERTING, ("local", "mem"), ()),
+    (leaving.LEAVING, ("mem",), ()),
+    (moving.MOVING, ("local", "mem", "tcp"), ()),
+    (nodes.NODES, ("tcp",), ()),
+    (opening.OPENING, ("mem",), ()),
+    (opening.OPENING, ("tcp",), CHAOS),
+    (pipe_ends.PIPE_ENDS, ("mem",), ()),
+    (piping.PIPING, ("mem",), ()),
+    (selecting.SELECTING, ("local", "mem", "map"), ()),
+    (storing.STORING, ("local", "mem"), ()),
+    (streaming.STREAMING, ("local", "mem"), ()),
 ]
 ON_GPUS_OF_THEIR_OWN: list[tuple[tuple[Scenario, ...], Any]] = [
-    (ON_GPUS, CHAOS),
-    (PIPING_ON_GPUS, TRUST),
-    (INSERTING_ON_GPUS, CHAOS),
-    (STAGING_ON_GPUS, ()),
-    (STREAMING_ON_GPUS, CHAOS),
+    (on_gpus.ON_GPUS, CHAOS),
+    (piping_on_gpus.PIPING_ON_GPUS, TRUST),
+    (inserting_on_gpus.INSERTING_ON_GPUS, CHAOS),
+    (staging_on_gpus.STAGING_ON_GPUS, ()),
+    (streaming_on_gpus.STREAMING_ON_GPUS, CHAOS),
 ]
 
 
@@ -69,7 +73,7 @@ def is_possible(scenario: Scenario, kind: Kind) -> bool:
     """Only a query is made in vain where its scenario makes no sense."""
     # Of `map`, which is tcp but for what is selected, no scenario speaks.
     spoken_of: Kind = "tcp" if kind == "map" else kind
-    return scenario not in SELECTING or spoken_of in scenario.kinds
+    return scenario not in selecting.SELECTING or spoken_of in scenario.kinds
 
 
 @pytest.mark.parametrize(
@@ -124,14 +128,14 @@ def open_stored_from_a_gpu() -> AbstractAsyncContextManager[Any]:
 
 
 OF_CONNECTORS: list[tuple[Any, Open, Any]] = [
-    (CLOSING, open_by_mem, TRUST),
-    (DIALLING, open_by_mem, ()),
-    (MOVING_BLOCKS, open_by_mem, ()),
-    (STEPS, open_by_mem, ()),
-    (PUSHING, open_pushed_to_gpus, ()),
-    (SEVERAL, lambda: open_several("mem"), TRUST),
-    (STORES, lambda: open_store_ground("mem"), ()),
-    ([ConnectorScenario(a_save_of_blocks, ())], open_stored_from_a_gpu, ()),
+    (closing.CLOSING, open_by_mem, TRUST),
+    (dialling.DIALLING, open_by_mem, ()),
+    (moving_blocks.MOVING, open_by_mem, ()),
+    (steps.STEPS, open_by_mem, ()),
+    (pushing.PUSHING, open_pushed_to_gpus, ()),
+    (several.SEVERAL, lambda: several.open_several("mem"), TRUST),
+    (stores.STORES, lambda: open_store_ground("mem"), ()),
+    ([ConnectorScenario(stores.a_save_of_blocks, ())], open_stored_from_a_gpu, ()),
 ]
 
 

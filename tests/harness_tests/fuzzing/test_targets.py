@@ -28,17 +28,18 @@ from asynckv.protocol.wire import TYPE_CONTROL, Header
 from asynckv.security.shared_secret import Secret
 from asynckv.transfers import manifest
 from asynckv.transports import parts
-from harness.fuzzing import payload_targets, peer_target, text_targets
+from harness.fuzzing import (
+    greeting_target,
+    payload_targets,
+    peer_target,
+    text_targets,
+    wire_target,
+)
 from harness.fuzzing.corpus import Corpus
 from harness.fuzzing.fuzzer import TARGETS
-from harness.fuzzing.greeting_target import GREETING
 from harness.fuzzing.mutations import Item, join
 from harness.fuzzing.oracle import Finding, Target, measured
-from harness.fuzzing.payload_targets import CHUNKS, MANIFEST
-from harness.fuzzing.peer_target import PEER
 from harness.fuzzing.sides import SIDES, Side
-from harness.fuzzing.text_targets import CONFIG, SIZES, URLS
-from harness.fuzzing.wire_target import WIRE
 
 CORPUS = Corpus(1)
 NAMES = [side.name for side in SIDES]
@@ -118,55 +119,55 @@ def lets_urllib_read_it(patch: Patch) -> None:
 Break = Callable[[Patch], None]
 BROKEN: dict[str, tuple[Target, Break, tuple[type[Exception], ...], str | None]] = {
     "a decoder that raises anything": (
-        WIRE,
+        wire_target.WIRE,
         lambda patch: patch.setattr(codec, "_NO_FRAME", ()),
         (msgspec.MsgspecError, UnicodeError),
         None,
     ),
     "a decoder that minds how bytes are cut": (
-        WIRE,
+        wire_target.WIRE,
         forgets_at_a_cut,
         (Finding,),
         "another split",
     ),
     "a frame that changes when it is sent on": (
-        WIRE,
+        wire_target.WIRE,
         adds_to_bodies,
         (Finding,),
         "not the same when sent on",
     ),
     "a proof that is not looked at": (
-        GREETING,
+        greeting_target.GREETING,
         lambda patch: patch.setattr(Secret, "has_signed", lambda *_: True),
         (Finding,),
         "a proof of what was not said",
     ),
     "more than was offered": (
-        GREETING,
+        greeting_target.GREETING,
         lambda patch: patch.setattr(handshake, "_smaller", lambda ours, other: other),
         (Finding,),
         "more than we offered",
     ),
     "another model": (
-        GREETING,
+        greeting_target.GREETING,
         lambda patch: patch.setattr(handshake, "_check_fingerprints", lambda *_: None),
         (Finding,),
         "agreed on another model",
     ),
     "a greeting that raises anything": (
-        GREETING,
+        greeting_target.GREETING,
         lambda patch: patch.setattr(ListenSide, "_on_first", raises(KeyError("nonce"))),
         (KeyError,),
         "nonce",
     ),
     "a chunk that lands elsewhere": (
-        CHUNKS,
+        payload_targets.CHUNKS,
         lambda patch: patch.setattr(parts, "_check_place", lambda *_: None),
         (Finding,),
         "not the next bytes|beyond its memory",
     ),
     "a lane that falls over a header": (
-        CHUNKS,
+        payload_targets.CHUNKS,
         lambda patch: patch.setattr(
             payload_targets, "decode_chunk_header", raises(IndexError("too short"))
         ),
@@ -174,32 +175,37 @@ BROKEN: dict[str, tuple[Target, Break, tuple[type[Exception], ...], str | None]]
         "too short",
     ),
     "a manifest read from too few bytes": (
-        MANIFEST,
+        payload_targets.MANIFEST,
         cuts_what_is_inline,
         (Finding,),
         "cut short|not the same",
     ),
     "a manifest that raises anything": (
-        MANIFEST,
+        payload_targets.MANIFEST,
         decodes_what_comes,
         (msgspec.MsgspecError, UnicodeError),
         None,
     ),
     "an address that reads back as another": (
-        URLS,
+        text_targets.URLS,
         quotes_a_place,
         (Finding,),
         "reads back as another",
     ),
-    "an address that raises anything": (URLS, lets_urllib_read_it, (ValueError,), None),
+    "an address that raises anything": (
+        text_targets.URLS,
+        lets_urllib_read_it,
+        (ValueError,),
+        None,
+    ),
     "a field that is not looked at": (
-        CONFIG,
+        text_targets.CONFIG,
         lambda patch: patch.setattr(KVTransferConfig, "max_bytes", -1),
         (Finding,),
         "no room at all",
     ),
     "a size that is none": (
-        SIZES,
+        text_targets.SIZES,
         lambda patch: patch.setattr(text_targets, "parse_bytes", lambda text: -1),
         (Finding,),
         "no number of bytes",
@@ -230,10 +236,10 @@ def test_memory_for_what_is_merely_claimed_is_seen(monkeypatch: Patch) -> None:
         check(self, header)
 
     rng = random.Random(1)
-    inputs = [WIRE.make(rng, CORPUS) for _ in range(400)]
-    honest = max(measured(WIRE.check, data) for data in inputs)
+    inputs = [wire_target.WIRE.make(rng, CORPUS) for _ in range(400)]
+    honest = max(measured(wire_target.WIRE.check, data) for data in inputs)
     monkeypatch.setattr(Bodies, "check", greedy)
-    greedily = max(measured(WIRE.check, data) for data in inputs)
+    greedily = max(measured(wire_target.WIRE.check, data) for data in inputs)
     assert honest < 2**19 < 2**22 <= greedily
 
 
@@ -248,7 +254,9 @@ def said_to(name: str, *frames: tuple[int, Frame]) -> bytes:
 
 @pytest.mark.parametrize("name", sorted(set(NAMES)))
 def test_every_side_meets_peers(name: str) -> None:
-    PEER.check(said_to(name, (1, Accepted()), (3, Get("key")), (1, Result(2))))
+    peer_target.PEER.check(
+        said_to(name, (1, Accepted()), (3, Get("key")), (1, Result(2)))
+    )
 
 
 @asynccontextmanager
@@ -292,4 +300,4 @@ def test_a_side_that_breaks_a_promise_is_found(
     monkeypatch.setattr(peer_target, "END_S", 0.05)
     break_it(monkeypatch)
     with pytest.raises(Finding, match=match):
-        PEER.check(data)
+        peer_target.PEER.check(data)
