@@ -1,37 +1,220 @@
-"""What a peer puts into buffers on its own GPU: read there, by CUDA IPC.
-
-What holds by NCCL too is in test_puts_to_gpus.py.
-"""
+"""What a peer puts from its GPU into buffers on one, by each way there is."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any
 
 import pytest
 
 from asynckv.buffers.remote.insert import RemoteWriter
-from asynckv.errors import GPUFailed, PeerLost
+from asynckv.buffers.remote.peer import connect
+from asynckv.errors import ChecksumError, EntryConflict, GPUFailed, PeerLost
 from asynckv.links.fd_socket import has_fd_sockets
+from asynckv.links.options import Digest
 from asynckv.protocol.frames import Cancelled
 from asynckv.shielding import wait_shielded
+from asynckv.tensors.blocks import KVBlocks
 from asynckv.testing.blocked import until, until_blocked
 from asynckv.testing.expectations import is_same, only
-from asynckv.testing.lookup_checks.values import MIB, noise
+from asynckv.testing.lookup_checks.values import (
+    LOOKUP_MAX_BYTES,
+    MIB,
+    LookupCheck,
+    noise,
+)
+from asynckv.testing.lookup_conformance import LOOKUP_CHECKS
 from asynckv.transfers.read_route import IpcRoute
 from asynckv.transfers.source import release_staged
 from asynckv.types import TensorSpec
+from harness.fake_devices import fake_device_of
 from harness.fake_gpus import FakeGpus
 from harness.gpu_pairs import GpuPair, open_gpu_pair
-from harness.gpu_puts import LAYERS, check_is_in, insert, put_layers
+from harness.gpu_puts import (
+    LAYERS,
+    PutPair,
+    PutWay,
+    check_is_in,
+    insert,
+    open_put_pair,
+    put_layers,
+)
 from harness.held_copies import held_copies, is_busy
+from harness.shared_puts import SharedPuts
 
-pytestmark = pytest.mark.skipif(not has_fd_sockets(), reason="no sockets for handles")
+BY_HANDLES = pytest.mark.skipif(not has_fd_sockets(), reason="no sockets for handles")
+PIECE = 32 * 1024
+"""Too long to ride, and too short to be a value's own."""
+
+BY_IPC = pytest.mark.skipif(not has_fd_sockets(), reason="no sockets for handles")
+
+DIGESTS = pytest.mark.parametrize("digest", ["full", "edges", "off"])
+
+
+@pytest.fixture(params=[pytest.param("cuda_ipc", marks=BY_IPC), "nccl"])
+def way(request: pytest.FixtureRequest) -> PutWay:
+    found: PutWay = request.param
+    return found
+
+
+@pytest.fixture
+async def put_pair(two_gpus: FakeGpus, way: PutWay) -> AsyncIterator[PutPair]:
+    async with open_put_pair(two_gpus, way) as put_pair:
+        yield put_pair
+
+
+async def test_an_entry_goes_from_gpu_to_gpu(put_pair: PutPair, way: PutWay) -> None:
+    await insert(put_pair)
+    assert put_pair.has_put and put_pair.peer.transport == way
+    assert put_pair.peer.lookup.sends_from == put_pair.theirs.device.name
+    await check_is_in(put_pair)
+
+
+async def test_layers_go_from_gpu_to_gpu_and_are_shown_at_once(
+    put_pair: PutPair,
+) -> None:
+    async with (
+        put_pair.peer.lookup.open_insert([1], None, LAYERS) as writer,
+        put_pair.buffer.open_drop_select([1]) as stream,
+    ):
+        for salt, (name, spec) in enumerate(LAYERS.items(), 1):
+            await writer.put(name, put_pair.theirs.tensor(noise(spec.nbytes, salt)))
+            found = await stream.wait_for(name)
+            assert found.is_cuda and is_same(found, noise(spec.nbytes, salt))
+    assert put_pair.has_put
+    await put_pair.emptied()
+
+
+async def test_what_was_put_is_sent_on_with_its_digest(
+    put_pair: PutPair, way: PutWay
+) -> None:
+    await insert(put_pair)
+    (entry,) = put_pair.buffer.ledger.table.entries.values()
+    assert all(part.digest for part in entry.parts)
+    found = await put_pair.peer.lookup.drop_select([1])
+    assert is_same(only(found.key), noise(MIB, 1))
+    assert put_pair.has_moved == (way == "nccl")
+
+
+async def test_each_tensor_is_put_from_wherever_it_was(
+    put_pair: PutPair, way: PutWay
+) -> None:
+    gpu, host = put_pair.theirs.tensor, noise(MIB, 2).view(4, -1)
+    pool = gpu(noise(MIB, 3).view(8, -1))
+    await put_pair.peer.lookup.insert(
+        [1],
+        None,
+        {"a": gpu(noise(MIB, 1)), "b": host, "c": KVBlocks(pool, [5, 1, 2])},
+        {"a": gpu(noise(MIB, 4).view(16, -1)).t(), "b": KVBlocks(host, [3, 0])},
+        gpu(noise(8)),
+        extras={"little": noise(9), "some": gpu(noise(PIECE, 5))},
+    )
+    assert put_pair.has_put == (way != "nccl")  # which takes no memory of the host
+    await until(lambda: not put_pair.puts.staged_bytes)
+    entry = await put_pair.buffer.drop_select([1])
+    assert isinstance(entry.key, dict) and isinstance(entry.value, dict)
+    assert is_same(entry.key["a"], noise(MIB, 1)) and is_same(entry.key["b"], host)
+    assert is_same(entry.key["c"], noise(MIB, 3).view(8, -1)[[5, 1, 2]])
+    assert is_same(entry.value["a"], noise(MIB, 4).view(16, -1).t().contiguous())
+    assert is_same(entry.value["b"], host[[3, 0]])
+    assert is_same(entry.extras["little"], noise(9))
+    assert is_same(entry.extras["some"], noise(PIECE, 5))
+
+
+async def test_a_tensor_of_another_gpu_goes_through_host_memory(
+    put_pair: PutPair,
+) -> None:
+    other = fake_device_of(put_pair.theirs.process, 1 - put_pair.theirs.index)
+    await put_pair.peer.lookup.insert([1], None, other.tensor(noise(MIB)), None, None)
+    entry = await put_pair.buffer.drop_select([1])
+    assert is_same(only(entry.key), noise(MIB))
+    assert not put_pair.has_put
+
+
+async def test_few_bytes_ride_with_their_frame(put_pair: PutPair) -> None:
+    key = put_pair.theirs.tensor(noise(PIECE))
+    await put_pair.peer.lookup.insert([1], None, key, None, None)
+    assert is_same(only((await put_pair.buffer.drop_select([1])).key), noise(PIECE))
+    assert not put_pair.has_put
+
+
+@DIGESTS
+async def test_an_entry_is_known_again_whatever_is_compared(
+    two_gpus: FakeGpus, way: PutWay, digest: Digest
+) -> None:
+    async with open_put_pair(two_gpus, way, serves=digest, digest=digest) as put_pair:
+        await insert(put_pair, entry_id="it")
+        assert put_pair.has_put
+        await insert(put_pair, entry_id="it")
+        if digest != "off":
+            with pytest.raises(EntryConflict):
+                await insert(put_pair, 2, entry_id="it")
+        await check_is_in(put_pair)
+
+
+async def test_an_insert_that_was_selected_while_it_waited_comes_again_with_room(
+    put_pair: PutPair,
+) -> None:
+    other = await put_pair.buffer.insert([2], None, noise(15 * MIB), None, None)
+    inserting = asyncio.create_task(insert(put_pair))
+    await until(lambda: put_pair.buffer.statistics().waiting_inserts == 1)
+    with pytest.raises(ZeroDivisionError):
+        async with put_pair.buffer.drop_select([1]) as entry:
+            assert is_same(only(entry.key), noise(MIB, 1))
+            del entry
+            raise ZeroDivisionError
+    assert not put_pair.has_put
+    assert await put_pair.buffer.withdraw(other)
+    await inserting
+    assert put_pair.has_put
+    await check_is_in(put_pair)
+
+
+# Other bytes than were put.
+async def wrong(*anything: object) -> list[bytes]:
+    return [b"of other bytes.."]
+
+
+async def test_other_bytes_than_were_put_are_not_inserted(
+    monkeypatch: pytest.MonkeyPatch, put_pair: PutPair, way: PutWay
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            put_pair.peer.pool, "edges" if way == "cuda_ipc" else "digest", wrong
+        )
+        with pytest.raises(ChecksumError):
+            await insert(put_pair)
+        with pytest.raises(ChecksumError):
+            async with put_pair.peer.lookup.open_insert([1], None, LAYERS) as writer:
+                await writer.put("key", put_pair.theirs.tensor(noise(MIB)))
+    await put_pair.emptied()
+    assert put_pair.peer.transport == way and put_pair.puts.are_read == (
+        way == "cuda_ipc"
+    )
+    await insert(put_pair)
+    await check_is_in(put_pair)
+
+
+@pytest.mark.chaos
+@pytest.mark.parametrize("check", LOOKUP_CHECKS, ids=lambda check: check.__name__)
+async def test_a_served_lookup_on_a_gpu_keeps_what_every_one_keeps(
+    two_gpus: FakeGpus, way: PutWay, check: LookupCheck
+) -> None:
+    async with open_put_pair(two_gpus, way, buffer_bytes=LOOKUP_MAX_BYTES) as put_pair:
+        there = fake_device_of(two_gpus.process(), put_pair.theirs.index).device
+        async with connect(
+            put_pair.server.url, device=there, max_bytes="16MiB"
+        ) as producer:
+            assert producer.transport == way
+            assert SharedPuts(producer).are_read == (way == "cuda_ipc")
+            await check(producer.lookup, put_pair.peer.lookup, put_pair.buffer)
+
 
 BY_HOST = "goes through host memory from here on"
 
 
+@BY_HANDLES
 async def test_what_has_no_room_on_the_way_goes_through_host_memory(
     gpus: FakeGpus,
 ) -> None:
@@ -47,6 +230,7 @@ async def test_what_has_no_room_on_the_way_goes_through_host_memory(
         await check_is_in(pair)
 
 
+@BY_HANDLES
 async def test_what_is_made_in_room_of_the_gpu_goes_from_there(pair: GpuPair) -> None:
     specs = {"key": LAYERS["key"]}
     async with pair.peer.lookup.open_insert([1], None, specs) as writer:
@@ -65,6 +249,7 @@ async def test_what_is_made_in_room_of_the_gpu_goes_from_there(pair: GpuPair) ->
     await pair.emptied()
 
 
+@BY_HANDLES
 async def test_who_waits_for_room_fails_when_the_link_is_lost(gpus: FakeGpus) -> None:
     spec = TensorSpec((3 * MIB,), "uint8")
     async with open_gpu_pair(gpus, max_bytes=4 * MIB) as pair:
@@ -82,6 +267,7 @@ async def test_who_waits_for_room_fails_when_the_link_is_lost(gpus: FakeGpus) ->
                 await waiting
 
 
+@BY_HANDLES
 async def test_an_url_that_asks_for_lanes_shows_nothing(gpus: FakeGpus) -> None:
     for url in ("?payload=inline", "?payload=map"):
         async with open_gpu_pair(gpus, url=url) as pair:
@@ -92,8 +278,6 @@ async def test_an_url_that_asks_for_lanes_shows_nothing(gpus: FakeGpus) -> None:
 
 
 # What is lost on the way.
-
-
 class Held:
     """What the buffers' side reads, until it is let go, or fails."""
 
@@ -125,6 +309,7 @@ def held(monkeypatch: pytest.MonkeyPatch) -> Held:
     return Held(monkeypatch)
 
 
+@BY_HANDLES
 @pytest.mark.parametrize("put", [insert, put_layers])
 async def test_what_cannot_be_read_goes_on_through_host_memory(
     pair: GpuPair,
@@ -145,6 +330,7 @@ async def test_what_cannot_be_read_goes_on_through_host_memory(
     assert caplog.text.count(BY_HOST) == 2
 
 
+@BY_HANDLES
 async def test_a_link_that_is_cut_is_shown_again_and_the_entry_read(
     pair: GpuPair, held: Held
 ) -> None:
@@ -165,6 +351,7 @@ async def cancel_when_read(pair: GpuPair, putting: asyncio.Task[None]) -> None:
         await putting
 
 
+@BY_HANDLES
 @pytest.mark.parametrize("put", [insert, put_layers])
 async def test_a_copy_is_kept_while_it_is_read_for_a_call_that_was_cancelled(
     pair: GpuPair,
@@ -179,6 +366,7 @@ async def test_a_copy_is_kept_while_it_is_read_for_a_call_that_was_cancelled(
     await check_is_in(pair)
 
 
+@BY_HANDLES
 async def test_copies_are_kept_while_they_are_read_however_often_it_is_cancelled(
     monkeypatch: pytest.MonkeyPatch, pair: GpuPair
 ) -> None:
@@ -208,6 +396,7 @@ async def test_copies_are_kept_while_they_are_read_however_often_it_is_cancelled
     await pair.emptied()
 
 
+@BY_HANDLES
 async def test_a_layer_that_was_taken_back_is_kept_while_it_is_read(
     pair: GpuPair,
 ) -> None:
@@ -224,6 +413,7 @@ async def test_a_layer_that_was_taken_back_is_kept_while_it_is_read(
     await check_is_in(pair)
 
 
+@BY_HANDLES
 async def test_the_last_word_lets_go_of_what_was_taken_back(pair: GpuPair) -> None:
     key = pair.theirs.tensor(noise(MIB, 2))
     with pytest.raises(ValueError, match="key"):
@@ -237,6 +427,7 @@ async def test_the_last_word_lets_go_of_what_was_taken_back(pair: GpuPair) -> No
     await pair.emptied()
 
 
+@BY_HANDLES
 async def test_a_peer_that_is_closed_leaves_nothing_open(gpus: FakeGpus) -> None:
     async with open_gpu_pair(gpus) as pair:
         await insert(pair)

@@ -1,15 +1,19 @@
+"""Values by name, in so many bytes: which of them is dropped, and who waits."""
+
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 
 import pytest
-from hypothesis import settings
+from hypothesis import given, settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from hypothesis.strategies import integers, sampled_from
 
-from asynckv.buffers.values import PendingPut, PinnedValue, StoredValues
-from asynckv.errors import BufferClosed
+from asynckv.buffers.values import EvictionOrder, PendingPut, PinnedValue, StoredValues
+from asynckv.errors import BufferClosed, EntryTooLarge
 from asynckv.tensors.arena import HeapArena, Region
+from asynckv.testing import until_blocked
 from asynckv.types import KVFingerprint, TensorSpec
 
 _MAX_BYTES = 100
@@ -316,4 +320,199 @@ class ValuesAsADict(RuleBasedStateMachine):
 
 
 ValuesAsADict.TestCase.settings = settings(max_examples=60, deadline=None)
+
 test_it_behaves_as_a_dict_with_an_order = ValuesAsADict.TestCase
+
+
+def order_of(*keys: str) -> EvictionOrder[str]:
+    order: EvictionOrder[str] = EvictionOrder()
+    for key in keys:
+        order.add(key, len(key))
+    return order
+
+
+def test_the_first_added_is_the_first_victim() -> None:
+    assert order_of("a", "bb", "ccc").victim() == "a"
+
+
+def test_a_key_that_is_added_again_is_the_most_recently_used() -> None:
+    order = order_of("a", "bb")
+    order.add("a", 7)
+    assert (list(order), order.nbytes) == (["bb", "a"], 9)
+
+
+def test_the_spared_key_is_the_last_victim() -> None:
+    order = order_of("a", "bb")
+    assert order.victim(spare="a") == "bb"
+    order.discard("bb")
+    assert order.victim(spare="a") == "a"
+
+
+def test_there_is_no_victim_where_nothing_may_be_dropped() -> None:
+    assert order_of().victim(spare="a") is None
+
+
+def test_discarding_what_is_not_there_changes_nothing() -> None:
+    order = order_of("a")
+    order.discard("b")
+    assert ("a" in order, len(order), order.nbytes) == (True, 1, 1)
+
+
+@given(st.lists(st.tuples(st.booleans(), st.integers(0, 5), st.integers(0, 9))))
+def test_it_orders_as_a_list_does(steps: list[tuple[bool, int, int]]) -> None:
+    order: EvictionOrder[int] = EvictionOrder()
+    model: list[tuple[int, int]] = []
+    for adds, key, nbytes in steps:
+        model = [item for item in model if item[0] != key]
+        if adds:
+            model.append((key, nbytes))
+            order.add(key, nbytes)
+        else:
+            order.discard(key)
+        assert list(order) == [item[0] for item in model]
+        assert order.nbytes == sum(item[1] for item in model)
+        assert order.victim() == (model[0][0] if model else None)
+
+
+def _spec(nbytes: int) -> TensorSpec:
+    return TensorSpec((nbytes,), "uint8")
+
+
+class Store:
+    """Values of 100 bytes, all of which a put has taken."""
+
+    def __init__(self) -> None:
+        self.values = StoredValues(HeapArena(100), lambda: None)
+        pending = self.reserve_nowait(100)
+        assert pending is not None
+        self.taken = pending
+
+    def reserve_nowait(self, nbytes: int) -> PendingPut | None:
+        return self.values.reserve_nowait("key", _spec(nbytes), None)
+
+    def reserve(self, nbytes: int) -> asyncio.Task[PendingPut]:
+        reserving = self.values.reserve("key", _spec(nbytes), None)
+        return asyncio.create_task(reserving)
+
+
+async def test_room_is_given_in_the_order_of_the_calls() -> None:
+    store = Store()
+    tasks = [store.reserve(nbytes) for nbytes in (90, 20, 5)]
+    await until_blocked(*tasks)
+    store.values.discard(store.taken)
+    first = await tasks[0]
+    assert not tasks[2].done()
+    store.values.discard(first)
+    for task in tasks[1:]:
+        store.values.discard(await task)
+    assert store.values.counters.room_waits == 3
+
+
+async def test_who_finds_room_has_it_at_once() -> None:
+    store = Store()
+    store.values.discard(store.taken)
+    store.values.discard(await store.reserve(100))
+
+
+async def test_nobody_overtakes_the_line() -> None:
+    store = Store()
+    waiting = store.reserve(10)
+    await until_blocked(waiting)
+    assert store.reserve_nowait(0) is None
+    now_s = asyncio.get_running_loop().time()
+    assert 2.0 < store.values.room.longest_wait_s(now_s + 3.0) < 4.0
+    store.values.discard(store.taken)
+    store.values.discard(await waiting)
+    assert store.values.room.longest_wait_s(now_s) == 0.0
+
+
+async def test_who_is_cancelled_lets_the_next_go_on() -> None:
+    store = Store()
+    store.values.discard(store.taken)
+    half = store.reserve_nowait(50)
+    tasks = [store.reserve(80), store.reserve(50)]
+    await until_blocked(*tasks)
+    tasks[0].cancel()
+    pending = await tasks[1]
+    assert half is not None
+    for put in (half, pending):
+        store.values.discard(put)
+    assert len(store.values.room) == 0
+
+
+async def test_what_a_put_got_as_it_was_cancelled_is_free_again() -> None:
+    store = Store()
+    waiting = store.reserve(100)
+    await until_blocked(waiting)
+    store.values.discard(store.taken)
+    waiting.cancel()
+    await asyncio.wait({waiting})
+    assert waiting.cancelled()
+    assert store.reserve_nowait(100) is not None
+
+
+async def test_a_wait_ends_with_the_ledger() -> None:
+    store = Store()
+    waiting = store.reserve(10)
+    await until_blocked(waiting)
+    store.values.close()
+    with pytest.raises(BufferClosed):
+        await waiting
+    await store.values.room.aclose()
+    assert len(store.values.room) == 0
+
+
+SPEC = TensorSpec((60,), "uint8")
+
+OTHER = KVFingerprint.of("other")
+
+
+async def stored(*fingerprints: KVFingerprint | None) -> StoredValues:
+    values = StoredValues(HeapArena(100), lambda: None)
+    for fingerprint in fingerprints:
+        values.commit(await values.reserve("a", SPEC, fingerprint), b"digest")
+    return values
+
+
+async def test_a_value_belongs_to_the_fingerprint_of_who_put_it() -> None:
+    values = await stored(OTHER)
+    assert values.has(["a", "b"], OTHER) == (True, False)
+    assert values.has(["a"], None) == (False,)
+    assert values.lookup("a", None) is None and not values.remove("a", None)
+    assert values.remove("a", OTHER) and values.has(["a"], OTHER) == (False,)
+
+
+async def test_a_value_that_is_held_is_not_dropped_for_room() -> None:
+    values = await stored(None)
+    (held,) = values.hold(["a"], None)
+    assert held is not None and held.digest == b"digest"
+    assert values.reserve_nowait("b", SPEC, None) is None
+    values.release(held)
+    pending = values.reserve_nowait("b", SPEC, None)
+    assert pending is not None and values.has(["a"], None) == (False,)
+    values.discard(pending)
+
+
+async def test_what_can_never_fit_is_refused_at_once() -> None:
+    with pytest.raises(EntryTooLarge, match="101 bytes can never fit in 100"):
+        await (await stored()).reserve("a", TensorSpec((101,), "uint8"), None)
+
+
+async def test_once_it_is_closed_every_call_says_so() -> None:
+    values = await stored(None)
+    values.close()
+    for call in (
+        lambda: values.check_usable("a"),
+        lambda: values.lookup("a", None),
+        lambda: values.hold(["a"], None),
+        lambda: values.remove("a", None),
+        lambda: values.has(["a"], None),
+        lambda: values.reserve_nowait("a", SPEC, None),
+    ):
+        with pytest.raises(BufferClosed):
+            call()
+
+
+async def test_what_is_no_key_is_refused() -> None:
+    with pytest.raises(TypeError):
+        (await stored()).check_usable(7)  # type: ignore[arg-type]

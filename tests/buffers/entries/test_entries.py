@@ -1,14 +1,22 @@
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 import pytest
 import torch
 
-from asynckv.buffers.entries.entries import EntryState, Lease, StoredEntry, Waiter
+from asynckv.buffers.entries.entries import (
+    EntryState,
+    Lease,
+    StoredEntry,
+    Waiter,
+    make_draft,
+)
 from asynckv.tensors.arena import HeapArena
 from asynckv.transfers.layout import layout_of
 from asynckv.transfers.manifest import content_digest
-from asynckv.transfers.queries import Query, as_tokens
+from asynckv.transfers.queries import MAX_ID_LENGTH, Query, as_tokens
 from asynckv.types import TensorSpec
 from harness.holders import RecordingHolder, draft_of
 
@@ -117,3 +125,30 @@ def test_a_lease_shows_neither_its_token_nor_the_prompt() -> None:
     waiter = Waiter(Query(b"prompt"), RecordingHolder(), 3, None)
     lease = Lease(StoredEntry(draft_of("it"), 1), waiter, 0, 1, b"token")
     assert (repr(lease), repr(waiter)) == ("<Lease 1 of entry it>", "<Waiter 3>")
+
+
+SPECS = {"key": TensorSpec((3,), "float32")}
+
+
+def test_a_draft_without_an_id_gets_one_of_its_own() -> None:
+    drafts = [
+        make_draft([1], [1], SPECS, entry_id=None, ttl_s=None, deliveries=1)
+        for _ in range(2)
+    ]
+    assert len({draft.entry_id for draft in drafts}) == 2
+    assert (drafts[0].layout.sizes, drafts[0].charges) == ((12,), [8, 8])
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"deliveries": 0},
+        {"ttl_s": -1},
+        {"ttl_s": float("inf")},
+        {"entry_id": "x" * (MAX_ID_LENGTH + 1)},
+    ],
+)
+def test_what_an_insert_says_is_checked(wrong: dict[str, Any]) -> None:
+    options: dict[str, Any] = {"entry_id": None, "ttl_s": 1, "deliveries": 1} | wrong
+    with pytest.raises(ValueError, match=next(iter(wrong))):
+        make_draft([1], None, {}, **options)

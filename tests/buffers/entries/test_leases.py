@@ -1,3 +1,5 @@
+"""Who gets which entry, who waits, and what ends a delivery."""
+
 from __future__ import annotations
 
 import asyncio
@@ -5,9 +7,18 @@ import logging
 
 import pytest
 
+from asynckv.buffers.entries.entries import EntryState, StoredEntry, Waiter
+from asynckv.buffers.entries.leases import (
+    Matcher,
+    WaitingQueries,
+    find_by_id,
+    matched_by_id,
+)
 from asynckv.errors import EntryAborted, LeaseLost
 from asynckv.testing.blocked import until
 from asynckv.transfers.queries import Query, make_query
+from asynckv.types import KVFingerprint
+from harness.holders import RecordingHolder, draft_of
 from harness.ledgers import SteppedLedger
 
 ONE = make_query([1], None)
@@ -245,3 +256,185 @@ async def test_the_time_of_a_holder_runs_from_when_it_first_had_the_entry(
         await clock.jump(60)
         assert bench.ledger.counters.lapsed == lapsed
         bench.leases.reach(holder.held())
+
+
+ONE_TOKEN = (1).to_bytes(8, "little")
+
+
+def ready(name: str, tokens: tuple[int, ...] = (1,), seq: int = 1) -> StoredEntry:
+    entry = StoredEntry(draft_of(name, tokens), seq)
+    entry.state = EntryState.READY
+    return entry
+
+
+def waiting(
+    query: Query, seq: int = 1, fingerprint: KVFingerprint | None = None
+) -> Waiter:
+    return Waiter(query, RecordingHolder(), seq, fingerprint)
+
+
+def test_the_longest_match_wins_then_the_first_in() -> None:
+    maker = Matcher()
+    for seq, tokens in enumerate([(1,), (1, 2), (1, 2)]):
+        maker.update(ready(str(seq), tokens, seq))
+    found = maker.find(waiting(make_query([1, 2, 3], None)))
+    assert found is not None
+    assert (found[0].entry_id, found[1]) == ("1", 2)
+
+
+def test_only_equal_fingerprints_match() -> None:
+    maker = Matcher()
+    maker.update(ready("a"))
+    other = KVFingerprint(model="m")
+    assert maker.find(waiting(make_query([1], None), 1, other)) is None
+    assert maker.peek(ONE_TOKEN, other) == 0
+    assert maker.peek(ONE_TOKEN, None) == 1
+    assert maker.peek(b"", None) == 0
+
+
+def test_the_query_that_has_waited_longest_is_next() -> None:
+    maker = Matcher()
+    for seq in (3, 2):
+        maker.enqueue(waiting(make_query([1], None), seq))
+    maker.enqueue(waiting(Query(None), 1))
+    entry = ready("a", (1, 2))
+    entry.deliveries_left = 9
+    maker.update(entry)
+    served = [maker.next_for(entry) for _ in range(4)]
+    assert [found and found[0].seq for found in served] == [1, 2, 3, None]
+    assert maker.waiting_count == 0
+
+
+def test_who_waits_no_longer_is_not_next() -> None:
+    maker = Matcher()
+    waiter = waiting(make_query([1], None))
+    maker.enqueue(waiter)
+    maker.dequeue(waiter)
+    assert maker.waiting_count == 0
+    entry = ready("a")
+    maker.update(entry)
+    assert maker.next_for(entry) is None
+
+
+def test_everyone_leaves_in_the_order_of_their_wait() -> None:
+    maker = Matcher()
+    queries = (Query(None, "id"), make_query([1], None), Query(None))
+    for seq, query in enumerate(queries):
+        maker.enqueue(waiting(query, seq))
+    assert [waiter.seq for waiter in maker.everyone()] == [0, 1, 2]
+    assert maker.waiting_count == 0
+    assert maker.everyone() == []
+
+
+def test_an_insert_that_may_fail_is_shown_to_no_stream() -> None:
+    entry = ready("a")
+    entry.state = EntryState.FILLING
+    waiter = waiting(make_query([1], None))
+    assert waiter.may_have(entry)
+    waiter.holder.streams = True
+    assert not waiter.may_have(entry)
+
+
+def test_what_is_its_consumers_alone_is_found_by_nobody() -> None:
+    maker, waiter = Matcher(), waiting(make_query([1], None))
+    entry = ready("a")
+    maker.update(entry)
+    assert maker.find(waiter) == (entry, 1)
+    entry.owner_gone = True
+    maker.update(entry)
+    assert maker.find(waiter) is None
+    assert maker.next_for(entry) is None
+
+
+def test_an_id_finds_its_entry_if_the_tokens_agree() -> None:
+    entries = {"a": ready("a", (1, 2))}
+    Matcher().update(entries["a"])
+    found = find_by_id(entries, waiting(make_query([1], None, entry_id="a")))
+    assert found == (entries["a"], 1)
+    assert find_by_id(entries, waiting(make_query([2], None, entry_id="a"))) is None
+    assert find_by_id(entries, waiting(Query(None, "b"))) is None
+
+
+def test_an_id_finds_nothing_that_has_no_delivery_left_or_is_of_another_model() -> None:
+    entries = {"a": ready("a")}
+    by_id = Query(None, "a")
+    assert find_by_id(entries, waiting(by_id)) is None
+    Matcher().update(entries["a"])
+    assert find_by_id(entries, waiting(by_id)) == (entries["a"], 0)
+    other = KVFingerprint(model="m")
+    assert find_by_id(entries, waiting(by_id, 1, other)) is None
+
+
+ENTRY = StoredEntry(draft_of("a", (1, 2)), 1)
+
+
+def in_line(line: WaitingQueries, query: Query, seq: int) -> Waiter:
+    waiter = Waiter(query, RecordingHolder(), seq, None)
+    line.add(waiter)
+    return waiter
+
+
+def oldest(line: WaitingQueries) -> tuple[int, int] | None:
+    found = line.oldest(ENTRY, lambda waiter: True)
+    return None if found is None else (found[0].seq, found[1])
+
+
+def test_the_lowest_seq_of_every_kind_of_query_wins() -> None:
+    line = WaitingQueries()
+    in_line(line, Query(None), 4)
+    in_line(line, make_query([1], None), 3)
+    assert oldest(line) == (3, 1)
+    in_line(line, Query(None, "a"), 2)
+    assert oldest(line) == (2, 0)
+    in_line(line, make_query([1, 2, 3], None, entry_id="a"), 1)
+    assert oldest(line) == (1, 2)
+
+
+def test_who_comes_back_has_its_old_place() -> None:
+    line = WaitingQueries()
+    first, second = (in_line(line, Query(None, "a"), seq) for seq in (1, 2))
+    line.remove(first)
+    assert oldest(line) == (2, 0)
+    line.add(first)
+    assert oldest(line) == (1, 0)
+    line.remove(second)
+    line.remove(first)
+    line.remove(first)
+    assert oldest(line) is None
+
+
+def test_who_is_refused_is_passed_over() -> None:
+    line = WaitingQueries()
+    for query in (Query(None), Query(None, "a"), make_query([1], None)):
+        for seq in (1, 2):
+            in_line(line, query, seq)
+    found = line.oldest(ENTRY, lambda waiter: waiter.seq == 2)
+    assert found is not None
+    assert found[0].seq == 2
+
+
+def test_a_query_says_how_much_must_match() -> None:
+    line = WaitingQueries()
+    in_line(line, make_query([1], None, match="exact"), 1)
+    in_line(line, make_query([1, 2, 3], None, min_matched_tokens=3), 2)
+    assert oldest(line) is None
+    in_line(line, make_query([1, 2], None, match="exact"), 3)
+    assert oldest(line) == (3, 2)
+
+
+def test_an_id_with_tokens_asks_for_both() -> None:
+    def matched(tokens: list[int], at_least: int = 1) -> int | None:
+        query = make_query(tokens, None, entry_id="a", min_matched_tokens=at_least)
+        return matched_by_id(Waiter(query, RecordingHolder(), 1, None), ENTRY)
+
+    assert matched([1, 2, 3]) == 2
+    assert matched([2]) is None
+    assert matched([1], 2) is None
+
+
+def test_everyone_is_taken_out() -> None:
+    line = WaitingQueries()
+    for seq, query in enumerate((Query(None), Query(None, "a"), Query(None, "b"))):
+        in_line(line, query, seq)
+    assert sorted(waiter.seq for waiter in line.everyone()) == [0, 1, 2]
+    assert list(line.everyone()) == []

@@ -1,3 +1,5 @@
+"""Keys and the items that begin as they do."""
+
 from __future__ import annotations
 
 import gc
@@ -19,12 +21,24 @@ from hypothesis.stateful import (
     rule,
 )
 
-from asynckv.buffers.entries.prefix_index import Place, PrefixIndex
+from asynckv.buffers.entries.prefix_index import (
+    Frontier,
+    Node,
+    Place,
+    PrefixIndex,
+    PrefixTree,
+    ascending,
+    put,
+    take,
+)
 
 # Ids that share their low bytes: an edge may branch inside a token.
 ALPHABET = (0, 1, 256, 1 << 40)
+
 token_lists = st.lists(st.sampled_from(ALPHABET), max_size=6).map(tuple)
+
 seqs = st.integers(min_value=-(2**62), max_value=2**62)
+
 refusals = st.none() | st.sets(st.integers(min_value=0, max_value=60))
 
 
@@ -165,6 +179,7 @@ class IndexAgainstBruteForce(RuleBasedStateMachine):
 IndexAgainstBruteForce.TestCase.settings = settings(
     max_examples=200, stateful_step_count=40, deadline=None
 )
+
 TestIndexAgainstBruteForce = IndexAgainstBruteForce.TestCase
 
 # Three times the recursion limit; benchmarks/matching.py measures 10,000.
@@ -331,3 +346,110 @@ def test_a_removed_item_is_freed_without_the_garbage_collector() -> None:
         assert watched() is None
     finally:
         gc.enable()
+
+
+ONE, TWO, THREE = (bytes([n]) * 8 for n in (1, 2, 3))
+
+
+def edges_to(node: Node[int]) -> bytes:
+    """Return the edges from the root to ``node``, joined."""
+    return b"" if node.parent is None else edges_to(node.parent) + node.edge
+
+
+def test_a_key_leads_to_its_own_node() -> None:
+    tree: PrefixTree[int] = PrefixTree()
+    for key in (ONE + TWO, ONE + THREE, ONE, b"", TWO):
+        node = tree.node_for(key)
+        assert edges_to(node) == key
+        assert tree.node_for(key) is node
+
+
+def test_a_walk_ends_where_the_key_does_or_leaves_the_tree() -> None:
+    tree: PrefixTree[int] = PrefixTree()
+    long = tree.node_for(ONE + TWO)
+    assert tree.walk(ONE) == (tree.root, 0, long)
+    assert tree.walk(ONE + TWO + THREE) == (long, 16, None)
+    assert tree.walk(ONE + THREE) == (tree.root, 0, None)
+    assert tree.walk(TWO) == (tree.root, 0, None)
+    assert tree.walk(b"") == (tree.root, 0, tree.root)
+
+
+def test_an_edge_parts_between_two_bytes_of_a_token() -> None:
+    tree: PrefixTree[int] = PrefixTree()
+    first, second = b"\1\2\3\4\0\0\0\0", b"\1\2\3\5\0\0\0\0"
+    above = tree.node_for(first).parent
+    tree.node_for(second)
+    parting = tree.node_for(first).parent
+    assert above is tree.root
+    assert parting is not None and parting.edge == b"\1\2\3"
+
+
+def test_nodes_that_nothing_needs_are_dropped() -> None:
+    tree: PrefixTree[int] = PrefixTree()
+    nodes = [tree.node_for(key) for key in (ONE + TWO, ONE + THREE)]
+    for node in nodes:
+        tree.tidy(node)
+    assert tree.root.children is None
+
+
+def test_a_tree_refuses_a_key_of_broken_tokens() -> None:
+    with pytest.raises(ValueError, match="whole tokens"):
+        PrefixTree[int]().walk(b"seven b")
+
+
+def node_with(tree: PrefixTree[str], key: bytes, *seqs: int) -> Node[str]:
+    node = tree.node_for(key)
+    for seq in seqs:
+        put(Place(node, seq, f"{seq}"), node)
+    return node
+
+
+def test_the_lowest_is_known_all_the_way_up() -> None:
+    tree: PrefixTree[str] = PrefixTree()
+    for key, seq in ((ONE + TWO, 2), (ONE, 3), (TWO, 1)):
+        node_with(tree, key, seq)
+    one = tree.node_for(ONE)
+    lowest = [node.lowest and node.lowest.seq for node in (tree.root, one)]
+    assert lowest == [1, 2]
+
+
+def test_taking_the_lowest_leaves_the_next() -> None:
+    tree: PrefixTree[str] = PrefixTree()
+    node = node_with(tree, ONE, 3, 1, 2)
+    for expected in (2, 3, None):
+        assert tree.root.lowest is not None
+        take(tree.root.lowest, node)
+        assert (tree.root.lowest and tree.root.lowest.seq) == expected
+    assert node.places is None
+
+
+def test_of_many_places_any_is_taken_in_any_order() -> None:
+    tree: PrefixTree[str] = PrefixTree()
+    seqs = random.Random(1).sample(range(1000), 300)
+    node = node_with(tree, ONE, *seqs)
+    places = {place.seq: place for place in ascending(node)}
+    assert list(places) == sorted(seqs)
+    for seq in seqs[:-1]:
+        take(places.pop(seq), node)
+        assert tree.root.lowest is places[min(places)]
+    assert [*ascending(tree.root)] == [*places.values()]
+
+
+def test_places_come_in_the_order_of_their_seq() -> None:
+    tree: PrefixTree[str] = PrefixTree()
+    for key, seqs in ((ONE, (5, 1)), (ONE + TWO, (4, 2)), (TWO, (3,)), (b"", (0,))):
+        node_with(tree, key, *seqs)
+    assert [place.seq for place in ascending(tree.root)] == [0, 1, 2, 3, 4, 5]
+    assert [place.seq for place in ascending(tree.node_for(ONE))] == [1, 2, 4, 5]
+    assert list(ascending(PrefixTree[str]().root)) == []
+
+
+def test_single_nodes_and_subtrees_are_merged_with_what_each_matches() -> None:
+    tree: PrefixTree[str] = PrefixTree()
+    above, below = node_with(tree, ONE, 3, 1), node_with(tree, ONE + TWO, 2)
+    frontier: Frontier[str] = Frontier()
+    frontier.add_places(above, 0, 8)
+    frontier.add_places(tree.root, 0, 0)
+    frontier.add_subtree(below, 16)
+    found = [(place.seq, nbytes) for place, nbytes in frontier.ascending()]
+    assert found == [(1, 8), (2, 16), (3, 8)]

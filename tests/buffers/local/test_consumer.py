@@ -1,20 +1,35 @@
+"""What a consumer in this process takes, borrows and is handed."""
+
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator, Coroutine, Mapping
+from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
 import torch
 
+from asynckv.abc import KVEntry
+from asynckv.buffers.entries.entries import Lease, StoredEntry, Waiter
 from asynckv.buffers.entries.ledger import Ledger
-from asynckv.buffers.local.consumer import LocalConsumer
+from asynckv.buffers.local.consumer import LocalConsumer, PendingSelect
+from asynckv.buffers.local.handover import (
+    build_entry,
+    hand_over,
+    lend,
+    tensors_of,
+)
 from asynckv.buffers.lookup import LookupBuffer
 from asynckv.devices.copying import CopyPool
 from asynckv.errors import BufferClosed, LeaseLost
+from asynckv.tensors.arena import HeapArena, Region
+from asynckv.tensors.blocks import KVMemory
 from asynckv.testing.blocked import until
 from asynckv.testing.lookup_checks.values import MIB, borrow, insert, noise
 from asynckv.transfers.queries import Query
 from asynckv.types import TensorSpec
+from harness.holders import RecordingHolder, draft_of
 from harness.ledgers import SteppedLedger
 
 SPECS = {name: TensorSpec((8,), "uint8") for name in ("key", "value")}
@@ -144,3 +159,225 @@ async def test_an_entry_taken_back_pins_nothing_while_another_is_waited_for() ->
         await insert(buffer, 2)
         with pytest.raises(ValueError, match=r"0\.key"):
             await taking
+
+
+QUERY = Query(b"12345678")
+
+ENTRY = KVEntry(None, None, None, None, None, entry_id="it")
+
+
+class Uses:
+    """What a pending select did."""
+
+    def __init__(self) -> None:
+        self.seen: list[str] = []
+        self.pending = PendingSelect(self.take, self.borrow, QUERY, {})
+
+    async def take(self, query: Query, into: Mapping[str, KVMemory]) -> KVEntry:
+        assert query is QUERY and into == {}
+        self.seen.append("taken")
+        await asyncio.sleep(0)
+        return ENTRY
+
+    @asynccontextmanager
+    async def borrow(
+        self, query: Query, into: Mapping[str, KVMemory]
+    ) -> AsyncIterator[KVEntry]:
+        assert query is QUERY and into == {}
+        self.seen.append("borrowed")
+        try:
+            yield ENTRY
+        except LookupError:
+            self.seen.append("failed")
+            raise
+
+
+async def test_awaiting_takes() -> None:
+    uses = Uses()
+    assert uses.seen == []
+    assert await uses.pending is ENTRY
+    assert uses.seen == ["taken"]
+
+
+async def test_entering_borrows_and_hands_an_error_on() -> None:
+    uses = Uses()
+    with pytest.raises(LookupError):
+        async with uses.pending as entry:
+            assert entry is ENTRY
+            raise LookupError
+    assert uses.seen == ["borrowed", "failed"]
+
+
+async def test_a_second_use_is_refused() -> None:
+    uses = Uses()
+    await uses.pending
+    with pytest.raises(RuntimeError, match="used before"):
+        await uses.pending
+    with pytest.raises(RuntimeError, match="used before"):
+        async with uses.pending:
+            pass
+
+
+async def test_one_that_is_forgotten_warns_as_a_coroutine_does(
+    local: LookupBuffer,
+) -> None:
+    with pytest.warns(RuntimeWarning, match=r"drop_select\(...\) was never awaited"):
+        local.drop_select([1])
+
+
+async def test_one_that_was_used_in_any_way_does_not_warn(
+    recwarn: pytest.WarningsRecorder,
+) -> None:
+    await Uses().pending
+    Uses().pending.close()
+    async with Uses().pending:
+        pass
+    task = asyncio.create_task(Uses().pending)
+    task.cancel()
+    await asyncio.wait({task})
+    del task
+    assert not recwarn.list
+
+
+def test_entered_by_a_plain_with_it_says_what_to_write() -> None:
+    pending = Uses().pending
+    with pytest.raises(TypeError, match=r"write: async with drop_select\(...\) as"):
+        with pending:  # type: ignore[attr-defined]
+            pass
+    assert repr(pending) == "<drop_select, not used yet>"
+    pending.close()
+    assert repr(pending) == "<drop_select, used>"
+
+
+async def test_every_runner_of_coroutines_takes_it() -> None:
+    assert issubclass(PendingSelect, Coroutine)
+    assert await asyncio.create_task(Uses().pending) is ENTRY
+    assert await asyncio.wait_for(Uses().pending, 10) is ENTRY
+    assert list(await asyncio.gather(Uses().pending, Uses().pending)) == [ENTRY] * 2
+    async with asyncio.TaskGroup() as group:
+        task = group.create_task(Uses().pending)
+    assert task.result() is ENTRY
+
+
+async def test_a_task_cancelled_before_it_starts_takes_nothing() -> None:
+    uses = Uses()
+    task = asyncio.create_task(uses.pending)
+    task.cancel()
+    await asyncio.wait({task})
+    assert uses.seen == []
+
+
+async def test_closed_unused_it_stays_unused() -> None:
+    uses = Uses()
+    uses.pending.close()
+    with pytest.raises(RuntimeError, match="used before"):
+        await uses.pending
+    assert uses.seen == []
+
+
+async def test_closed_while_it_runs_it_ends() -> None:
+    uses = Uses()
+    uses.pending.send(None)
+    uses.pending.close()
+    with pytest.raises(RuntimeError, match="cannot reuse"):
+        uses.pending.send(None)
+
+
+async def test_leaving_what_was_never_entered_is_refused() -> None:
+    pending = Uses().pending
+    with pytest.raises(RuntimeError, match="never entered"):
+        await pending.__aexit__(None, None, None)
+    pending.close()
+
+
+POOL = CopyPool()
+
+
+def lease_of(deliveries: int = 1) -> Lease:
+    entry = StoredEntry(draft_of("it", (1, 2), deliveries=deliveries), 1)
+    entry.place_regions(HeapArena(100).allocate(entry.draft.layout.sizes) or [])
+    stored(entry).fill_(7)
+    return Lease(entry, Waiter(Query(None), RecordingHolder(), 1, None), 2, 3, b"token")
+
+
+def stored(entry: StoredEntry) -> torch.Tensor:
+    part = entry.parts[0]
+    assert part.region is not None
+    return part.region.tensor(part.spec)
+
+
+def of(key: object) -> torch.Tensor:
+    assert isinstance(key, torch.Tensor)
+    return key
+
+
+async def test_the_last_delivery_gets_the_memory_itself() -> None:
+    lease = lease_of()
+    entry = await hand_over(lease, POOL, {})
+    assert of(entry.key).data_ptr() == stored(lease.entry).data_ptr()
+
+
+async def test_memory_that_cannot_be_shown_is_copied(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    lease = lease_of()
+    region = lease.entry.parts[0].region
+    tensor = stored(lease.entry)
+
+    def refuse(region: Region, spec: TensorSpec) -> torch.Tensor:
+        raise OSError("too many mappings")
+
+    monkeypatch.setattr(Region, "tensor", refuse)
+    entry = await hand_over(lease, POOL, {})
+    assert of(entry.key).tolist() == [7] * 8
+    assert of(entry.key).data_ptr() != tensor.data_ptr()
+    assert region is lease.entry.parts[0].region
+
+
+async def test_the_loop_goes_on_while_many_tensors_are_handed_over() -> None:
+    layers = {str(layer): torch.zeros(1) for layer in range(320)}
+    async with LookupBuffer("8MiB", drain_s=0) as buffer:
+        await buffer.insert([1], None, layers, None, None)
+        taking, ticks = asyncio.create_task(buffer.drop_select([1])), 0
+        while not taking.done():
+            await asyncio.sleep(0)
+            ticks += 1
+        assert ticks > 320 // 16
+
+
+async def test_any_other_delivery_gets_a_copy() -> None:
+    for lease, hand in ((lease_of(2), hand_over), (lease_of(), lend)):
+        entry = await hand(lease, POOL, {})
+        of(entry.key).fill_(9)
+        assert stored(lease.entry).tolist() == [7] * 8
+
+
+async def test_into_is_where_it_lands() -> None:
+    for hand in (hand_over, lend):
+        target = torch.zeros(8, dtype=torch.uint8)
+        entry = await hand(lease_of(), POOL, {"key": target})
+        assert entry.key is target
+        assert target.tolist() == [7] * 8
+
+
+async def test_an_entry_says_how_it_was_delivered() -> None:
+    entry = await lend(lease_of(), POOL, {})
+    assert (entry.entry_id, entry.matched_tokens, entry.attempt) == ("it", 2, 3)
+    assert entry.input_tokens is not None
+    assert entry.input_tokens.tolist() == [1, 2]
+
+
+async def test_its_tokens_are_a_copy_too() -> None:
+    lease = lease_of()
+    entry = build_entry(lease, {"key": torch.zeros(8)})
+    assert entry.input_tokens is not None
+    entry.input_tokens.fill_(9)
+    assert lease.entry.input_tokens is not None
+    assert lease.entry.input_tokens.tensor().tolist() == [1, 2]
+
+
+async def test_what_has_left_cannot_be_read() -> None:
+    lease = lease_of()
+    lease.entry.drop_regions()
+    with pytest.raises(LeaseLost):
+        await tensors_of(lease.entry.parts, POOL, {})

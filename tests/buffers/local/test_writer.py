@@ -1,3 +1,5 @@
+"""Entries that are written and read layer by layer in this process."""
+
 from __future__ import annotations
 
 import asyncio
@@ -5,15 +7,27 @@ import asyncio
 import pytest
 import torch
 
-from asynckv.buffers.local.writer import LocalStream, LocalViews, LocalWriter
+from asynckv.buffers.entries.entries import StoredEntry
+from asynckv.buffers.local.writer import (
+    Declared,
+    LocalSource,
+    LocalStream,
+    LocalViews,
+    LocalWriter,
+)
 from asynckv.buffers.lookup import LookupBuffer
+from asynckv.devices.copying import CopyPool
 from asynckv.errors import EntryAborted, EntryTooLarge, LeaseLost
-from asynckv.testing.blocked import until_blocked
+from asynckv.testing.blocked import until, until_blocked
 from asynckv.testing.lookup_checks.values import MIB, cancelled, noise, same
+from asynckv.transfers.queries import Query
 from asynckv.types import TensorSpec
 from harness.fake_devices import fake_device
+from harness.holders import RecordingHolder, draft_of
+from harness.ledgers import SteppedLedger
 
 SPECS = {name: TensorSpec((8,), "uint8") for name in ("key", "value")}
+
 LARGE_SPECS = {name: TensorSpec((MIB,), "uint8") for name in ("key", "value")}
 
 
@@ -195,3 +209,91 @@ async def test_what_is_gone_is_shown_no_more() -> None:
                 async with buffer.open_views("e") as views:
                     buffer.abort()
                     await views.wait_for("key")
+
+
+SPEC = SPECS["key"]
+
+
+@pytest.mark.parametrize(
+    ("name", "spec"),
+    [
+        ("hidden", SPEC),
+        ("key", TensorSpec((8,), "float32")),
+        ("key", TensorSpec((7,), "uint8")),
+    ],
+)
+def test_a_put_is_as_declared(name: str, spec: TensorSpec) -> None:
+    with pytest.raises(ValueError, match=f"{name}.*declared"):
+        with Declared(SPECS).putting(name, spec):
+            raise LookupError
+
+
+def test_a_tensor_is_put_once() -> None:
+    declared = Declared(SPECS)
+    with declared.putting("key", SPEC), pytest.raises(ValueError, match="before"):
+        with declared.putting("key", SPEC):
+            raise LookupError
+    with pytest.raises(ValueError, match="before"), declared.putting("key", SPEC):
+        raise LookupError
+
+
+def test_a_put_that_failed_may_be_made_again() -> None:
+    declared = Declared(SPECS)
+    with pytest.raises(LookupError), declared.putting("key", SPEC):
+        raise LookupError
+    with declared.putting("key", SPEC):
+        pass
+    with pytest.raises(ValueError, match="not put: value"):
+        declared.check_whole()
+
+
+def test_what_is_still_being_put_is_missing() -> None:
+    declared = Declared(SPECS)
+    with declared.putting("value", SPEC):
+        with declared.putting("key", SPEC):
+            pass
+        with pytest.raises(ValueError, match=r"1 declared .* not put: value;.*await"):
+            declared.check_whole()
+    declared.check_whole()
+
+
+async def test_first_tensors_are_passed_on_while_the_last_are_copied() -> None:
+    async with LookupBuffer("64MiB", drain_s=0) as buffer:
+        holder = RecordingHolder()
+        buffer.ledger.leases.select(Query(None), holder, None)
+        layers = {name: noise(5 * MIB) for name in "abcd"}
+        inserting = asyncio.create_task(buffer.insert(None, None, layers, None, None))
+        await until(lambda: "landed 0" in holder.heard)
+        assert "landed 3" not in holder.heard
+        await cancelled(inserting)
+        assert holder.heard[-1] == "retracted"
+
+
+async def test_the_digest_is_that_of_the_entry_once_it_is_in() -> None:
+    tensor, bench = noise(8), SteppedLedger()
+    entry = bench.begin("a")
+    source = LocalSource({"key": tensor}, CopyPool())
+    await source.fill(
+        entry, lambda index, digest: bench.ledger.landed(entry, index, digest)
+    )
+    bench.ledger.commit(entry)
+    assert await source.digest(entry.draft) == entry.digest()
+
+
+async def test_the_loop_goes_on_between_many_small_tensors() -> None:
+    async with LookupBuffer("64MiB", drain_s=0) as buffer:
+        holder = RecordingHolder()
+        buffer.ledger.leases.select(Query(None), holder, None)
+        layers = {str(layer): noise(8) for layer in range(40)}
+        inserting = asyncio.create_task(buffer.insert(None, None, layers, None, None))
+        await until(lambda: "landed 0" in holder.heard)
+        assert "landed 15" in holder.heard
+        assert "landed 16" not in holder.heard
+        await inserting
+        assert "landed 39" in holder.heard
+
+
+async def test_what_has_left_already_is_not_filled() -> None:
+    source = LocalSource({"key": noise(8)}, CopyPool())
+    with pytest.raises(LeaseLost):
+        await source.fill(StoredEntry(draft_of("a"), 1), lambda index, digest: None)

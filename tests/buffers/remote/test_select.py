@@ -1,3 +1,5 @@
+"""Entries that a peer delivers, offer by offer."""
+
 from __future__ import annotations
 
 import asyncio

@@ -1,24 +1,38 @@
+"""GPUs of peers that say what they like."""
+
 from __future__ import annotations
 
 import asyncio
+import logging
+from collections.abc import AsyncIterator
+from typing import Any
 
 import pytest
 
 from asynckv.buffers.lookup import LookupBuffer
 from asynckv.buffers.remote.peer import connect
 from asynckv.buffers.serve import Server, serve
-from asynckv.errors import ConfigError, LocalProtocolError, PeerLost
+from asynckv.buffers.serving import devices
+from asynckv.buffers.serving.devices import PeerImport
+from asynckv.devices.growth import Growth
+from asynckv.errors import ConfigError, GPUFailed, LocalProtocolError, PeerLost
 from asynckv.links.dial import dial
-from asynckv.protocol.frames import Offer, Select
-from asynckv.protocol.transfer_frames import Grant, OpenDevices
+from asynckv.links.fd_socket import has_fd_sockets
+from asynckv.links.link import Link, LinkStream
+from asynckv.protocol.frames import Cancel, Cancelled, Failure, Frame, Offer, Select
+from asynckv.protocol.transfer_frames import Exposed, Grant, OpenDevices, OpenMemory
+from asynckv.sharing import imports
 from asynckv.sharing.gpu_channel import DeviceStream
 from asynckv.testing.blocked import until
 from asynckv.testing.lookup_checks.values import MIB, noise
 from asynckv.transports.nccl import worker as workers
-from harness.fake_devices import fake_device_of
+from harness.fake_devices import FakeDevice, fake_device_of
 from harness.fake_gpus import FakeGpus
+from harness.gpu_pairs import GpuPair, open_gpu_pair
 from harness.link_pairs import Hearer, name_of
 from harness.nccl_buffer_pairs import open_nccl_buffers
+
+BY_HANDLES = pytest.mark.skipif(not has_fd_sockets(), reason="no sockets for handles")
 
 
 async def ask(url: str) -> None:
@@ -189,3 +203,218 @@ async def test_a_server_that_has_left_moves_nothing_on_its_gpu(
         await pair.server.aclose()
         assert way.transport.is_quiet and not pair.server._services
         assert (pair.ours.process.cuda, 0) not in workers._workers
+
+
+NOWHERE = Exposed(f"asynckv-{0:032}", b"t" * 16, 2 * MIB + 512, b"h" * 64)
+
+
+@pytest.fixture
+def gpu(gpus: FakeGpus) -> FakeDevice:
+    return fake_device_of(gpus.process())
+
+
+@pytest.fixture
+async def server(gpu: FakeDevice) -> AsyncIterator[Server]:
+    async with (
+        LookupBuffer("1MiB", device=gpu.device, drain_s=0) as buffer,
+        serve("tcp://127.0.0.1:0", lookup=buffer) as server,
+    ):
+        yield server
+
+
+@pytest.fixture
+async def link(server: Server) -> AsyncIterator[Link]:
+    link = await dial(server.url, identity=name_of("producer"))
+    yield link
+    await link.aclose()
+
+
+def show(gpu: FakeDevice, link: Link, *frames: Frame) -> tuple[Hearer, LinkStream]:
+    hearer = Hearer()
+    stream = link.open_stream(hearer, OpenMemory("inserts", gpu.process.cuda.uuid(0)))
+    for frame in frames:
+        stream.send(frame)
+    return hearer, stream
+
+
+def sources_of(server: Server) -> PeerImport:
+    (services,) = server._services
+    assert services.devices is not None
+    return services.devices.peer_import
+
+
+async def wait_for_ever(*anything: object) -> Any:
+    await asyncio.Event().wait()
+
+
+@BY_HANDLES
+async def test_a_buffer_that_is_on_no_gpu_reads_none(
+    gpu: FakeDevice, mappable: Server
+) -> None:
+    link = await dial(mappable.url, identity=name_of("producer"))
+    hearer, _ = show(gpu, link)
+    assert "no memory of a GPU" in str(await hearer.next())
+    await link.aclose()
+
+
+@BY_HANDLES
+@pytest.mark.parametrize("url", ["?payload=inline", "?payload=map"])
+async def test_a_server_whose_url_names_another_way_reads_nothing(
+    gpu: FakeDevice, url: str
+) -> None:
+    async with (
+        LookupBuffer("1MiB", device=gpu.device, drain_s=0) as buffer,
+        serve(f"tcp://127.0.0.1:0{url}", lookup=buffer) as server,
+    ):
+        link = await dial(server.url, identity=name_of("producer"))
+        hearer, _ = show(gpu, link, NOWHERE)
+        assert isinstance((await hearer.next())[0], Failure)
+        await link.aclose()
+
+
+@BY_HANDLES
+async def test_a_peer_that_shares_no_memory_is_not_read(
+    gpu: FakeDevice, server: Server
+) -> None:
+    url = f"{server.url}?payload=inline"
+    link = await dial(url, identity=name_of("producer"))
+    hearer, _ = show(gpu, link)
+    assert "no memory of a GPU" in str(await hearer.next())
+    await link.aclose()
+
+
+@BY_HANDLES
+async def test_memory_to_put_from_is_shown_once(gpu: FakeDevice, link: Link) -> None:
+    show(gpu, link)
+    hearer, _ = show(gpu, link)
+    assert "once" in str((await hearer.loss()).__cause__)
+
+
+@BY_HANDLES
+@pytest.mark.parametrize("frames", [(NOWHERE, NOWHERE), (Grant(1),)])
+async def test_what_makes_no_sense_breaks_the_link(
+    monkeypatch: pytest.MonkeyPatch,
+    gpu: FakeDevice,
+    link: Link,
+    frames: tuple[Frame, ...],
+) -> None:
+    monkeypatch.setattr(imports, "import_gpu", wait_for_ever)
+    hearer, _ = show(gpu, link, *frames)
+    assert "belongs here" in str((await hearer.loss()).__cause__)
+
+
+@BY_HANDLES
+async def test_what_cannot_be_opened_is_refused(
+    gpu: FakeDevice, link: Link, server: Server, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, devices.__name__)
+    hearer, _ = show(gpu, link, NOWHERE)
+    assert isinstance((await hearer.next())[0], Failure)
+    assert "is not read in a GPU" in caplog.text
+    assert sources_of(server)._memory._imported is None
+
+
+@BY_HANDLES
+async def test_a_buffer_that_is_closed_meanwhile_is_not_read_to(
+    monkeypatch: pytest.MonkeyPatch, gpu: FakeDevice, link: Link, server: Server
+) -> None:
+    hearer, stream = show(gpu, link)
+    await until(lambda: bool(server._services) and bool(sources_of(server)._opening))
+    monkeypatch.setattr(Growth, "allocation", None)
+    stream.send(NOWHERE)
+    assert "closed meanwhile" in str(await hearer.next())
+
+
+@BY_HANDLES
+@pytest.mark.parametrize("frames", [(), (NOWHERE,)], ids=["early", "late"])
+async def test_who_cancels_is_not_read(
+    monkeypatch: pytest.MonkeyPatch,
+    gpu: FakeDevice,
+    link: Link,
+    server: Server,
+    frames: tuple[Frame, ...],
+) -> None:
+    monkeypatch.setattr(imports, "import_gpu", wait_for_ever)
+    hearer, stream = show(gpu, link, *frames)
+    stream.send(Cancel())
+    assert await hearer.next() == (Cancelled(), b"")
+    assert not sources_of(server)._memory.is_open
+
+
+@BY_HANDLES
+async def test_what_is_opened_when_the_peer_has_cancelled_is_closed(
+    monkeypatch: pytest.MonkeyPatch, gpu: FakeDevice, link: Link, server: Server
+) -> None:
+    has_begun, may_end, closed = asyncio.Event(), asyncio.Event(), list[bool]()
+
+    class Opened:
+        def close_soon(self, done: asyncio.Future[None]) -> None:
+            closed.append(True)
+            done.set_result(None)
+
+    async def open_late(*anything: object) -> Any:
+        has_begun.set()
+        await may_end.wait()
+        return Opened(), b"nonce"
+
+    monkeypatch.setattr(imports, "import_gpu", open_late)
+    hearer, stream = show(gpu, link, NOWHERE)
+    await has_begun.wait()
+    stream.send(Cancel())
+    assert await hearer.next() == (Cancelled(), b"")
+    may_end.set()
+    await until(lambda: bool(closed))
+    assert not sources_of(server)._memory.is_open
+
+
+@BY_HANDLES
+async def test_a_link_that_is_lost_ends_the_opening(
+    monkeypatch: pytest.MonkeyPatch, gpu: FakeDevice, link: Link, server: Server
+) -> None:
+    monkeypatch.setattr(imports, "import_gpu", wait_for_ever)
+    show(gpu, link, NOWHERE)
+    await until(lambda: bool(server._services))
+    sources = sources_of(server)
+    await until(lambda: sources._opening is not None)
+    link.abort()
+    opening = sources._opening
+    assert opening is not None
+    await until(opening.done)
+    assert opening.cancelled()
+
+
+@pytest.fixture
+async def pair(gpus: FakeGpus) -> AsyncIterator[GpuPair]:
+    async with open_gpu_pair(gpus, reconnect_s=0) as pair:
+        yield pair
+
+
+@BY_HANDLES
+async def test_what_is_lost_is_told_once_and_not_after_the_link(
+    pair: GpuPair, caplog: pytest.LogCaptureFixture
+) -> None:
+    sources = sources_of(pair.server)
+    for _ in range(2):
+        sources._lost(GPUFailed("it has fallen off the bus"))
+    await until(lambda: "has fallen off" in caplog.text)
+    assert caplog.text.count("has fallen off") == 1
+    await until(lambda: not pair.ours.process.cuda._opened)
+
+
+@BY_HANDLES
+async def test_a_server_that_leaves_has_nothing_open(pair: GpuPair) -> None:
+    assert pair.ours.process.cuda._opened
+    await pair.server.aclose()
+    assert not pair.ours.process.cuda._opened
+
+
+@BY_HANDLES
+async def test_the_end_of_a_link_is_no_news_to_who_reads(
+    pair: GpuPair, caplog: pytest.LogCaptureFixture
+) -> None:
+    sources, link = sources_of(pair.server), pair.peer._linked()
+    services = next(iter(pair.server._services))
+    services.link.abort()
+    sources._lost(GPUFailed("it has fallen off the bus"))
+    assert not caplog.records
+    await until(lambda: not (link.is_open or pair.ours.process.cuda._opened))

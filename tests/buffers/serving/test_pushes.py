@@ -1,15 +1,21 @@
+"""Layers that a peer pushes, and says what it likes of."""
+
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 
 import pytest
+import torch
 
 from asynckv.buffers.lookup import LookupBuffer
-from asynckv.buffers.serve import serve
+from asynckv.buffers.remote.peer import Peer
+from asynckv.buffers.serve import Server, serve
 from asynckv.buffers.serving import service
+from asynckv.buffers.serving.pushes import ServedPushes
 from asynckv.buffers.serving.service import Silence
+from asynckv.errors import EntryAborted, PeerLost
 from asynckv.links.dial import dial
 from asynckv.links.link import Link
 from asynckv.protocol.frames import (
@@ -20,12 +26,15 @@ from asynckv.protocol.frames import (
     Failure,
     Push,
     Retract,
+    Took,
 )
 from asynckv.protocol.transfer_frames import Sent
 from asynckv.protocol.wire import digest_of
 from asynckv.shielding import wait_shielded
 from asynckv.testing.blocked import until, until_blocked
+from asynckv.testing.pairs import Peers
 from asynckv.transports.mem import MemTransport
+from asynckv.types import TensorSpec
 from harness.fake_devices import fake_device
 from harness.held_copies import held_copies
 from harness.link_pairs import name_of
@@ -203,3 +212,158 @@ async def test_an_insert_that_is_cancelled_twice_lets_go_of_all_its_tensors(
         quiet.set_result(None)
         assert await raw.last() == Cancelled()
         assert not far.progress._transfers  # else the link would end when they stall
+
+
+@pytest.mark.parametrize("frame", [Push(1, 0, inline=False), Commit()])
+async def test_a_word_before_there_is_room_breaks_the_link(
+    link: Link, frame: Push | Commit
+) -> None:
+    RawInsert(link, MIB, streaming=True)  # leaves at once, and the others together
+    raw = RawInsert(link, MIB, streaming=True)
+    raw.stream.send(frame)
+    await until(lambda: not link.is_open)
+    assert "never granted" in str(link.error)
+
+
+async def test_a_word_that_belongs_to_no_writer_breaks_the_link(link: Link) -> None:
+    raw = RawInsert(link, MIB, streaming=True)
+    await raw.granted()
+    raw.stream.send(Took(b"token"))
+    await until(lambda: not link.is_open)
+    assert "no Took belongs here" in str(link.error)
+
+
+async def test_a_writer_that_waits_for_its_id_ends_with_its_link(
+    peers: Peers, local: LookupBuffer, far_link: Callable[[Server, Peer], Link]
+) -> None:
+    first = local.open_insert([1], None, {}, entry_id="it")
+    await first.__aenter__()
+    far = far_link(peers.server, peers.producer)
+    second = peers.producer.lookup.open_insert([1], None, {}, entry_id="it")
+    waiting = asyncio.create_task(second.__aenter__())
+    await peers.producer.lookup.peek([2])  # its request is there by now
+    await until_blocked(waiting)
+    peers.producer.abort()
+    with pytest.raises(PeerLost):
+        await waiting
+    await until(lambda: not far.is_open)
+    await first.__aexit__(LookupError, LookupError(), None)
+    assert await peers.consumer.lookup.peek([1]) == 0
+    assert local.statistics().entries == 0
+
+
+@pytest.mark.usefixtures("no_slabs")
+async def test_a_push_for_which_there_is_no_memory_ends_its_writer_alone() -> None:
+    async with (
+        LookupBuffer(2**49, drain_s=0) as buffer,
+        serve("mem://", lookup=buffer) as server,
+    ):
+        link = await dial(server.url, identity=name_of("peer"))
+        raw = RawInsert(link, 2**48, streaming=True)
+        await raw.granted()
+        raw.stream.send(Push(link.new_transfer(), 0, inline=False))
+        last = await raw.last()
+        assert isinstance(last, Failure) and last.code == "EntryTooLarge"
+        assert link.is_open and buffer.statistics().used_bytes == 0
+        await link.aclose()
+
+
+async def test_what_comes_after_the_end_changes_nothing(
+    local: LookupBuffer, link: Link
+) -> None:
+    raw = RawInsert(link, 3, 3, 3, streaming=True)
+    await raw.granted()
+    for part, digest in enumerate((b"wrong", b"wrong", b"")):
+        raw.push_inline(b"abc", part, digest)
+    raw.stream.send(Commit())
+    last = await raw.last()
+    assert isinstance(last, Failure) and last.code == "ChecksumError"
+    assert local.statistics().aborted == 1
+
+
+async def test_a_cancel_just_behind_the_commit_leaves_nothing_half_done(
+    monkeypatch: pytest.MonkeyPatch, link: Link, local: LookupBuffer
+) -> None:
+    begun = asyncio.Event()
+
+    async def quiesce(self: ServedPushes) -> None:
+        begun.set()
+        await quiesce_at_once(self)
+        await asyncio.Event().wait()
+
+    quiesce_at_once = ServedPushes.quiesce
+    monkeypatch.setattr(ServedPushes, "quiesce", quiesce)
+    raw = RawInsert(link, 3, streaming=True)
+    await raw.granted()
+    raw.push_inline(b"abc")
+    raw.stream.send(Commit())
+    await begun.wait()
+    raw.stream.send(Cancel())
+    assert await raw.last() == Cancelled()
+    assert not local.ledger.table.entries and local.statistics().aborted == 1
+
+
+async def test_an_entry_acknowledged_early_needs_no_more_tensors(
+    local: LookupBuffer, link: Link
+) -> None:
+    raw = RawInsert(link, 3, 3, 3, streaming=True)
+    await raw.granted()
+    async with local.open_drop_select() as stream:
+        raw.push_inline(b"abc")
+        await stream.wait_for("0.key")
+    raw.push_inline(b"abc", 1)
+    raw.stream.send(Commit())
+    assert await raw.last() == Accepted()
+
+
+async def test_a_writer_learns_with_its_next_tensor_how_its_entry_left(
+    local: LookupBuffer, link: Link
+) -> None:
+    raw = RawInsert(link, 3, 3, streaming=True)
+    await raw.granted()
+    local.ledger.leases.void(local.ledger.table.entries["it"], "max_deliver")
+    raw.push_inline(b"abc")
+    last = await raw.last()
+    assert isinstance(last, Failure) and last.reason == "max_deliver"
+
+
+async def test_consumers_of_a_lost_producer_learn_or_wait_again(
+    peers: Peers, local: LookupBuffer
+) -> None:
+    specs = {name: TensorSpec((MIB,), "uint8") for name in ("0.key", "1.key")}
+    with pytest.raises(ValueError, match="not put"):
+        async with peers.producer.lookup.open_insert(
+            [1], None, specs, deliveries=2
+        ) as writer:
+            await writer.put("0.key", torch.ones(MIB, dtype=torch.uint8))
+            plain = asyncio.create_task(local.drop_select([1]))
+            await until_blocked(plain)
+            async with peers.consumer.lookup.open_drop_select([1]) as stream:
+                await stream.wait_for("0.key")
+                peers.producer.abort()
+                with pytest.raises(EntryAborted, match="producer"):
+                    await stream.wait_for("1.key")
+                raise ValueError("not put")
+    await local.insert([1], None, None, None, None, entry_id="next")
+    assert (await plain).entry_id == "next"
+
+
+async def test_what_is_said_while_a_writer_waits_for_room_hurts_nobody(
+    local: LookupBuffer, link: Link
+) -> None:
+    full = await local.insert([9], None, torch.ones(2 * MIB - 8), None, None)
+    raw = RawInsert(link, MIB, streaming=True)
+    await until(lambda: local.statistics().waiting_inserts == 1)
+    with pytest.raises(LookupError):
+        async with local.open_drop_select(entry_id="it"):
+            await raw.granted()
+            transfer = await raw.push()
+            link.payload.send(transfer, 0, memoryview(bytes(MIB)), lambda *_: None)
+            raw.stream.send(Sent(transfer, 0, digest_of(bytes(MIB))))
+            raw.stream.send(Commit())
+            await until(lambda: local.statistics().inserted == 2)
+            raise LookupError
+    raw.stream.send(Retract(transfer + 2))
+    raw.stream.send(Commit())
+    await local.withdraw(full)
+    assert await raw.last() == Accepted()

@@ -1,3 +1,5 @@
+"""Values for a peer that says what it likes."""
+
 from __future__ import annotations
 
 import asyncio
@@ -6,8 +8,10 @@ from collections.abc import AsyncIterator, Callable
 import pytest
 import torch
 
+from asynckv.buffers.remote.peer import connect
 from asynckv.buffers.serve import Server, serve
 from asynckv.buffers.store import StoreBuffer
+from asynckv.errors import BufferClosed
 from asynckv.links.dial import dial
 from asynckv.links.link import Link, LinkStream
 from asynckv.protocol.frames import (
@@ -21,6 +25,8 @@ from asynckv.protocol.frames import (
     Offer,
     OpeningFrame,
     Peek,
+    Pin,
+    Pinned,
     Put,
     Result,
     Took,
@@ -30,10 +36,11 @@ from asynckv.protocol.wire import digest_of
 from asynckv.shielding import wait_shielded
 from asynckv.tensors import views
 from asynckv.testing.blocked import until, until_blocked
+from asynckv.testing.lookup_checks.values import MIB
 from asynckv.types import TensorSpec
 from harness.link_pairs import Hearer, name_of
 
-MIB = 2**20
+
 SPEC = TensorSpec((MIB,), "uint8")
 """Of the value that is stored as ``key``."""
 
@@ -357,3 +364,53 @@ async def test_leaving_in_a_hurry_waits_for_threads_that_touch_the_memory_of_a_p
     quiet.set_result(None)
     await leaving
     assert store.statistics().used_bytes == MIB
+
+
+@pytest.mark.usefixtures("no_slabs")
+async def test_a_put_for_which_there_is_no_memory_is_refused_alone() -> None:
+    async with StoreBuffer(2**49) as store, serve("mem://", store=store) as server:
+        link = await dial(server.url, identity=name_of("peer"))
+        for nbytes in (2**48, 0):
+            hearer, spec = Hearer(), TensorSpec((nbytes,), "uint8")
+            put = Put("key", link.new_transfer(), inline=not nbytes, spec=spec)
+            link.open_stream(hearer, put)
+            last, _ = await hearer.next()
+            assert getattr(last, "code", "") == ("EntryTooLarge" if nbytes else "")
+        assert link.is_open and not store.statistics().used_bytes
+        await link.aclose()
+
+
+async def test_a_hold_costs_its_server_something_until_it_ends() -> None:
+    async with StoreBuffer("8MiB") as local, serve("mem://pins", store=local) as server:
+        await local.put("a", torch.ones(9))
+        async with connect("mem://pins") as peer:
+            async with peer.store.pin(["a", "b"]):
+                assert server.waiting_bytes > 0
+            await until(lambda: not server.waiting_bytes)
+
+
+async def test_whoever_says_what_does_not_belong_there_holds_nothing_any_more() -> None:
+    async with StoreBuffer("8MiB") as local, serve("mem://pins", store=local) as server:
+        await local.put("a", torch.ones(9))
+        link = await dial(server.url, identity=name_of("peer"))
+        hearer = Hearer()
+        stream = link.open_stream(hearer, Pin(("a",)))
+        assert await hearer.next() == (Pinned((True,)), b"")
+        assert local.values._values[("a", None)].readers == 1
+        stream.send(Grant(1))
+        assert "no Grant belongs here" in str((await hearer.loss()).__cause__)
+        await until(lambda: not local.values._values[("a", None)].readers)
+        assert not server.waiting_bytes
+        await link.aclose()
+
+
+async def test_a_closed_store_charges_nobody_for_what_it_refuses() -> None:
+    async with StoreBuffer("8MiB") as local, serve("mem://pins", store=local) as server:
+        async with connect("mem://pins") as peer:
+            await local.aclose()
+            with pytest.raises(BufferClosed):
+                async with peer.store.pin(["a"]):
+                    raise AssertionError
+            with pytest.raises(BufferClosed):
+                await peer.store.get("a")
+            assert not server.waiting_bytes

@@ -1,19 +1,33 @@
-"""What is shown of a stream, to whom; and peers that say what makes no sense."""
+"""Memory of a GPU that is shown to peers that say what they like."""
 
 from __future__ import annotations
+
+import errno
+from collections.abc import AsyncIterator
 
 import msgspec
 import pytest
 import torch
 
 from asynckv.buffers.entries.entries import StoredEntry
+from asynckv.buffers.lookup import LookupBuffer
+from asynckv.buffers.serve import Server, serve
 from asynckv.buffers.serving.select import show
 from asynckv.errors import PeerLost
+from asynckv.links.dial import dial
 from asynckv.links.fd_socket import has_fd_sockets
-from asynckv.links.link import LinkStream
-from asynckv.protocol.frames import Ack, Cancel, Offer, Select
-from asynckv.protocol.transfer_frames import Eager, Grant, Sent
+from asynckv.links.link import Link, LinkStream
+from asynckv.protocol.frames import Ack, Cancel, Cancelled, Offer, Select
+from asynckv.protocol.transfer_frames import (
+    Eager,
+    Exposed,
+    Grant,
+    OpenMemory,
+    Proved,
+    Sent,
+)
 from asynckv.protocol.values import MappedOffer, Place
+from asynckv.sharing import exporter
 from asynckv.sharing.exporter import Importer, Pin
 from asynckv.tensors.views import bytes_of
 from asynckv.testing.blocked import until
@@ -21,11 +35,12 @@ from asynckv.testing.lookup_checks.values import MIB, noise
 from asynckv.transfers.host_copies import D2HCopier
 from asynckv.transfers.manifest import unpack_mapped
 from asynckv.transfers.source import Source
+from harness.fake_devices import FakeDevice
 from harness.fake_gpus import FakeGpus
 from harness.gpu_pairs import GpuPair, open_gpu_pair
-from harness.link_pairs import Hearer
+from harness.link_pairs import Hearer, name_of
 
-pytestmark = pytest.mark.skipif(not has_fd_sockets(), reason="no sockets for handles")
+BY_HANDLES = pytest.mark.skipif(not has_fd_sockets(), reason="no sockets for handles")
 
 
 def importer_of(pair: GpuPair) -> Importer:
@@ -55,6 +70,7 @@ async def offered(pair: GpuPair) -> tuple[Hearer, LinkStream, Offer, bytes]:
     return hearer, stream, offer, body
 
 
+@BY_HANDLES
 async def test_an_offer_says_where_what_does_not_ride_will_lie(pair: GpuPair) -> None:
     entry = await inserted(pair, pair.ours.tensor(noise(MIB)))
     found = show_parts(entry, importer_of(pair))
@@ -67,6 +83,7 @@ async def test_an_offer_says_where_what_does_not_ride_will_lie(pair: GpuPair) ->
     importer_of(pair).unpin(pin.number)
 
 
+@BY_HANDLES
 async def test_who_has_nothing_open_is_shown_nothing(pair: GpuPair) -> None:
     entry = await inserted(pair, noise(MIB))
     assert show_parts(entry, None) is None
@@ -75,10 +92,12 @@ async def test_who_has_nothing_open_is_shown_nothing(pair: GpuPair) -> None:
     entry.in_arena = True
 
 
+@BY_HANDLES
 async def test_what_only_rides_is_not_shown(pair: GpuPair) -> None:
     assert show_parts(await inserted(pair, noise(8)), importer_of(pair)) is None
 
 
+@BY_HANDLES
 async def test_beside_what_is_long_and_in_host_memory_nothing_is_shown(
     pair: GpuPair,
 ) -> None:
@@ -89,6 +108,7 @@ async def test_beside_what_is_long_and_in_host_memory_nothing_is_shown(
     del key
 
 
+@BY_HANDLES
 async def test_what_fits_in_no_frame_with_its_places_goes_by_lanes(
     pair: GpuPair,
 ) -> None:
@@ -111,6 +131,7 @@ async def test_what_fits_in_no_frame_with_its_places_goes_by_lanes(
     await until(lambda: not pair.buffer.statistics().leased)
 
 
+@BY_HANDLES
 async def test_parts_are_told_once_they_are_granted(pair: GpuPair) -> None:
     await inserted(pair, noise(MIB))
     hearer, stream, offer, body = await offered(pair)
@@ -131,6 +152,7 @@ async def test_parts_are_told_once_they_are_granted(pair: GpuPair) -> None:
     assert await pair.peer.lookup.peek([1]) == 0
 
 
+@BY_HANDLES
 @pytest.mark.parametrize("later", [0, 2], ids=["again", "never offered"])
 async def test_a_grant_that_makes_no_sense_ends_the_link(
     gpus: FakeGpus, later: int
@@ -143,6 +165,7 @@ async def test_a_grant_that_makes_no_sense_ends_the_link(
         await hearer.loss()
 
 
+@BY_HANDLES
 async def test_what_is_shown_may_be_wanted_by_lanes(pair: GpuPair) -> None:
     await inserted(pair, noise(MIB))
     hearer, stream, offer, _ = await offered(pair)
@@ -162,6 +185,7 @@ async def test_what_is_shown_may_be_wanted_by_lanes(pair: GpuPair) -> None:
     await until(lambda: not pair.buffer.statistics().leased)
 
 
+@BY_HANDLES
 async def test_who_closed_the_memory_before_it_is_told_is_told_so_once(
     pair: GpuPair, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -177,6 +201,7 @@ async def test_who_closed_the_memory_before_it_is_told_is_told_so_once(
     assert not pair.pinned_bytes and not pair.buffer.statistics().mapped_by
 
 
+@BY_HANDLES
 async def test_of_a_delivery_that_was_ended_so_nothing_more_is_begun(
     pair: GpuPair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -199,6 +224,7 @@ async def test_of_a_delivery_that_was_ended_so_nothing_more_is_begun(
     assert not begun
 
 
+@BY_HANDLES
 @pytest.mark.parametrize("nbytes", [8, MIB])
 async def test_a_grant_of_what_was_not_shown_ends_the_link(
     gpus: FakeGpus, nbytes: int
@@ -215,3 +241,111 @@ async def test_a_grant_of_what_was_not_shown_ends_the_link(
         stream.send(Grant(offer.transfer, "cuda_ipc", "off"))
         with pytest.raises(PeerLost):
             await hearer.next()
+
+
+@pytest.fixture
+async def link(gpu: FakeDevice) -> AsyncIterator[Link]:
+    """One to a server whose buffer is on the GPU."""
+    async with (
+        LookupBuffer("1MiB", device=gpu.device, drain_s=0) as buffer,
+        serve("tcp://127.0.0.1:0", lookup=buffer) as server,
+    ):
+        link = await dial(server.url, identity=name_of("consumer"))
+        yield link
+        await link.aclose()
+
+
+async def exported(gpu: FakeDevice, link: Link) -> tuple[Hearer, LinkStream]:
+    hearer = Hearer()
+    stream = link.open_stream(hearer, OpenMemory("lookup", gpu.process.cuda.uuid(0)))
+    frame, _ = await hearer.next()
+    assert isinstance(frame, Exposed)
+    return hearer, stream
+
+
+async def refusal_at(server: Server, gpu: FakeDevice) -> str:
+    """Ask a server for the memory of this GPU; return what it says."""
+    link = await dial(server.url, identity=name_of("consumer"))
+    hearer = Hearer()
+    link.open_stream(hearer, OpenMemory("lookup", gpu.process.cuda.uuid(0)))
+    answer = str(await hearer.next())
+    await link.aclose()
+    return answer
+
+
+@BY_HANDLES
+async def test_a_peer_on_another_gpu_is_told_which_one_the_memory_is_on(
+    gpu: FakeDevice, link: Link
+) -> None:
+    hearer = Hearer()
+    link.open_stream(hearer, OpenMemory("lookup", "0" * 32))
+    frame, _ = await hearer.next()
+    assert isinstance(frame, Exposed)
+    assert frame.gpu_uuid == gpu.process.cuda.uuid(0)
+
+
+@BY_HANDLES
+async def test_a_wrong_nonce_is_no_proof(gpu: FakeDevice, link: Link) -> None:
+    hearer, stream = await exported(gpu, link)
+    stream.send(Proved(b"x" * 16))
+    assert "not what the memory holds" in str(await hearer.next())
+
+
+@BY_HANDLES
+async def test_who_cancels_has_nothing(gpu: FakeDevice, link: Link) -> None:
+    hearer, stream = await exported(gpu, link)
+    stream.send(Cancel())
+    assert (await hearer.next())[0] == Cancelled()
+
+
+@BY_HANDLES
+async def test_another_frame_breaks_the_link(gpu: FakeDevice, link: Link) -> None:
+    hearer, stream = await exported(gpu, link)
+    stream.send(Grant(1))
+    assert "Grant" in str((await hearer.loss()).__cause__)
+
+
+@BY_HANDLES
+async def test_a_link_of_lanes_only_is_refused(gpu: FakeDevice) -> None:
+    async with (
+        LookupBuffer("1MiB", device=gpu.device, drain_s=0) as buffer,
+        serve("tcp://127.0.0.1:0?payload=inline", lookup=buffer) as server,
+    ):
+        assert "no memory of a GPU" in await refusal_at(server, gpu)
+
+
+@BY_HANDLES
+async def test_a_buffer_in_host_memory_has_no_gpu_to_show(
+    gpu: FakeDevice, mappable: Server
+) -> None:
+    assert "no memory of a GPU" in await refusal_at(mappable, gpu)
+
+
+@BY_HANDLES
+async def test_without_the_name_of_a_gpu_no_memory_of_one_is_shown(
+    gpu: FakeDevice, link: Link
+) -> None:
+    hearer = Hearer()
+    link.open_stream(hearer, OpenMemory("lookup"))
+    assert "no memory that could be mapped" in str(await hearer.next())
+
+
+@BY_HANDLES
+async def test_a_process_without_files_to_spare_shows_nothing(
+    monkeypatch: pytest.MonkeyPatch, gpu: FakeDevice, link: Link
+) -> None:
+    def refuse() -> None:
+        raise OSError(errno.EMFILE, "too many open files")
+
+    monkeypatch.setattr(exporter, "FdDoor", refuse)
+    hearer = Hearer()
+    link.open_stream(hearer, OpenMemory("lookup", gpu.process.cuda.uuid(0)))
+    assert "no memory of a GPU" in str(await hearer.next())
+
+
+@BY_HANDLES
+async def test_memory_is_opened_once_on_a_link(gpu: FakeDevice, link: Link) -> None:
+    await exported(gpu, link)
+    hearer = Hearer()
+    link.open_stream(hearer, OpenMemory("lookup", gpu.process.cuda.uuid(0)))
+    assert "maps memory once" in str((await hearer.loss()).__cause__)
