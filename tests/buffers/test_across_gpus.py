@@ -9,13 +9,10 @@ from typing import Any, Final
 import pytest
 import torch
 
-from asynckv.abc import KVEntry
-from asynckv.buffers.entries.entries import EntryState, StoredEntry
+from asynckv.buffers.entries.entries import StoredEntry
 from asynckv.buffers.lookup import LookupBuffer
-from asynckv.buffers.remote.peer import Peer, connect
-from asynckv.devices.arena import place_of
-from asynckv.devices.cuda import DeviceMemory
-from asynckv.errors import ChecksumError, GPUFailed, LeaseLost
+from asynckv.buffers.remote.peer import connect
+from asynckv.errors import LeaseLost
 from asynckv.tensors.views import empty_tensor
 from asynckv.testing.blocked import until
 from asynckv.testing.cancellation import CancelMode, Outcome, sweep_cancellation
@@ -29,7 +26,6 @@ from asynckv.testing.lookup_checks.values import (
 from asynckv.testing.lookup_conformance import LOOKUP_CHECKS
 from asynckv.transfers.incoming import Incoming
 from asynckv.types import TensorSpec
-from harness.fake_devices import FakeDevice
 from harness.fake_gpus import FakeGpus
 from harness.gpu_pairs import GpuPair, open_gpu_pair
 
@@ -60,15 +56,6 @@ async def fill(buffer: LookupBuffer) -> None:
     await buffer.insert([1], None, noise(MIB), None, noise(8))
 
 
-async def test_large_and_small_parts_of_a_gpu_come_through_host_memory(
-    pair: GpuPair,
-) -> None:
-    await fill(pair.buffer)
-    entry = await pair.peer.lookup.drop_select([1])
-    assert isinstance(entry.key, torch.Tensor) and not entry.key.is_cuda
-    assert is_same(only(entry.key), noise(MIB)) and is_same(entry.hidden, noise(8))
-
-
 @pytest.mark.parametrize("way", [{"device": None}, {"theirs": 1, "their_nccl": 1}])
 async def test_what_no_way_leads_to_lands_where_the_caller_wants_it(
     two_gpus: FakeGpus, way: Mapping[str, Any]
@@ -85,97 +72,6 @@ async def test_what_no_way_leads_to_lands_where_the_caller_wants_it(
             assert is_same(into["key"], noise(MIB))
             into["key"].zero_()
         assert not pair.buffer.statistics().mapped_by
-
-
-async def test_bytes_that_changed_on_the_gpu_are_refused_by_who_gets_them(
-    pair: GpuPair,
-) -> None:
-    await fill(pair.buffer)
-    (entry,) = pair.buffer.ledger.table.entries.values()
-    part = next(part for part in entry.parts if part.name == "key")
-    assert part.region is not None
-    place = place_of(part.region, part.spec)
-    assert isinstance(place, DeviceMemory)
-    pair.ours.process.cuda.view(place)[MIB // 2] ^= 1
-    with pytest.raises(ChecksumError):
-        await pair.peer.lookup.drop_select([1])
-    await until(lambda: not pair.buffer.statistics().leased)
-
-
-async def test_large_and_small_parts_get_to_a_gpu_through_host_memory(
-    pair: GpuPair,
-) -> None:
-    await pair.peer.lookup.insert([1], None, noise(MIB), None, noise(8))
-    entry = await pair.buffer.drop_select([1])
-    assert isinstance(entry.key, torch.Tensor) and entry.key.is_cuda
-    assert is_same(only(entry.key), noise(MIB)) and is_same(entry.hidden, noise(8))
-
-
-async def test_a_stream_from_a_gpu_comes_through_host_memory(pair: GpuPair) -> None:
-    await fill(pair.buffer)
-    async with pair.peer.lookup.open_drop_select([1]) as stream:
-        assert is_same(await stream.wait_for("hidden"), noise(8))
-        assert is_same(await stream.wait_for("key"), noise(MIB))
-
-
-async def test_a_cancelled_select_reads_nothing_more_from_the_gpu(
-    pair: GpuPair,
-) -> None:
-    async def check(k: int, mode: CancelMode, outcome: Outcome[KVEntry]) -> None:
-        if outcome.cancelled:
-            entry = await pair.peer.lookup.drop_select([1])
-            assert is_same(entry.hidden, noise(8))
-
-    select, buffer = pair.peer.lookup.drop_select, pair.buffer
-    await sweep_cancellation(lambda: select([1]), check, before=lambda: fill(buffer))
-    await until(lambda: not buffer.statistics().used_bytes)
-
-
-async def test_a_cancelled_insert_leaves_no_trace_on_the_gpu(pair: GpuPair) -> None:
-    entries = pair.buffer.ledger.table.entries
-
-    async def check(k: int, mode: CancelMode, outcome: Outcome[str]) -> None:
-        await pair.peer.lookup.peek([1])  # all that was said before is heard
-        await until(lambda: all(e.state is EntryState.READY for e in entries.values()))
-        assert entries or outcome.cancelled
-        if entries:
-            entry = await pair.buffer.drop_select([1])
-            assert is_same(entry.hidden, noise(8))
-            del entry
-        await until(lambda: not pair.buffer.statistics().used_bytes)
-
-    insert = pair.peer.lookup.insert
-    key, hidden = noise(MIB), noise(8)
-    await sweep_cancellation(lambda: insert([1], None, key, None, hidden), check)
-
-
-async def test_who_waits_for_an_entry_that_its_gpu_has_lost_is_told(
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    pair: GpuPair,
-) -> None:
-    def fail(*anything: object) -> None:
-        raise GPUFailed("it has fallen off the bus")
-
-    await fill(pair.buffer)
-    with monkeypatch.context() as patch:
-        patch.setattr(pair.ours.process.cuda, "copy", fail)
-        with pytest.raises(GPUFailed, match="off the bus"):
-            await pair.peer.lookup.drop_select([1])
-    assert "cannot be sent" in caplog.text
-    caplog.clear()
-    assert is_same((await pair.peer.lookup.drop_select([1])).hidden, noise(8))
-
-
-async def test_layers_of_a_peer_get_to_a_gpu_as_they_come(pair: GpuPair) -> None:
-    async with (
-        pair.peer.lookup.open_insert([1], None, LAYERS) as writer,
-        pair.buffer.open_drop_select([1]) as stream,
-    ):
-        for salt, (name, spec) in enumerate(LAYERS.items(), 1):
-            await writer.put(name, noise(spec.nbytes, salt))
-            found = await stream.wait_for(name)
-            assert found.is_cuda and is_same(found, noise(spec.nbytes, salt))
 
 
 async def test_a_cancelled_put_of_a_layer_may_be_made_again(pair: GpuPair) -> None:
@@ -195,62 +91,12 @@ async def test_a_cancelled_put_of_a_layer_may_be_made_again(pair: GpuPair) -> No
     assert is_same(only((await pair.buffer.drop_select([1])).key), noise(MIB, 3))
 
 
-async def test_a_layer_that_its_gpu_refuses_fails_its_writer(
-    monkeypatch: pytest.MonkeyPatch, pair: GpuPair
-) -> None:
-    def fail(*anything: object) -> None:
-        raise GPUFailed("it has fallen off the bus")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(pair.ours.process.cuda, "copy", fail)
-        with pytest.raises(GPUFailed, match="off the bus"):
-            async with pair.peer.lookup.open_insert([1], None, LAYERS) as writer:
-                await writer.put("key", noise(MIB))
-                await writer.put("hidden", noise(8))
-    await until(lambda: not pair.buffer.statistics().used_bytes)
-
-
 async def test_an_entry_that_is_taken_early_needs_no_more_layers(pair: GpuPair) -> None:
     async with pair.peer.lookup.open_insert([1], None, LAYERS) as writer:
         async with pair.buffer.open_drop_select([1]):
             await writer.put("hidden", noise(8))
         await writer.put("key", noise(MIB))
     await until(lambda: not pair.buffer.statistics().used_bytes)
-
-
-async def test_a_stream_by_lanes_is_lifted_to_the_gpu_once(
-    local: LookupBuffer, on_gpu: tuple[FakeDevice, Peer]
-) -> None:
-    await fill(local)
-    async with on_gpu[1].lookup.open_drop_select([1]) as stream:
-        found = {name: tensor async for name, tensor in stream}
-        assert all(tensor.is_cuda for tensor in found.values())
-        assert is_same(found["key"], noise(MIB)) and is_same(found["hidden"], noise(8))
-        assert await stream.wait_for("key") is found["key"]
-
-
-async def test_a_stream_lands_where_the_caller_wants_it(
-    local: LookupBuffer, on_gpu: tuple[FakeDevice, Peer]
-) -> None:
-    gpu, peer = on_gpu
-    await fill(local)
-    there = gpu.tensor(torch.zeros(MIB, dtype=torch.uint8))
-    into = {"key": there, "hidden": torch.zeros(8, dtype=torch.uint8)}
-    async with peer.lookup.open_drop_select([1], into=into) as stream:
-        found = {name: tensor async for name, tensor in stream}
-    assert found["key"] is there and is_same(there, noise(MIB))
-    assert is_same(into["hidden"], noise(8)) and not found["hidden"].is_cuda
-
-
-async def test_a_place_on_the_gpu_that_does_not_fit_gives_the_entry_back(
-    local: LookupBuffer, on_gpu: tuple[FakeDevice, Peer]
-) -> None:
-    gpu, peer = on_gpu
-    await fill(local)
-    with pytest.raises(ValueError, match="key"):
-        await peer.lookup.drop_select([1], into={"key": gpu.tensor(noise(8))})
-    await until(lambda: not local.statistics().leased)
-    assert is_same((await peer.lookup.drop_select([1])).hidden, noise(8))
 
 
 async def test_of_a_layer_that_is_on_the_gpu_the_host_keeps_nothing(

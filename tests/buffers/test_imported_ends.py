@@ -8,17 +8,16 @@ import logging
 import os
 import socket
 import struct
-from typing import Any
 
 import pytest
 import torch
 
 from asynckv.buffers.remote.peer import Peer, connect
-from asynckv.devices.arena import DeviceAllocation, place_of
+from asynckv.devices.arena import DeviceAllocation
 from asynckv.devices.cuda import DeviceMemory, Event
 from asynckv.devices.growth import Growth
 from asynckv.devices.imports import import_allocation
-from asynckv.errors import ChecksumError, ConfigError, GPUFailed, PeerLost
+from asynckv.errors import ConfigError, GPUFailed, PeerLost
 from asynckv.links.fd_socket import has_fd_sockets
 from asynckv.links.link import LinkStream
 from asynckv.protocol.failures import to_failure
@@ -68,40 +67,6 @@ async def view_of(pair: GpuPair) -> torch.Tensor:
         key = entry.key
     assert isinstance(key, torch.Tensor)
     return key
-
-
-def change(pair: GpuPair, offset: int) -> None:
-    """Change a byte of what was inserted, in the memory of the GPU."""
-    (stored,) = pair.buffer.ledger.table.entries.values()
-    place = place_of(stored.regions[0], stored.parts[0].spec)
-    assert isinstance(place, DeviceMemory)
-    pair.ours.process.cuda.view(place)[offset] ^= 1
-
-
-@pytest.mark.parametrize("digest", ["full", "edges", "off"])
-async def test_every_way_to_compare_finds_the_same_bytes(
-    pair: GpuPair, digest: str
-) -> None:
-    options: dict[str, Any] = {"digest": digest, "max_bytes": "16MiB"}
-    device = pair.theirs.device
-    async with connect(pair.server.url, device=device, **options) as peer:
-        await insert(pair)
-        assert is_same((await peer.lookup.drop_select([1])).key, noise(MIB))  # type: ignore[arg-type]
-        await insert(pair)
-        async with peer.lookup.drop_select([1]) as entry:
-            assert is_same(entry.key, noise(MIB))  # type: ignore[arg-type]
-            del entry
-
-
-async def test_full_digests_see_every_byte(gpus: FakeGpus) -> None:
-    async with open_gpu_pair(gpus, digest="full") as pair:
-        await insert(pair)
-        change(pair, MIB // 2)
-        with pytest.raises(ChecksumError):
-            await pair.peer.lookup.drop_select([1])
-        with pytest.raises(ChecksumError):
-            async with pair.peer.lookup.drop_select([1]):
-                raise AssertionError
 
 
 async def test_memory_that_was_not_proved_is_not_read(

@@ -7,14 +7,11 @@ from collections.abc import AsyncIterator, Iterator
 import pytest
 import torch
 
-from asynckv.abc import KVEntry
 from asynckv.buffers.lookup import LookupBuffer
 from asynckv.buffers.remote.peer import Peer, connect
 from asynckv.buffers.serve import serve
 from asynckv.buffers.store import StoreBuffer
-from asynckv.errors import GPUFailed
 from asynckv.testing.blocked import until
-from asynckv.testing.cancellation import CancelMode, Outcome, sweep_cancellation
 from asynckv.testing.expectations import is_same, only
 from asynckv.testing.lookup_checks.values import MIB, noise
 from asynckv.testing.pairs import Scheme, new_url
@@ -89,72 +86,3 @@ async def test_a_tensor_of_a_peer_lands_on_a_gpu_and_the_others_do_not(
     )
     assert isinstance(entry.value, torch.Tensor) and not entry.value.is_cuda
     await until(lambda: not local.statistics().used_bytes)
-
-
-async def test_a_tensor_that_is_borrowed_lands_on_a_gpu(
-    gpu: FakeDevice, local: LookupBuffer, peer: Peer
-) -> None:
-    into = places(gpu, MIB)
-    await local.insert([1], None, noise(MIB), None, None)
-    async with peer.lookup.drop_select([1], into=into) as entry:
-        assert entry.key is into["key"] and is_same(only(entry.key), noise(MIB))
-
-
-async def test_a_stream_lands_on_a_gpu(
-    gpu: FakeDevice, local: LookupBuffer, peer: Peer
-) -> None:
-    into = places(gpu, MIB)
-    await local.insert([1], None, noise(MIB), noise(8, 2), None)
-    async with peer.lookup.open_drop_select([1], into=into) as stream:
-        assert await stream.wait_for("key") is into["key"]
-        value = await stream.wait_for("value")
-        assert is_same(value, noise(8, 2)) and not value.is_cuda
-    assert is_same(into["key"], noise(MIB))
-
-
-async def test_a_place_on_a_gpu_that_does_not_fit_gives_the_entry_back(
-    gpu: FakeDevice, local: LookupBuffer, store: StoreBuffer, peer: Peer
-) -> None:
-    await local.insert([1], None, noise(MIB), None, None)
-    await store.put("key", noise(MIB))
-    with pytest.raises(ValueError, match="key"):
-        await peer.lookup.drop_select([1], into=places(gpu, 8))
-    with pytest.raises(ValueError, match="key"):
-        await peer.store.get("key", into=places(gpu, 8)["key"])
-    await until(lambda: not local.statistics().leased)
-    assert is_same(only((await peer.lookup.drop_select([1])).key), noise(MIB))
-
-
-async def test_a_gpu_that_fails_gives_the_entry_back(
-    monkeypatch: pytest.MonkeyPatch, gpu: FakeDevice, local: LookupBuffer, peer: Peer
-) -> None:
-    def fail(*anything: object) -> None:
-        raise GPUFailed("it has fallen off the bus")
-
-    await local.insert([1], None, noise(MIB), None, None)
-    with monkeypatch.context() as patch:
-        patch.setattr(gpu.process.cuda, "copy", fail)
-        with pytest.raises(GPUFailed, match="off the bus"):
-            await peer.lookup.drop_select([1], into=places(gpu, MIB))
-    await until(lambda: not local.statistics().leased)
-    assert is_same(only((await peer.lookup.drop_select([1])).key), noise(MIB))
-
-
-async def test_a_cancelled_select_leaves_the_gpu_alone(
-    gpu: FakeDevice, local: LookupBuffer, peer: Peer
-) -> None:
-    into = places(gpu, MIB)
-
-    async def before() -> None:
-        await local.insert([1], None, noise(MIB), None, None)
-
-    async def check(k: int, mode: CancelMode, outcome: Outcome[KVEntry]) -> None:
-        assert not [x for x in gpu.process.space.allocations() if x.users]
-        into["key"].fill_(9)
-        if outcome.cancelled:
-            assert is_same(only((await peer.lookup.drop_select([1])).key), noise(MIB))
-        assert bool((into["key"] == 9).all())
-
-    await sweep_cancellation(
-        lambda: peer.lookup.drop_select([1], into=into), check, before=before
-    )

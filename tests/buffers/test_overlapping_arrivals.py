@@ -114,19 +114,6 @@ async def test_a_gpu_that_fails_before_all_has_come_gives_the_entry_back(
         assert entry.attempt == 2
 
 
-async def test_a_place_that_does_not_fit_is_refused_before_anything_comes(
-    gpu: FakeDevice,
-) -> None:
-    async with consuming(gpu) as (lookup, peer):
-        wrong = {"key": gpu.tensor(noise(8))}
-        task = asyncio.ensure_future(peer.lookup.drop_select([1], into=wrong))
-        async with lookup.open_insert([1], None, LAYERS) as writer:
-            with pytest.raises(ValueError, match="key"):
-                await task
-            for name in LAYERS:
-                await writer.put(name, noise(MIB))
-
-
 async def test_a_cancelled_select_of_several_leaves_the_gpu_alone(
     gpu: FakeDevice,
 ) -> None:

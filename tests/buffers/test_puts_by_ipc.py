@@ -64,28 +64,6 @@ async def put_pair(two_gpus: FakeGpus, way: PutWay) -> AsyncIterator[PutPair]:
         yield put_pair
 
 
-async def test_an_entry_goes_from_gpu_to_gpu(put_pair: PutPair, way: PutWay) -> None:
-    await insert(put_pair)
-    assert put_pair.has_put and put_pair.peer.transport == way
-    assert put_pair.peer.lookup.sends_from == put_pair.theirs.device.name
-    await check_is_in(put_pair)
-
-
-async def test_layers_go_from_gpu_to_gpu_and_are_shown_at_once(
-    put_pair: PutPair,
-) -> None:
-    async with (
-        put_pair.peer.lookup.open_insert([1], None, LAYERS) as writer,
-        put_pair.buffer.open_drop_select([1]) as stream,
-    ):
-        for salt, (name, spec) in enumerate(LAYERS.items(), 1):
-            await writer.put(name, put_pair.theirs.tensor(noise(spec.nbytes, salt)))
-            found = await stream.wait_for(name)
-            assert found.is_cuda and is_same(found, noise(spec.nbytes, salt))
-    assert put_pair.has_put
-    await put_pair.emptied()
-
-
 async def test_what_was_put_is_sent_on_with_its_digest(
     put_pair: PutPair, way: PutWay
 ) -> None:

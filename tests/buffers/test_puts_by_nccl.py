@@ -48,36 +48,6 @@ async def stuck(pair: NcclBuffers, putting: asyncio.Task[None]) -> None:
     assert not putting.done()
 
 
-@pytest.mark.parametrize("end", ["way", "near_way"])
-async def test_an_insert_whose_way_breaks_goes_on_through_host_memory(
-    nccl_pair: NcclBuffers, end: str
-) -> None:
-    nccl_pair.theirs.process.nccl.is_silent = True
-    inserting = asyncio.create_task(insert(nccl_pair))
-    await stuck(nccl_pair, inserting)
-    assert nccl_pair.staged_bytes == MIB
-    getattr(nccl_pair, end)._stalled(PeerLost("nothing has come for long"))
-    await inserting
-    assert nccl_pair.peer.transport == "inline"
-    await check_is_in(nccl_pair)
-
-
-@pytest.mark.parametrize("end", ["way", "near_way"])
-async def test_a_layer_whose_way_breaks_goes_on_through_host_memory(
-    nccl_pair: NcclBuffers, end: str
-) -> None:
-    nccl_pair.theirs.process.nccl.is_silent = True
-    async with nccl_pair.peer.lookup.open_insert([1], None, LAYERS) as writer:
-        key = nccl_pair.theirs.tensor(noise(MIB, 1))
-        putting = asyncio.create_task(writer.put("key", key))
-        await stuck(nccl_pair, putting)
-        assert nccl_pair.staged_bytes == MIB
-        getattr(nccl_pair, end)._stalled(PeerLost("nothing has come for long"))
-        await putting
-        await writer.put("hidden", noise(8))
-    await check_is_in(nccl_pair)
-
-
 @pytest.mark.parametrize("what", ["insert", "layer", "select"])
 async def test_what_nobody_says_was_sent_before_the_way_broke_is_asked_for_again(
     nccl_pair: NcclBuffers, what: str
@@ -201,42 +171,6 @@ async def test_a_link_that_is_cut_is_connected_again_and_the_entry_sent(
     await check_is_in(nccl_pair)
 
 
-async def test_a_cancelled_insert_leaves_no_trace_on_either_gpu(
-    nccl_pair: NcclBuffers,
-) -> None:
-    tensor = nccl_pair.theirs.tensor
-    key, hidden = tensor(noise(MIB, 1)), tensor(noise(8))
-    entries = nccl_pair.buffer.ledger.table.entries
-
-    async def before() -> None:
-        key.as_subclass(torch.Tensor).copy_(noise(MIB, 1))
-
-    async def check(k: int, mode: CancelMode, outcome: Outcome[str]) -> None:
-        key.fill_(0)
-        await nccl_pair.peer.lookup.peek([1])  # all that was said before is heard
-        await until(lambda: not coming(nccl_pair))
-        assert entries or outcome.cancelled
-        if entries:
-            await check_is_in(nccl_pair)
-        await nccl_pair.emptied()
-
-    lookup = nccl_pair.peer.lookup
-    # Cancelled again while what has left is digested, or is waited for.
-    modes: tuple[CancelMode, ...] = ("task", "scope", "again")
-    await sweep_cancellation(
-        lambda: lookup.insert([1], None, key, None, hidden),
-        check,
-        before=before,
-        modes=modes,
-    )
-    assert nccl_pair.has_put and nccl_pair.peer.transport == "nccl"
-
-
-def coming(pair: NcclBuffers) -> int:
-    every = [services.lookup for services in pair.server._services]
-    return sum(len(lookup.tasks) for lookup in every if lookup is not None)
-
-
 async def test_a_cancelled_put_of_a_layer_may_be_made_again(
     nccl_pair: NcclBuffers,
 ) -> None:
@@ -261,31 +195,3 @@ async def test_a_cancelled_put_of_a_layer_may_be_made_again(
         await writer.put("hidden", noise(8))
     assert nccl_pair.peer.transport == "nccl"
     await check_is_in(nccl_pair, 3)
-
-
-async def test_memory_of_the_host_is_quiet_when_a_cancelled_insert_ends(
-    nccl_pair: NcclBuffers,
-) -> None:
-    tensor = nccl_pair.theirs.tensor
-    key, value = tensor(noise(MIB, 1)), noise(MIB, 2)
-
-    async def before() -> None:
-        value.copy_(noise(MIB, 2))
-
-    async def check(k: int, mode: CancelMode, outcome: Outcome[str]) -> None:
-        value.fill_(0)
-        await nccl_pair.peer.lookup.peek([1])
-        await until(lambda: not coming(nccl_pair))
-        if nccl_pair.buffer.ledger.table.entries:
-            entry = await nccl_pair.buffer.drop_select([1])
-            assert isinstance(entry.value, torch.Tensor)
-            assert is_same(entry.value, noise(MIB, 2))
-            del entry
-        await nccl_pair.emptied()
-
-    lookup = nccl_pair.peer.lookup
-    await sweep_cancellation(
-        *(lambda: lookup.insert([1], None, key, value, None), check),
-        before=before,
-        modes=("task", "again"),
-    )

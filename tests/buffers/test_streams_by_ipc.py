@@ -14,15 +14,13 @@ from asynckv.buffers.lookup import LookupBuffer
 from asynckv.buffers.remote.peer import Peer, connect
 from asynckv.buffers.serve import serve
 from asynckv.buffers.serving import select as offer
-from asynckv.devices.arena import DeviceRegion, place_of
-from asynckv.devices.cuda import DeviceMemory
-from asynckv.errors import ChecksumError, EntryAborted, GPUFailed, LeaseLost, PeerLost
+from asynckv.devices.arena import DeviceRegion
+from asynckv.errors import EntryAborted, GPUFailed, LeaseLost, PeerLost
 from asynckv.links.fd_socket import has_fd_sockets
 from asynckv.links.options import Digest
 from asynckv.protocol.transfer_frames import Sent
 from asynckv.sharing import exporter
 from asynckv.testing.blocked import until, until_blocked
-from asynckv.testing.cancellation import CancelMode, Outcome, sweep_cancellation
 from asynckv.testing.expectations import is_same
 from asynckv.testing.lookup_checks.values import MIB, noise
 from asynckv.transfers.host_copies import D2HCopier
@@ -115,30 +113,6 @@ async def test_layers_are_copied_within_the_gpu_as_they_come(
     await emptied(pair)
 
 
-async def test_layers_that_another_peer_puts_are_copied_there_too(
-    pair: GpuPair, sent_devices: list[Sent]
-) -> None:
-    async with (
-        connect(pair.server.url) as producer,
-        producer.lookup.open_insert([1], None, LAYERS) as writer,
-        pair.peer.lookup.open_drop_select([1]) as stream,
-    ):
-        for name in LAYERS:
-            await writer.put(name, content(name))
-            assert is_same(await stream.wait_for(name), content(name))
-    assert len(sent_devices) == 2
-    await emptied(pair)
-
-
-async def test_a_whole_entry_is_streamed_from_where_it_lies(
-    pair: GpuPair, sent_devices: list[Sent]
-) -> None:
-    await fill(pair.buffer)
-    expect_all(await read(pair.peer))
-    assert len(sent_devices) == 2
-    await emptied(pair)
-
-
 async def test_layers_land_in_memory_of_the_gpu_that_the_caller_has(
     pair: GpuPair, sent_devices: list[Sent]
 ) -> None:
@@ -215,31 +189,6 @@ async def test_what_has_no_known_edges_is_compared_whole(
     expect_all(await read(pair.peer))
     assert [frame.kind for frame in sent_devices] == ["full", "full"]
     assert all(frame.digest for frame in sent_devices)
-
-
-def change(pair: GpuPair, index: int, offset: int) -> None:
-    """Change a byte of what was put, in the memory of the GPU."""
-    entry = only(pair.buffer)
-    place = place_of(entry.regions[index], entry.parts[index].spec)
-    assert isinstance(place, DeviceMemory)
-    pair.ours.process.cuda.view(place)[offset] ^= 1
-
-
-@pytest.mark.parametrize(("digest", "offset"), [("edges", 0), ("full", MIB // 2)])
-async def test_other_bytes_than_were_put_are_refused_and_given_back(
-    gpus: FakeGpus, digest: str, offset: int
-) -> None:
-    async with open_gpu_pair(gpus, digest=digest) as pair:
-        await fill(pair.buffer)
-        change(pair, 2, offset)
-        with pytest.raises(ChecksumError):
-            await read(pair.peer)
-        await until(lambda: not pair.buffer.statistics().leased)
-        await until(lambda: not pair.buffer.statistics().mapped_by)
-        assert not pair.peer.budget.used_bytes
-        change(pair, 2, offset)
-        expect_all(await read(pair.peer))
-        await emptied(pair)
 
 
 async def test_a_writer_that_fails_ends_the_stream_and_leaves_nothing(
@@ -375,49 +324,6 @@ async def test_a_peer_that_keeps_too_many_deliveries_gets_the_next_by_lanes(
     await fill(pair.buffer)
     expect_all(await read(pair.peer))
     assert not sent_devices
-
-
-async def test_a_gpu_that_fails_gives_the_entry_back(
-    pair: GpuPair, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(*anything: object) -> None:
-        raise GPUFailed("it has fallen off the bus")
-
-    await fill(pair.buffer)
-    with monkeypatch.context() as patch:
-        patch.setattr(pair.theirs.process.cuda, "copy", fail)
-        with pytest.raises(GPUFailed, match="off the bus"):
-            await read(pair.peer)
-    await until(lambda: not pair.buffer.statistics().leased)
-    await until(lambda: not pair.buffer.statistics().mapped_by)
-    expect_all(await read(pair.peer))
-    await emptied(pair)
-
-
-async def test_a_cancelled_stream_touches_nothing_of_the_callers(
-    pair: GpuPair,
-) -> None:
-    into = pair.theirs.tensor(torch.zeros(MIB, dtype=torch.uint8))
-
-    async def check(
-        k: int, mode: CancelMode, outcome: Outcome[dict[str, torch.Tensor]]
-    ) -> None:
-        moving = [x for x in pair.theirs.process.space.allocations() if x.users]
-        assert not moving
-        await until(lambda: not pair.buffer.statistics().leased)
-        await until(lambda: not pair.buffer.statistics().mapped_by)
-        assert not pair.peer.budget.used_bytes
-        if pair.buffer.statistics().entries:
-            assert outcome.cancelled
-            expect_all(await read(pair.peer))
-        await emptied(pair)
-
-    counts = await sweep_cancellation(
-        lambda: read(pair.peer, **{"0_key": into}),
-        check,
-        before=lambda: fill(pair.buffer),
-    )
-    assert counts.suspensions > 3
 
 
 async def test_a_stream_that_ends_while_a_layer_is_copied_is_quiet_first(

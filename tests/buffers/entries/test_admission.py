@@ -76,24 +76,6 @@ async def full_bench() -> Bench:
     return bench
 
 
-async def test_an_insert_returns_when_it_is_committed() -> None:
-    bench = Bench()
-    await bench.insert("a")
-    assert bench.ledger.table.entries["a"].state is EntryState.READY
-    assert len(bench.room) == 0
-
-
-async def test_without_room_it_returns_at_the_acknowledgement() -> None:
-    bench = await full_bench()
-    insert = await bench.started("a")
-    holder = bench.select()
-    await until_blocked(insert)
-    assert not insert.done()
-    bench.ledger.leases.acknowledge(holder.held())
-    await insert
-    assert "a" not in bench.ledger.table.entries
-
-
 async def test_given_back_to_another_it_sends_its_bytes_again() -> None:
     bench = await full_bench()
     insert = await bench.started("a")
@@ -260,11 +242,6 @@ async def test_a_stream_that_can_have_no_room_any_more_says_so() -> None:
     assert holder.held().entry is entry and not entry.in_arena
 
 
-async def test_what_could_never_fit_does_not_wait() -> None:
-    with pytest.raises(EntryTooLarge):
-        await Bench().insert("a", nbytes=93)
-
-
 async def test_an_insert_that_finds_no_memory_leaves_no_trace() -> None:
     bench = Bench()
 
@@ -352,18 +329,6 @@ def full_ledger() -> SteppedLedger:
     return bench
 
 
-class Source:
-    """Of an insert_into whose bytes are there at once."""
-
-    async def fill(self, entry: StoredEntry, landed: Landed) -> None:
-        landed(0, b"d")
-
-
-def insert_into(bench: SteppedLedger, name: str, nbytes: int = 8) -> asyncio.Task[None]:
-    draft = draft_of(name, nbytes=nbytes)
-    return asyncio.create_task(Admission(bench.ledger).insert(draft, Source()))
-
-
 async def test_who_comes_first_goes_first() -> None:
     bench = full_ledger()
     entries = [bench.begin(name, nbytes=92) for name in "abc"]
@@ -407,36 +372,18 @@ async def test_who_passes_only_selected_ones_does_not_wait() -> None:
     assert bench.begin("b").state is FILLING
 
 
-async def test_what_began_outside_is_adopted_also_when_it_is_committed() -> None:
-    for commits in (False, True):
-        bench = full_ledger()
-        entry = bench.begin("a", streaming=True)
-        bench.select(streams=True)
-        if commits:
-            bench.finish(entry)
-        assert (entry in bench.room, entry.in_arena) == (True, False)
-        bench.ledger.withdraw("full")
-        assert (entry in bench.room, entry.in_arena) == (False, True)
-
-
-async def test_a_cancelled_wait_leaves_the_line_to_the_next() -> None:
+@pytest.mark.parametrize("commits", [False, True])
+async def test_what_began_outside_moves_in_when_there_is_room(commits: bool) -> None:
     bench = full_ledger()
-    first, second = insert_into(bench, "a", 92), insert_into(bench, "b")
-    await until_blocked(first, second)
-    first.cancel()
-    await asyncio.wait({first})
+    entry = bench.begin("a", streaming=True)
+    bench.select(streams=True)
+    if commits:
+        bench.finish(entry)
+    assert (entry in bench.room, entry.in_arena) == (True, False)
+    assert bench.table.memory.outside_bytes == 16
     bench.ledger.withdraw("full")
-    await second
-
-
-async def test_closing_refuses_who_waits_and_who_comes() -> None:
-    bench = full_ledger()
-    waiting = insert_into(bench, "a")
-    await until_blocked(waiting)
-    bench.ledger.refuse_inserts()
-    for refused in (waiting, insert_into(bench, "b")):
-        with pytest.raises(BufferClosed):
-            await refused
+    assert (entry in bench.room, entry.in_arena) == (False, True)
+    assert (bench.table.memory.outside_bytes, bench.arena.used_bytes) == (0, 16)
 
 
 async def test_an_entry_that_left_tells_its_insert_how() -> None:
@@ -453,9 +400,8 @@ async def test_a_wait_says_who_waits_for_how_much_of_what(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level(logging.DEBUG, "asynckv.observability.waits")
-    bench = full_ledger()
-    waiting = insert_into(bench, "1")
-    await until_blocked(waiting)
+    bench = await full_bench()
+    waiting = await bench.started("1")
     for _ in range(3):
         bench.room.change()
         await until_blocked(waiting)
@@ -464,6 +410,6 @@ async def test_a_wait_says_who_waits_for_how_much_of_what(
     await waiting
     (message,) = caplog.messages
     assert message.startswith(
-        "insert of 1 (16 bytes) waits for room in a buffer of 100 bytes; "
+        "insert of 1 (88 bytes) waits for room in a buffer of 100 bytes; "
     )
     assert message.endswith("it ends with a drop_select, a withdraw or aclose")

@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from asynckv.buffers.entries.entries import (
-    EntryState,
     Lease,
     StoredEntry,
     Waiter,
@@ -29,13 +28,6 @@ def placed(tokens: torch.Tensor) -> StoredEntry:
     )
     entry.complete = True
     return entry
-
-
-def test_an_entry_begins_without_memory() -> None:
-    entry = StoredEntry(draft_of("it"), 1)
-    assert entry.state is EntryState.WAITING
-    assert entry.regions == ()
-    assert entry.nbytes == 16
 
 
 def test_tokens_are_copies_and_are_charged() -> None:

@@ -24,17 +24,6 @@ from harness.ledgers import SteppedLedger
 ONE = make_query([1], None)
 
 
-async def test_an_entry_is_leased_and_leaves_at_the_acknowledgement() -> None:
-    bench = SteppedLedger()
-    bench.insert("a")
-    holder, _ = bench.select()
-    assert holder.entry_id == "a"
-    assert bench.select()[0].entry_id is None
-    bench.leases.acknowledge(holder.held())
-    assert bench.arena.used_bytes == 0
-    assert not bench.table.entries
-
-
 async def test_who_asks_for_a_taken_entry_by_its_id_is_told_so_and_not_others() -> None:
     bench = SteppedLedger()
     bench.insert("a")
@@ -198,17 +187,6 @@ async def test_tokens_of_deliveries_are_never_the_same() -> None:
     assert {len(lease.token) for lease in held} == {16}
 
 
-async def test_an_insert_among_10_000_waiting_queries_asks_only_who_matches() -> None:
-    bench = SteppedLedger(2**20)
-    holders = [
-        bench.select(make_query([7, n % 100, n], None))[0] for n in range(10_000)
-    ]
-    bench.insert("a", tokens=(7, 42, 4242))
-    assert [h.entry_id for h in holders if h.heard] == ["a"]
-    assert holders[4242].entry_id == "a"
-    assert bench.leases.waiting_count == 9_999
-
-
 async def test_10_000_queries_for_one_id_are_served_without_a_scan_each() -> None:
     bench = SteppedLedger(2**20)
     holders = [
@@ -273,15 +251,6 @@ def waiting(
     return Waiter(query, RecordingHolder(), seq, fingerprint)
 
 
-def test_the_longest_match_wins_then_the_first_in() -> None:
-    maker = Matcher()
-    for seq, tokens in enumerate([(1,), (1, 2), (1, 2)]):
-        maker.update(ready(str(seq), tokens, seq))
-    found = maker.find(waiting(make_query([1, 2, 3], None)))
-    assert found is not None
-    assert (found[0].entry_id, found[1]) == ("1", 2)
-
-
 def test_only_equal_fingerprints_match() -> None:
     maker = Matcher()
     maker.update(ready("a"))
@@ -303,17 +272,6 @@ def test_the_query_that_has_waited_longest_is_next() -> None:
     served = [maker.next_for(entry) for _ in range(4)]
     assert [found and found[0].seq for found in served] == [1, 2, 3, None]
     assert maker.waiting_count == 0
-
-
-def test_who_waits_no_longer_is_not_next() -> None:
-    maker = Matcher()
-    waiter = waiting(make_query([1], None))
-    maker.enqueue(waiter)
-    maker.dequeue(waiter)
-    assert maker.waiting_count == 0
-    entry = ready("a")
-    maker.update(entry)
-    assert maker.next_for(entry) is None
 
 
 def test_everyone_leaves_in_the_order_of_their_wait() -> None:
@@ -430,11 +388,3 @@ def test_an_id_with_tokens_asks_for_both() -> None:
     assert matched([1, 2, 3]) == 2
     assert matched([2]) is None
     assert matched([1], 2) is None
-
-
-def test_everyone_is_taken_out() -> None:
-    line = WaitingQueries()
-    for seq, query in enumerate((Query(None), Query(None, "a"), Query(None, "b"))):
-        in_line(line, query, seq)
-    assert sorted(waiter.seq for waiter in line.everyone()) == [0, 1, 2]
-    assert list(line.everyone()) == []

@@ -246,32 +246,6 @@ def test_negative_ids_and_the_largest_are_ids_like_others() -> None:
     assert index.best(key_of((2**63 - 1, -1))) is None
 
 
-def test_the_longest_match_wins_and_then_the_first_in() -> None:
-    index: PrefixIndex[str] = PrefixIndex()
-    index.add(key_of((1,)), 1, "short")
-    index.add(key_of((1, 2, 3)), 3, "long, later")
-    index.add(key_of((1, 2, 4)), 2, "long, sooner")
-    assert index.best(key_of((1, 2))) == ("long, sooner", 2)
-    assert index.oldest(key_of((1, 2))) == ("short", 1)
-
-
-def test_where_the_longest_match_is_refused_a_shorter_one_is_found() -> None:
-    index: PrefixIndex[str] = PrefixIndex()
-    index.add(key_of((1,)), 2, "short")
-    index.add(key_of((1, 2)), 1, "long")
-    found = index.best(key_of((1, 2, 3)), accept=lambda item: item == "short")
-    assert found == ("short", 1)
-
-
-def test_an_item_given_back_is_found_before_those_that_came_after_it() -> None:
-    index: PrefixIndex[str] = PrefixIndex()
-    place = index.add(key_of((1, 2)), 1, "given back")
-    index.remove(place)
-    index.add(key_of((1, 2)), 2, "later")
-    index.add(key_of((1, 2)), place.seq, place.item)
-    assert index.best(key_of((1,))) == ("given back", 1)
-
-
 @pytest.mark.parametrize("query", [(1,), (1, 2), (1, 2, 3)])
 def test_items_of_one_key_are_offered_one_after_the_other(
     query: tuple[int, ...],
@@ -288,14 +262,6 @@ def test_items_of_one_key_are_offered_one_after_the_other(
     index.best(key_of(query), accept=only_four)
     index.oldest(key_of(query), accept=only_four)
     assert asked == [0, 1, 2, 3, 4] * 2
-
-
-def test_an_item_without_tokens_is_only_found_as_the_first() -> None:
-    index: PrefixIndex[str] = PrefixIndex()
-    index.add(b"", 1, "empty")
-    assert index.first() == "empty"
-    assert index.best(b"") is index.best(b"", exact=True) is None
-    assert index.oldest(b"") is index.best(key_of((1,))) is None
 
 
 def test_a_place_that_was_removed_is_refused() -> None:
@@ -351,29 +317,6 @@ def test_a_removed_item_is_freed_without_the_garbage_collector() -> None:
 ONE, TWO, THREE = (bytes([n]) * 8 for n in (1, 2, 3))
 
 
-def edges_to(node: Node[int]) -> bytes:
-    """Return the edges from the root to ``node``, joined."""
-    return b"" if node.parent is None else edges_to(node.parent) + node.edge
-
-
-def test_a_key_leads_to_its_own_node() -> None:
-    tree: PrefixTree[int] = PrefixTree()
-    for key in (ONE + TWO, ONE + THREE, ONE, b"", TWO):
-        node = tree.node_for(key)
-        assert edges_to(node) == key
-        assert tree.node_for(key) is node
-
-
-def test_a_walk_ends_where_the_key_does_or_leaves_the_tree() -> None:
-    tree: PrefixTree[int] = PrefixTree()
-    long = tree.node_for(ONE + TWO)
-    assert tree.walk(ONE) == (tree.root, 0, long)
-    assert tree.walk(ONE + TWO + THREE) == (long, 16, None)
-    assert tree.walk(ONE + THREE) == (tree.root, 0, None)
-    assert tree.walk(TWO) == (tree.root, 0, None)
-    assert tree.walk(b"") == (tree.root, 0, tree.root)
-
-
 def test_an_edge_parts_between_two_bytes_of_a_token() -> None:
     tree: PrefixTree[int] = PrefixTree()
     first, second = b"\1\2\3\4\0\0\0\0", b"\1\2\3\5\0\0\0\0"
@@ -384,43 +327,11 @@ def test_an_edge_parts_between_two_bytes_of_a_token() -> None:
     assert parting is not None and parting.edge == b"\1\2\3"
 
 
-def test_nodes_that_nothing_needs_are_dropped() -> None:
-    tree: PrefixTree[int] = PrefixTree()
-    nodes = [tree.node_for(key) for key in (ONE + TWO, ONE + THREE)]
-    for node in nodes:
-        tree.tidy(node)
-    assert tree.root.children is None
-
-
-def test_a_tree_refuses_a_key_of_broken_tokens() -> None:
-    with pytest.raises(ValueError, match="whole tokens"):
-        PrefixTree[int]().walk(b"seven b")
-
-
 def node_with(tree: PrefixTree[str], key: bytes, *seqs: int) -> Node[str]:
     node = tree.node_for(key)
     for seq in seqs:
         put(Place(node, seq, f"{seq}"), node)
     return node
-
-
-def test_the_lowest_is_known_all_the_way_up() -> None:
-    tree: PrefixTree[str] = PrefixTree()
-    for key, seq in ((ONE + TWO, 2), (ONE, 3), (TWO, 1)):
-        node_with(tree, key, seq)
-    one = tree.node_for(ONE)
-    lowest = [node.lowest and node.lowest.seq for node in (tree.root, one)]
-    assert lowest == [1, 2]
-
-
-def test_taking_the_lowest_leaves_the_next() -> None:
-    tree: PrefixTree[str] = PrefixTree()
-    node = node_with(tree, ONE, 3, 1, 2)
-    for expected in (2, 3, None):
-        assert tree.root.lowest is not None
-        take(tree.root.lowest, node)
-        assert (tree.root.lowest and tree.root.lowest.seq) == expected
-    assert node.places is None
 
 
 def test_of_many_places_any_is_taken_in_any_order() -> None:

@@ -48,6 +48,7 @@ async def test_what_counted_before_an_entry_was_sent_again_counts_for_ever() -> 
     assert not bench.table.was_acknowledged("a", lease.token)
     bench.leases.acknowledge(lease)
     assert bench.table.was_acknowledged("a", lease.token)
+    assert not bench.table.was_acknowledged("a", b"another")
     again = bench.begin("a", deliveries=2)
     bench.table.resume(again, entry.digest())
     assert bench.table.was_acknowledged("a", lease.token)
@@ -92,18 +93,13 @@ async def test_what_an_id_stands_for_is_known_before_and_after_it_left() -> None
     assert bench.table.known_digest("a") is None
     entry = bench.begin("a")
     assert bench.table.known_digest("a") is None
+    with pytest.raises(EntryConflict):
+        bench.begin("a")
     bench.finish(entry)
     digest = bench.table.known_digest("a")
     assert digest == entry.digest()
     bench.leases.acknowledge(bench.select()[0].held())
     assert bench.table.known_digest("a") == digest
-    with pytest.raises(EntryConflict):
-        bench.begin("a")
-
-
-async def test_an_id_cannot_be_inserted_twice_at_a_time() -> None:
-    bench = SteppedLedger()
-    bench.begin("a")
     with pytest.raises(EntryConflict):
         bench.begin("a")
 
@@ -124,16 +120,6 @@ async def test_a_cancelled_wait_for_the_end_is_forgotten() -> None:
         bench.table.when_gone("a").cancel()
     await asyncio.sleep(0)
     assert not entry.gone
-
-
-async def test_which_deliveries_counted_is_remembered() -> None:
-    bench = SteppedLedger()
-    bench.insert("a")
-    lease = bench.select()[0].held()
-    assert not bench.table.was_acknowledged("a", lease.token)
-    bench.leases.acknowledge(lease)
-    assert bench.table.was_acknowledged("a", lease.token)
-    assert not bench.table.was_acknowledged("a", b"another")
 
 
 async def test_who_waits_for_the_end_learns_of_an_acknowledgement() -> None:
@@ -246,30 +232,6 @@ async def test_what_could_never_fit_is_refused() -> None:
         SteppedLedger().begin("a", nbytes=93)
 
 
-async def test_entries_without_a_byte_wait_when_too_much_is_kept_of_them(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(table, "LEAST_ACCOUNT_BYTES", 8000)
-    bench = SteppedLedger()
-    entries = [bench.begin(f"{n}", (), nbytes=0) for n in range(3)]
-    filling, waiting = EntryState.FILLING, EntryState.WAITING
-    assert [entry.state for entry in entries] == [filling, filling, waiting]
-    bench.ledger.forsake(entries[0])
-    assert entries[2].state is filling
-
-
-async def test_entries_are_bounded_in_number_whatever_they_hold(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(table, "LEAST_ENTRIES", 2)
-    bench = SteppedLedger()
-    entries = [bench.begin(f"{n}", (), nbytes=0) for n in range(3)]
-    filling, waiting = EntryState.FILLING, EntryState.WAITING
-    assert [entry.state for entry in entries] == [filling, filling, waiting]
-    bench.ledger.forsake(entries[1])
-    assert entries[2].state is filling
-
-
 async def test_a_small_buffer_has_1024_entries_and_one_more_waits() -> None:
     async with LookupBuffer("1MiB", drain_s=0) as buffer:
         for _ in range(1024):
@@ -327,3 +289,18 @@ async def test_who_was_refused_bytes_outside_has_them_when_they_are_free_again(
     bench.leases.acknowledge(first.held())
     await asyncio.sleep(0)
     assert second.entry_id == "b"
+
+
+@pytest.mark.parametrize(
+    ("bound", "most"), [("LEAST_ACCOUNT_BYTES", 8000), ("LEAST_ENTRIES", 2)]
+)
+async def test_entries_without_a_byte_wait_when_too_many_or_too_much_of_them_is_kept(
+    monkeypatch: pytest.MonkeyPatch, bound: str, most: int
+) -> None:
+    monkeypatch.setattr(table, bound, most)
+    bench = SteppedLedger()
+    entries = [bench.begin(f"{n}", (), nbytes=0) for n in range(3)]
+    filling, waiting = EntryState.FILLING, EntryState.WAITING
+    assert [entry.state for entry in entries] == [filling, filling, waiting]
+    bench.ledger.forsake(entries[1])
+    assert entries[2].state is filling

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Coroutine, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -22,7 +22,7 @@ from asynckv.buffers.local.handover import (
 )
 from asynckv.buffers.lookup import LookupBuffer
 from asynckv.devices.copying import CopyPool
-from asynckv.errors import BufferClosed, LeaseLost
+from asynckv.errors import LeaseLost
 from asynckv.tensors.arena import HeapArena, Region
 from asynckv.tensors.blocks import KVMemory
 from asynckv.testing.blocked import until
@@ -86,32 +86,6 @@ async def test_a_bad_into_does_not_count_as_a_failure() -> None:
                 async with kind([1], into=bad):
                     pass
         assert (await buffer.drop_select([1])).attempt == 3
-
-
-async def test_what_was_borrowed_is_gone_after_a_clean_exit_and_back_after_others() -> (
-    None
-):
-    async with LookupBuffer(1000, drain_s=0) as buffer:
-        await insert(buffer, 1)
-        for error in (LookupError, asyncio.CancelledError):
-            with pytest.raises(error):
-                async with buffer.drop_select([1]):
-                    raise error
-        assert buffer.statistics().entries == 1
-        async with buffer.drop_select([1]) as entry:
-            assert entry.attempt == 3
-        assert buffer.statistics().entries == 0
-
-
-async def test_nothing_is_taken_from_a_closed_buffer() -> None:
-    async with LookupBuffer(1000, drain_s=0) as buffer:
-        await insert(buffer, 1)
-    with pytest.raises(BufferClosed):
-        await buffer.drop_select([1])
-    for kind in (buffer.open_drop_select, buffer.drop_select):
-        with pytest.raises(BufferClosed):
-            async with kind([1]):
-                pass
 
 
 class Voiding(CopyPool):
@@ -192,13 +166,6 @@ class Uses:
             raise
 
 
-async def test_awaiting_takes() -> None:
-    uses = Uses()
-    assert uses.seen == []
-    assert await uses.pending is ENTRY
-    assert uses.seen == ["taken"]
-
-
 async def test_entering_borrows_and_hands_an_error_on() -> None:
     uses = Uses()
     with pytest.raises(LookupError):
@@ -206,16 +173,6 @@ async def test_entering_borrows_and_hands_an_error_on() -> None:
             assert entry is ENTRY
             raise LookupError
     assert uses.seen == ["borrowed", "failed"]
-
-
-async def test_a_second_use_is_refused() -> None:
-    uses = Uses()
-    await uses.pending
-    with pytest.raises(RuntimeError, match="used before"):
-        await uses.pending
-    with pytest.raises(RuntimeError, match="used before"):
-        async with uses.pending:
-            pass
 
 
 async def test_one_that_is_forgotten_warns_as_a_coroutine_does(
@@ -291,6 +248,9 @@ async def test_leaving_what_was_never_entered_is_refused() -> None:
 
 
 POOL = CopyPool()
+Hand = Callable[
+    [Lease, CopyPool, dict[str, torch.Tensor]], Coroutine[None, None, KVEntry]
+]
 
 
 def lease_of(deliveries: int = 1) -> Lease:
@@ -306,15 +266,10 @@ def stored(entry: StoredEntry) -> torch.Tensor:
     return part.region.tensor(part.spec)
 
 
-def of(key: object) -> torch.Tensor:
-    assert isinstance(key, torch.Tensor)
-    return key
-
-
 async def test_the_last_delivery_gets_the_memory_itself() -> None:
     lease = lease_of()
     entry = await hand_over(lease, POOL, {})
-    assert of(entry.key).data_ptr() == stored(lease.entry).data_ptr()
+    assert entry.key_tensor.data_ptr() == stored(lease.entry).data_ptr()
 
 
 async def test_memory_that_cannot_be_shown_is_copied(
@@ -329,8 +284,8 @@ async def test_memory_that_cannot_be_shown_is_copied(
 
     monkeypatch.setattr(Region, "tensor", refuse)
     entry = await hand_over(lease, POOL, {})
-    assert of(entry.key).tolist() == [7] * 8
-    assert of(entry.key).data_ptr() != tensor.data_ptr()
+    assert entry.key_tensor.tolist() == [7] * 8
+    assert entry.key_tensor.data_ptr() != tensor.data_ptr()
     assert region is lease.entry.parts[0].region
 
 
@@ -345,19 +300,11 @@ async def test_the_loop_goes_on_while_many_tensors_are_handed_over() -> None:
         assert ticks > 320 // 16
 
 
-async def test_any_other_delivery_gets_a_copy() -> None:
-    for lease, hand in ((lease_of(2), hand_over), (lease_of(), lend)):
-        entry = await hand(lease, POOL, {})
-        of(entry.key).fill_(9)
-        assert stored(lease.entry).tolist() == [7] * 8
-
-
-async def test_into_is_where_it_lands() -> None:
-    for hand in (hand_over, lend):
-        target = torch.zeros(8, dtype=torch.uint8)
-        entry = await hand(lease_of(), POOL, {"key": target})
-        assert entry.key is target
-        assert target.tolist() == [7] * 8
+@pytest.mark.parametrize(("deliveries", "hand"), [(2, hand_over), (1, lend)])
+async def test_any_other_delivery_gets_a_copy(deliveries: int, hand: Hand) -> None:
+    lease = lease_of(deliveries)
+    (await hand(lease, POOL, {})).key_tensor.fill_(9)
+    assert stored(lease.entry).tolist() == [7] * 8
 
 
 async def test_an_entry_says_how_it_was_delivered() -> None:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
 
 import pytest
-import torch
 
 from asynckv.buffers.entries.entries import StoredEntry
 from asynckv.buffers.local.writer import (
@@ -22,7 +22,7 @@ from asynckv.testing.blocked import until, until_blocked
 from asynckv.testing.lookup_checks.values import MIB, cancelled, noise, same
 from asynckv.transfers.queries import Query
 from asynckv.types import TensorSpec
-from harness.fake_devices import fake_device
+from harness.fake_devices import FakeDevice
 from harness.holders import RecordingHolder, draft_of
 from harness.ledgers import SteppedLedger
 
@@ -31,24 +31,26 @@ SPECS = {name: TensorSpec((8,), "uint8") for name in ("key", "value")}
 LARGE_SPECS = {name: TensorSpec((MIB,), "uint8") for name in ("key", "value")}
 
 
-async def test_a_writer_that_was_left_puts_nothing() -> None:
+@pytest.fixture
+async def buffer() -> AsyncIterator[LookupBuffer]:
     async with LookupBuffer(1000, drain_s=0) as buffer:
-        async with buffer.open_insert([1], None, SPECS) as writer:
-            for name in SPECS:
-                await writer.put(name, noise(8))
-        assert isinstance(writer, LocalWriter)
-        with pytest.raises(RuntimeError, match="left already"):
-            await writer.put("key", noise(8))
+        yield buffer
 
 
-async def test_a_put_may_be_overwritten_on_return() -> None:
-    async with LookupBuffer(1000, drain_s=0) as buffer:
-        async with buffer.open_insert([1], None, SPECS) as writer:
-            for name in SPECS:
-                tensor = noise(8)
-                await writer.put(name, tensor)
-                tensor.fill_(9)
-        assert same((await buffer.drop_select([1])).key, noise(8))
+@pytest.fixture
+async def on_gpu(gpu: FakeDevice) -> AsyncIterator[LookupBuffer]:
+    """A buffer on a GPU."""
+    async with LookupBuffer("4MiB", device=gpu.device, drain_s=0) as buffer:
+        yield buffer
+
+
+async def test_a_writer_that_was_left_puts_nothing(buffer: LookupBuffer) -> None:
+    async with buffer.open_insert([1], None, SPECS) as writer:
+        for name in SPECS:
+            await writer.put(name, noise(8))
+    assert isinstance(writer, LocalWriter)
+    with pytest.raises(RuntimeError, match="left already"):
+        await writer.put("key", noise(8))
 
 
 async def test_a_cancelled_put_may_be_made_again() -> None:
@@ -83,113 +85,91 @@ async def test_a_writer_of_an_entry_that_is_gone_learns_it() -> None:
             await writer.put("key", noise(8))
 
 
-async def test_a_stream_that_was_left_gives_nothing() -> None:
-    async with LookupBuffer(1000, drain_s=0) as buffer:
-        await buffer.insert([1], None, noise(8), None, None)
+async def test_a_stream_that_was_left_gives_nothing(buffer: LookupBuffer) -> None:
+    await buffer.insert([1], None, noise(8), None, None)
+    async with buffer.open_drop_select([1]) as stream:
+        assert isinstance(stream, LocalStream)
+    with pytest.raises(RuntimeError, match="left already"):
+        await anext(stream)
+
+
+async def test_a_tensor_that_the_entry_does_not_have_is_a_key_error(
+    buffer: LookupBuffer,
+) -> None:
+    await buffer.insert([1], None, noise(8), None, None)
+    async with buffer.open_drop_select([1]) as stream:
+        with pytest.raises(KeyError, match="hidden"):
+            await stream.wait_for("hidden")
+
+
+async def test_leaving_wakes_who_still_waits_for_a_tensor(buffer: LookupBuffer) -> None:
+    async with buffer.open_insert([1], None, SPECS) as writer:
         async with buffer.open_drop_select([1]) as stream:
-            assert isinstance(stream, LocalStream)
-        with pytest.raises(RuntimeError, match="left already"):
-            await anext(stream)
+            waiting = asyncio.create_task(stream.wait_for("key"))
+            await until_blocked(waiting)
+        with pytest.raises(LeaseLost):
+            await waiting
+        for name in SPECS:
+            await writer.put(name, noise(8))
 
 
-async def test_a_tensor_that_the_entry_does_not_have_is_a_key_error() -> None:
-    async with LookupBuffer(1000, drain_s=0) as buffer:
-        await buffer.insert([1], None, noise(8), None, None)
+async def test_a_cancelled_read_reads_the_same_tensor_again(
+    buffer: LookupBuffer,
+) -> None:
+    async with buffer.open_insert([1], None, SPECS) as writer:
         async with buffer.open_drop_select([1]) as stream:
-            with pytest.raises(KeyError, match="hidden"):
-                await stream.wait_for("hidden")
+            reading = asyncio.create_task(stream.wait_for("key"))
+            await until_blocked(reading)
+            await cancelled(reading)
+            await writer.put("key", noise(8))
+            assert (await anext(stream))[0] == "key"
+            assert await stream.wait_for("key") is await stream.wait_for("key")
+        await writer.put("value", noise(8))
 
 
-async def test_leaving_wakes_who_still_waits_for_a_tensor() -> None:
-    async with LookupBuffer(1000, drain_s=0) as buffer:
-        async with buffer.open_insert([1], None, SPECS) as writer:
-            async with buffer.open_drop_select([1]) as stream:
-                waiting = asyncio.create_task(stream.wait_for("key"))
-                await until_blocked(waiting)
-            with pytest.raises(LeaseLost):
-                await waiting
-            for name in SPECS:
-                await writer.put(name, noise(8))
+async def test_views_are_shown_as_they_land_and_copied_nowhere(
+    on_gpu: LookupBuffer, gpu: FakeDevice
+) -> None:
+    has = len(gpu.process.owned)
+    async with on_gpu.open_insert([1], None, LARGE_SPECS, entry_id="e") as writer:
+        await writer.put("value", noise(MIB, 2))
+        async with on_gpu.open_views("e") as views:
+            assert isinstance(views, LocalViews)
+            name, tensor = await anext(views)
+            assert (name, tensor.is_cuda) == ("value", True)
+            assert same(tensor.cpu(), noise(MIB, 2))
+            del tensor
+            await writer.put("key", noise(MIB))
+            assert same((await views.wait_for("key")).cpu(), noise(MIB))
+            assert len(gpu.process.owned) == has
+    assert not on_gpu.statistics().used_bytes
 
 
-async def test_a_stream_gives_each_tensor_once_in_the_order_they_landed_in() -> None:
-    async with LookupBuffer(1000, drain_s=0) as buffer:
-        async with buffer.open_insert([1], None, SPECS) as writer:
-            async with buffer.open_drop_select([1]) as stream:
-                for name in ("value", "key"):
-                    await writer.put(name, noise(8))
-                assert await stream.wait_for("key") is not None
-                assert [(await anext(stream))[0] for _ in SPECS] == ["value", "key"]
-
-
-async def test_a_cancelled_read_reads_the_same_tensor_again() -> None:
-    async with LookupBuffer(1000, drain_s=0) as buffer:
-        async with buffer.open_insert([1], None, SPECS) as writer:
-            async with buffer.open_drop_select([1]) as stream:
-                reading = asyncio.create_task(stream.wait_for("key"))
-                await until_blocked(reading)
-                await cancelled(reading)
-                await writer.put("key", noise(8))
-                assert (await anext(stream))[0] == "key"
-                assert await stream.wait_for("key") is await stream.wait_for("key")
-            await writer.put("value", noise(8))
-
-
-async def test_into_must_fit_what_was_declared() -> None:
-    async with LookupBuffer(1000, drain_s=0) as buffer:
-        await buffer.insert([1], None, noise(8), None, None)
-        with pytest.raises(ValueError, match="key"):
-            async with buffer.open_drop_select([1], into={"key": noise(9)}):
-                pass
-        await buffer.drop_select([1])
-
-
-async def test_views_are_shown_as_they_land_and_copied_nowhere() -> None:
-    with fake_device(max_delay=2) as gpu:
-        async with LookupBuffer("4MiB", device=gpu.device, drain_s=0) as buffer:
-            has = len(gpu.process.owned)
-            async with buffer.open_insert(
-                [1], None, LARGE_SPECS, entry_id="e"
-            ) as writer:
-                await writer.put("value", noise(MIB, 2))
-                async with buffer.open_views("e") as views:
-                    assert isinstance(views, LocalViews)
-                    name, tensor = await anext(views)
-                    assert (name, tensor.is_cuda) == ("value", True)
-                    assert same(tensor.cpu(), noise(MIB, 2))
-                    del tensor
-                    await writer.put("key", noise(MIB))
-                    assert same((await views.wait_for("key")).cpu(), noise(MIB))
-                    assert len(gpu.process.owned) == has
-            assert not buffer.statistics().used_bytes
-
-
-async def test_memory_that_somebody_has_a_view_of_is_nobody_elses() -> None:
-    with fake_device() as gpu:
-        async with LookupBuffer("4MiB", device=gpu.device, drain_s=0) as buffer:
-            await buffer.insert([1], None, noise(MIB), None, None, entry_id="e")
-            async with buffer.open_views("e") as views:
-                kept = await views.wait_for("key")
-            await buffer.insert([2], None, noise(2 * MIB, 2), None, None)
-            assert same(kept.cpu(), noise(MIB))
-            assert buffer.statistics().pinned_bytes == MIB
-            del kept
+async def test_memory_that_somebody_has_a_view_of_is_nobody_elses(
+    on_gpu: LookupBuffer,
+) -> None:
+    await on_gpu.insert([1], None, noise(MIB), None, None, entry_id="e")
+    async with on_gpu.open_views("e") as views:
+        kept = await views.wait_for("key")
+    await on_gpu.insert([2], None, noise(2 * MIB, 2), None, None)
+    assert same(kept.cpu(), noise(MIB))
+    assert on_gpu.statistics().pinned_bytes == MIB
+    del kept
 
 
 @pytest.mark.parametrize("nbytes", [8, MIB])
-async def test_who_takes_an_entry_writes_to_no_view_of_it(nbytes: int) -> None:
-    with fake_device() as gpu:
-        async with LookupBuffer("4MiB", device=gpu.device, drain_s=0) as buffer:
-            await buffer.insert(
-                *([1], None, noise(nbytes), None, None), entry_id="e", deliveries=2
-            )
-            async with buffer.open_views("e") as views:
-                kept = await views.wait_for("key")
-            key = (await buffer.drop_select([1])).key
-            assert isinstance(key, torch.Tensor)
-            key.fill_(7)
-            assert same(kept.cpu(), noise(nbytes))
-            del kept, key
+async def test_who_takes_an_entry_writes_to_no_view_of_it(
+    on_gpu: LookupBuffer, nbytes: int
+) -> None:
+    await on_gpu.insert(
+        *([1], None, noise(nbytes), None, None), entry_id="e", deliveries=2
+    )
+    async with on_gpu.open_views("e") as views:
+        kept = await views.wait_for("key")
+    key = (await on_gpu.drop_select([1])).key_tensor
+    key.fill_(7)
+    assert same(kept.cpu(), noise(nbytes))
+    del kept, key
 
 
 async def test_memory_of_the_host_is_shown_to_nobody() -> None:
@@ -201,31 +181,15 @@ async def test_memory_of_the_host_is_shown_to_nobody() -> None:
         await buffer.drop_select([1])
 
 
-async def test_what_is_gone_is_shown_no_more() -> None:
-    with fake_device() as gpu:
-        async with LookupBuffer("4MiB", device=gpu.device, drain_s=0) as buffer:
-            await buffer.insert([1], None, noise(8), None, None, entry_id="e")
-            with pytest.raises(EntryAborted):
-                async with buffer.open_views("e") as views:
-                    buffer.abort()
-                    await views.wait_for("key")
+async def test_what_is_gone_is_shown_no_more(on_gpu: LookupBuffer) -> None:
+    await on_gpu.insert([1], None, noise(8), None, None, entry_id="e")
+    with pytest.raises(EntryAborted):
+        async with on_gpu.open_views("e") as views:
+            on_gpu.abort()
+            await views.wait_for("key")
 
 
 SPEC = SPECS["key"]
-
-
-@pytest.mark.parametrize(
-    ("name", "spec"),
-    [
-        ("hidden", SPEC),
-        ("key", TensorSpec((8,), "float32")),
-        ("key", TensorSpec((7,), "uint8")),
-    ],
-)
-def test_a_put_is_as_declared(name: str, spec: TensorSpec) -> None:
-    with pytest.raises(ValueError, match=f"{name}.*declared"):
-        with Declared(SPECS).putting(name, spec):
-            raise LookupError
 
 
 def test_a_tensor_is_put_once() -> None:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import itertools
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager
+from typing import Any, Final
 
 import pytest
 import torch
@@ -168,25 +169,16 @@ async def test_a_server_that_came_back_as_another_refuses(local: LookupBuffer) -
                     await call
 
 
-@dataclasses.dataclass
-class Scripted:
-    """A server that answers as it is told."""
-
-    answer: Answer
-
-    async def __aenter__(self) -> ScriptedService:
-        self.service = ScriptedService(self.answer)
-        self.listener = await listen(
-            "mem://", identity=name_of("far"), service_for=lambda _: self.service
-        )
-        return self.service
-
-    async def __aexit__(self, *exc_info: object) -> None:
-        await self.listener.aclose()
-
-    @property
-    def url(self) -> str:
-        return self.listener.url
+@asynccontextmanager
+async def scripted(
+    answer: Answer, *, reconnect_s: float = 60
+) -> AsyncIterator[tuple[ScriptedService, Peer]]:
+    """A server that answers as it is told, and a peer of it."""
+    service, identity = ScriptedService(answer), name_of("far")
+    listener = await listen("mem://", identity=identity, service_for=lambda _: service)
+    async with connect(listener.url, reconnect_s=reconnect_s) as peer:
+        yield service, peer
+    await listener.aclose()
 
 
 def saying(*frames: Frame) -> Answer:
@@ -197,46 +189,14 @@ def saying(*frames: Frame) -> Answer:
     return answer
 
 
-def recorded_pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    pauses: list[float] = []
-
-    def next_pause_s(backoff: Backoff) -> float:
-        pauses.append(next_s(backoff))
-        return 0
-
-    next_s = Backoff.next_pause_s
-    monkeypatch.setattr(Backoff, "next_pause_s", next_pause_s)
-    return pauses
-
-
 async def test_the_answer_is_returned() -> None:
-    script = Scripted(saying(Result(7)))
-    async with script as service, connect(script.url) as peer:
+    async with scripted(saying(Result(7))) as (service, peer):
         assert await ask(peer, Peek(has_key=True), b"8 bytes.") == Result(7)
         assert service.asked[0][1:] == (Peek(has_key=True), b"8 bytes.")
 
 
-@pytest.mark.parametrize(
-    ("last", "kind"),
-    [
-        (Failure("KeyError", "who?"), KeyError),
-        (Failure("PeerLost", "another peer"), PeerLost),
-        (Cancelled(), AsyncKVError),
-    ],
-)
-async def test_a_failure_is_raised_and_not_asked_again(
-    last: Frame, kind: type[Exception]
-) -> None:
-    script = Scripted(saying(last))
-    async with script as service, connect(script.url) as peer:
-        with pytest.raises(kind):
-            await ask(peer, Peek(has_key=False))
-        assert len(service.asked) == 1 and peer.is_connected
-
-
 async def test_a_peer_that_does_not_answer_in_time_is_told_so() -> None:
-    script = Scripted(saying())
-    async with script as service, connect(script.url) as peer:
+    async with scripted(saying()) as (service, peer):
         with pytest.raises(TimeoutError):
             await ask(peer, Peek(has_key=False), deadline_s=0.01)
         hearer = service.hearers[0]
@@ -245,8 +205,7 @@ async def test_a_peer_that_does_not_answer_in_time_is_told_so() -> None:
 
 
 async def test_a_cancelled_question_is_withdrawn() -> None:
-    script = Scripted(saying())
-    async with script as service, connect(script.url) as peer:
+    async with scripted(saying()) as (service, peer):
         task = asyncio.create_task(ask(peer, Peek(has_key=False)))
         await until_blocked(task)
         task.cancel()
@@ -255,8 +214,7 @@ async def test_a_cancelled_question_is_withdrawn() -> None:
 
 
 async def test_it_is_asked_again_after_a_reconnect() -> None:
-    script = Scripted(saying())
-    async with script as service, connect(script.url) as peer:
+    async with scripted(saying()) as (service, peer):
         task = asyncio.create_task(ask(peer, Peek(has_key=False)))
         await until(lambda: len(service.asked) == 1)
         service.answer = saying(Result(3))
@@ -271,8 +229,7 @@ def hang_up(stream: LinkStream, frame: OpeningFrame, body: bytes) -> None:
 async def test_its_deadline_counts_from_the_call_however_often_the_link_is_cut() -> (
     None
 ):
-    script = Scripted(hang_up)
-    async with script as service, connect(script.url, reconnect_s=0.2) as peer:
+    async with scripted(hang_up, reconnect_s=0.2) as (service, peer):
         with pytest.raises(TimeoutError):
             await ask(peer, Peek(has_key=False), deadline_s=0.01)
         assert len(service.asked) > 1
@@ -293,24 +250,20 @@ def hang_up_first(times: int) -> Answer:
 async def test_links_that_answer_nothing_are_made_more_and_more_seldom(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    pauses = recorded_pauses(monkeypatch)
-    script = Scripted(hang_up_first(7))
-    async with script, connect(script.url) as peer:
+    pauses, next_s = list[float](), Backoff.next_pause_s
+
+    def next_pause_s(backoff: Backoff) -> float:
+        pauses.append(next_s(backoff))
+        return 0
+
+    monkeypatch.setattr(Backoff, "next_pause_s", next_pause_s)
+    async with scripted(hang_up_first(7)) as (_, peer):
         assert await ask(peer, Peek(has_key=False)) == Result(3)
         assert len(pauses) == 7  # one before each link but the first
         assert pauses[0] == 0 and pauses[6] >= 0.5
         (await peer.link()).abort()
         assert await ask(peer, Peek(has_key=False)) == Result(3)
         assert pauses[7:] == [0]  # that link had answered
-
-
-@pytest.mark.parametrize("wrong", [Retract(1), Accepted()])
-async def test_an_answer_of_another_kind_breaks_the_link(wrong: Frame) -> None:
-    script = Scripted(saying(wrong))
-    async with script, connect(script.url, reconnect_s=0) as peer:
-        with pytest.raises(RemoteProtocolError, match="belongs here"):
-            await ask(peer, Peek(has_key=False))
-        await until(lambda: not peer.is_connected)
 
 
 def test_the_first_attempt_is_made_at_once_and_the_pauses_grow() -> None:
@@ -328,3 +281,49 @@ def test_after_something_of_use_it_begins_anew() -> None:
     backoff.reset()
     assert backoff.next_pause_s() == 0
     assert 0 < backoff.next_pause_s() <= 0.05
+
+
+VERBS: Final[Mapping[str, Callable[[Peer], Awaitable[Any]]]] = {
+    "peek": lambda peer: peer.lookup.peek([1]),
+    "insert": lambda peer: peer.lookup.insert([1], None, None, None, None),
+    "drop_select": lambda peer: peer.lookup.drop_select([1]),
+    "get": lambda peer: peer.store.get("key"),
+}
+
+
+@pytest.mark.parametrize("verb", VERBS)
+@pytest.mark.parametrize(
+    ("last", "kind"),
+    [
+        (Failure("KeyError", "who?"), KeyError),
+        (Failure("PeerLost", "another peer"), PeerLost),
+        (Cancelled(), AsyncKVError),
+    ],
+)
+async def test_a_failure_is_raised_and_not_asked_again(
+    verb: str, last: Frame, kind: type[Exception]
+) -> None:
+    async with scripted(saying(last)) as (service, peer):
+        with pytest.raises(kind, match=getattr(last, "message", None)):
+            await VERBS[verb](peer)
+        assert len(service.asked) == 1 and peer.is_connected
+
+
+@pytest.mark.parametrize(
+    ("verb", "wrong"),
+    [
+        ("peek", Retract(1)),
+        ("peek", Accepted()),
+        ("insert", Result(1)),
+        ("drop_select", Accepted()),
+        ("drop_select", Result()),
+        ("get", Accepted()),
+    ],
+)
+async def test_an_answer_of_another_kind_breaks_the_link(
+    verb: str, wrong: Frame
+) -> None:
+    async with scripted(saying(wrong), reconnect_s=0) as (_, peer):
+        with pytest.raises(RemoteProtocolError, match="belongs here"):
+            await VERBS[verb](peer)
+        await until(lambda: not peer.is_connected)

@@ -9,18 +9,16 @@ import pytest
 import torch
 
 from asynckv.buffers.lookup import LookupBuffer
-from asynckv.buffers.remote.peer import Peer, connect
+from asynckv.buffers.remote.peer import Peer
 from asynckv.buffers.serve import Server
 from asynckv.errors import EntryAborted, LeaseLost, PeerLost
 from asynckv.links.link import Link, LinkStream
-from asynckv.links.listen import listen
 from asynckv.protocol.codec import Buffer
 from asynckv.protocol.frames import Accepted, Ack, Failure, Frame, Noted, Reached, Took
 from asynckv.testing.blocked import until, until_blocked
 from asynckv.testing.pairs import Peers
 from asynckv.types import TensorSpec
 from harness.buffer_fixtures import CutWhen
-from harness.link_pairs import ScriptedService, name_of
 
 FarLink = Callable[[Server, Peer], Link]
 
@@ -126,19 +124,6 @@ async def test_an_acknowledgement_that_comes_too_late_selects_again(
     await local.insert([1], None, torch.ones(MIB), None, None, entry_id="other")
     assert (await call).entry_id == "other"
     assert peers.consumer.budget.used_bytes == 0
-
-
-async def test_a_loss_that_the_peer_tells_of_is_raised() -> None:
-    lost = Failure("PeerLost", "another peer")
-    service = ScriptedService(lambda stream, *_: stream.send(lost))
-    listener = await listen(
-        "mem://", identity=name_of("far"), service_for=lambda _: service
-    )
-    async with connect(listener.url) as peer:
-        with pytest.raises(PeerLost, match="another"):
-            await peer.lookup.drop_select([1])
-        assert peer.is_connected and len(service.asked) == 1
-    await listener.aclose()
 
 
 SPECS = {"0.key": TensorSpec((MIB,), "uint8"), "1.key": TensorSpec((MIB,), "uint8")}

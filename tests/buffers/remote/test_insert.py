@@ -16,21 +16,16 @@ from asynckv.buffers.remote.peer import Peer, connect
 from asynckv.buffers.serve import Server, serve
 from asynckv.errors import (
     EntryAborted,
-    EntryConflict,
     EntryTooLarge,
     PeerLost,
-    RemoteProtocolError,
 )
 from asynckv.links.link import Link
 from asynckv.links.options import Digest
 from asynckv.protocol.frames import (
     Accepted,
-    Cancel,
     Cancelled,
-    Failure,
     Insert,
     Push,
-    Result,
 )
 from asynckv.protocol.transfer_frames import Grant
 from asynckv.tensors.views import bytes_of, spec_of
@@ -125,15 +120,6 @@ async def test_equal_inserts_at_once_succeed_and_leave_one_entry(
     async with asyncio.timeout(20):
         assert await asyncio.gather(*calls) == ["it"] * 3
     assert local.statistics().inserted == 1
-
-
-async def test_other_contents_under_one_id_conflict(peers: Peers) -> None:
-    insert = peers.producer.lookup.insert
-    key = torch.zeros(LARGE)
-    await insert([1], None, key, None, None, entry_id="it")
-    await insert([1], None, key, None, None, entry_id="it")
-    with pytest.raises(EntryConflict):
-        await insert([1], None, key + 1, None, None, entry_id="it")
 
 
 @pytest.mark.parametrize("digest", ["off", "full"])
@@ -250,71 +236,70 @@ async def test_an_insert_that_the_peer_gives_up_is_aborted() -> None:
 
 
 @pytest.mark.parametrize("later", [0, 2], ids=["over", "never offered"])
-async def test_what_is_granted_when_it_is_over_is_ignored(later: int) -> None:
-    async with linked("mem://", lambda *_: None) as pair:
-        writer = writer_on(pair.near)
-        put = asyncio.create_task(writer.put("key", ONES))
-        await until(lambda: bool(pair.service.hearers))
-        push, _ = await pair.service.hearers[0].next()
-        assert isinstance(push, Push)
-        put.cancel()
-        await asyncio.wait({put})
-        stream = pair.service.asked[0][0]
-        stream.send(Grant(push.transfer + later))
-        stream.send(Accepted())
-        if later:
-            await until(lambda: not pair.near.is_open)
-            assert "never offered" in str(pair.near.error)
-        else:
-            await writer.granted()
-            assert pair.near.is_open
+async def test_what_is_granted_when_it_is_over_is_ignored(
+    pair: LinkPair, later: int
+) -> None:
+    writer = writer_on(pair.near)
+    put = asyncio.create_task(writer.put("key", ONES))
+    await until(lambda: bool(pair.service.hearers))
+    push, _ = await pair.service.hearers[0].next()
+    assert isinstance(push, Push)
+    put.cancel()
+    await asyncio.wait({put})
+    stream = pair.service.asked[0][0]
+    stream.send(Grant(push.transfer + later))
+    stream.send(Accepted())
+    if later:
+        await until(lambda: not pair.near.is_open)
+        assert "never offered" in str(pair.near.error)
+    else:
+        await writer.granted()
+        assert pair.near.is_open
 
 
-async def test_a_put_that_nobody_needs_any_more_sends_nothing() -> None:
-    async with linked("mem://", lambda *_: None) as pair:
-        put = asyncio.create_task(writer_on(pair.near).put("key", ONES))
-        await until(lambda: bool(pair.service.hearers))
-        await pair.service.hearers[0].next()
-        pair.service.asked[0][0].send(Accepted())
-        await put
-        assert len(pair.service.hearers[0].frames) == 1
+async def test_a_put_that_nobody_needs_any_more_sends_nothing(pair: LinkPair) -> None:
+    put = asyncio.create_task(writer_on(pair.near).put("key", ONES))
+    await until(lambda: bool(pair.service.hearers))
+    await pair.service.hearers[0].next()
+    pair.service.asked[0][0].send(Accepted())
+    await put
+    assert len(pair.service.hearers[0].frames) == 1
 
 
-async def test_a_put_that_nobody_needs_while_it_is_sent_returns_quiet() -> None:
-    async with linked("mem://", lambda *_: None) as pair:
-        value = ONES.clone()
-        put = asyncio.create_task(writer_on(pair.near).put("key", value))
-        await until(lambda: bool(pair.service.hearers))
-        push, _ = await pair.service.hearers[0].next()
-        assert isinstance(push, Push)
-        stream = pair.service.asked[0][0]
-        stream.send(Grant(push.transfer))
-        stream.send(Accepted())  # the far side has not received it yet
-        await put
-        target, landed = memoryview(bytearray(MIB)), list[object]()
-        pair.far.payload.receive(
-            push.transfer, 0, target, lambda *end: landed.append(end)
-        )
-        await asyncio.gather(*[asyncio.sleep(0) for _ in range(20)])
-        assert not landed and not any(target[:100])
-        assert len(pair.service.hearers[0].frames) == 1
+async def test_a_put_that_nobody_needs_while_it_is_sent_returns_quiet(
+    pair: LinkPair,
+) -> None:
+    value = ONES.clone()
+    put = asyncio.create_task(writer_on(pair.near).put("key", value))
+    await until(lambda: bool(pair.service.hearers))
+    push, _ = await pair.service.hearers[0].next()
+    assert isinstance(push, Push)
+    stream = pair.service.asked[0][0]
+    stream.send(Grant(push.transfer))
+    stream.send(Accepted())  # the far side has not received it yet
+    await put
+    target, landed = memoryview(bytearray(MIB)), list[object]()
+    pair.far.payload.receive(push.transfer, 0, target, lambda *end: landed.append(end))
+    await asyncio.gather(*[asyncio.sleep(0) for _ in range(20)])
+    assert not landed and not any(target[:100])
+    assert len(pair.service.hearers[0].frames) == 1
 
 
 async def test_a_put_that_nobody_needs_when_it_may_be_sent_sends_nothing(
+    pair: LinkPair,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    async with linked("mem://", lambda *_: None) as pair:
-        waiting: list[Callable[[], None]] = []
-        monkeypatch.setattr(type(pair.near), "outgoing_bytes", 5 * MIB)
-        monkeypatch.setattr(pair.near, "call_when_drained", waiting.append)
-        put = asyncio.create_task(writer_on(pair.near).put("key", ONES))
-        await until(lambda: bool(waiting and pair.service.asked))
-        pair.service.asked[0][0].send(Accepted())
-        await until_blocked()
-        monkeypatch.undo()
-        waiting[0]()
-        await put
-        assert not pair.service.hearers[0].frames
+    waiting: list[Callable[[], None]] = []
+    monkeypatch.setattr(type(pair.near), "outgoing_bytes", 5 * MIB)
+    monkeypatch.setattr(pair.near, "call_when_drained", waiting.append)
+    put = asyncio.create_task(writer_on(pair.near).put("key", ONES))
+    await until(lambda: bool(waiting and pair.service.asked))
+    pair.service.asked[0][0].send(Accepted())
+    await until_blocked()
+    monkeypatch.undo()
+    waiting[0]()
+    await put
+    assert not pair.service.hearers[0].frames
 
 
 async def test_a_put_that_a_lane_could_not_send_fails_with_its_link() -> None:
@@ -358,23 +343,22 @@ async def asked(pair: LinkPair) -> None:
     await until(lambda: bool(pair.service.asked))
 
 
-async def test_a_grant_that_crosses_the_cancellation_sends_nothing() -> None:
+async def test_a_grant_that_crosses_the_cancellation_sends_nothing(
+    pair: LinkPair,
+) -> None:
     key = torch.ones(LARGE, dtype=torch.uint8)
-    async with linked("mem://", lambda *_: None) as pair:
-        sending = sending_on(pair.near, key)
-        await asked(pair)
-        stream, frame, _ = pair.service.asked[0]
-        assert isinstance(frame, Insert)
-        target, landed = memoryview(bytearray(LARGE)), list[object]()
-        pair.far.payload.receive(
-            frame.transfer, 0, target, lambda *end: landed.append(end)
-        )
-        stream.send(Grant(frame.transfer))
-        sending.cancel()
-        await sending.quiesce()
-        await until(lambda: sending.may_be_in)
-        await asyncio.gather(*[asyncio.sleep(0) for _ in range(20)])
-        assert not landed and not any(target[:100])
+    sending = sending_on(pair.near, key)
+    await asked(pair)
+    stream, frame, _ = pair.service.asked[0]
+    assert isinstance(frame, Insert)
+    target, landed = memoryview(bytearray(LARGE)), list[object]()
+    pair.far.payload.receive(frame.transfer, 0, target, lambda *end: landed.append(end))
+    stream.send(Grant(frame.transfer))
+    sending.cancel()
+    await sending.quiesce()
+    await until(lambda: sending.may_be_in)
+    await asyncio.gather(*[asyncio.sleep(0) for _ in range(20)])
+    assert not landed and not any(target[:100])
 
 
 async def test_after_a_cancellation_what_was_leaving_may_be_overwritten() -> None:
@@ -418,83 +402,56 @@ def await_part(
     return landed
 
 
-async def test_what_fails_while_it_is_cancelled_is_silent() -> None:
-    async with linked("mem://", lambda *_: None) as pair:
-        sending = sending_on(pair.near)
-        task = asyncio.create_task(sending.accepted())
-        await until_blocked(task)
-        sending.on_lost(PeerLost("cut"))
-        task.cancel()
-        await asyncio.wait({task})
-        assert task.cancelled()
+async def test_what_fails_while_it_is_cancelled_is_silent(pair: LinkPair) -> None:
+    sending = sending_on(pair.near)
+    task = asyncio.create_task(sending.accepted())
+    await until_blocked(task)
+    sending.on_lost(PeerLost("cut"))
+    task.cancel()
+    await asyncio.wait({task})
+    assert task.cancelled()
 
 
-async def test_a_cancelled_one_is_withdrawn() -> None:
-    async with linked("mem://", lambda *_: None) as pair:
-        task = asyncio.create_task(sending_on(pair.near).accepted())
-        await asked(pair)
-        task.cancel()
-        assert await pair.service.hearers[0].next() == (Cancel(), b"")
-        await asyncio.wait({task})
-
-
-async def test_a_lost_link_is_no_error_of_the_request() -> None:
-    async with linked("mem://", lambda *_: None) as pair:
-        task = asyncio.create_task(sending_on(pair.near).accepted())
-        await asked(pair)
-        pair.far.abort()
-        assert await task is False
+async def test_a_lost_link_is_no_error_of_the_request(pair: LinkPair) -> None:
+    task = asyncio.create_task(sending_on(pair.near).accepted())
+    await asked(pair)
+    pair.far.abort()
+    assert await task is False
 
 
 async def test_what_a_lane_could_not_send_is_not_done(
+    pair: LinkPair,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    async with linked("mem://", lambda *_: None) as pair:
-        sending = sending_on(pair.near, torch.ones(LARGE))
+    sending = sending_on(pair.near, torch.ones(LARGE))
 
-        def fail(*arguments: Any, digest: bytes | None) -> None:
-            arguments[-1](b"", OSError("cut"))
-            sending.on_lost(PeerLost("cut"))
+    def fail(*arguments: Any, digest: bytes | None) -> None:
+        arguments[-1](b"", OSError("cut"))
+        sending.on_lost(PeerLost("cut"))
 
-        monkeypatch.setattr(pair.near.payload, "send", fail)
-        await asked(pair)
-        stream, frame, _ = pair.service.asked[0]
-        assert isinstance(frame, Insert)
-        stream.send(Grant(frame.transfer))
-        with pytest.raises(PeerLost, match="cut"):
-            await sending.accepted()
-        assert not pair.service.hearers[0].frames
-
-
-async def test_a_loss_of_something_else_that_the_peer_tells_of_is_raised() -> None:
-    lost = Failure("PeerLost", "another peer")
-    async with linked("mem://", lambda stream, *_: stream.send(lost)) as pair:
-        with pytest.raises(PeerLost, match="another"):
-            await sending_on(pair.near).accepted()
-        assert pair.near.is_open
+    monkeypatch.setattr(pair.near.payload, "send", fail)
+    await asked(pair)
+    stream, frame, _ = pair.service.asked[0]
+    assert isinstance(frame, Insert)
+    stream.send(Grant(frame.transfer))
+    with pytest.raises(PeerLost, match="cut"):
+        await sending.accepted()
+    assert not pair.service.hearers[0].frames
 
 
-async def test_an_answer_that_makes_no_sense_is_raised_and_breaks_the_link() -> None:
-    async with linked("mem://", lambda stream, *_: stream.send(Result(1))) as pair:
-        with pytest.raises(RemoteProtocolError, match="belongs here"):
-            await sending_on(pair.near).accepted()
-        assert not pair.near.is_open
-
-
-async def test_what_was_accepted_is_neither_sent_nor_told_any_more() -> None:
-    async with linked("mem://", lambda *_: None) as pair:
-        sending = sending_on(pair.near, torch.ones(LARGE, dtype=torch.uint8))
-        await asked(pair)
-        _, frame, _ = pair.service.asked[0]
-        assert isinstance(frame, Insert)
-        target, landed = memoryview(bytearray(LARGE)), list[object]()
-        pair.far.payload.receive(
-            frame.transfer, 0, target, lambda *end: landed.append(end)
-        )
-        # Heard in one go: over a link something may be sent in between.
-        sending.on_frame(Grant(frame.transfer), b"")
-        sending.on_frame(Accepted(), b"")
-        assert await sending.accepted()
-        await asyncio.gather(*[asyncio.sleep(0) for _ in range(20)])
-        assert not landed and not pair.service.hearers[0].frames
-        pair.far.payload.stop(frame.transfer)
+async def test_what_was_accepted_is_neither_sent_nor_told_any_more(
+    pair: LinkPair,
+) -> None:
+    sending = sending_on(pair.near, torch.ones(LARGE, dtype=torch.uint8))
+    await asked(pair)
+    _, frame, _ = pair.service.asked[0]
+    assert isinstance(frame, Insert)
+    target, landed = memoryview(bytearray(LARGE)), list[object]()
+    pair.far.payload.receive(frame.transfer, 0, target, lambda *end: landed.append(end))
+    # Heard in one go: over a link something may be sent in between.
+    sending.on_frame(Grant(frame.transfer), b"")
+    sending.on_frame(Accepted(), b"")
+    assert await sending.accepted()
+    await asyncio.gather(*[asyncio.sleep(0) for _ in range(20)])
+    assert not landed and not pair.service.hearers[0].frames
+    pair.far.payload.stop(frame.transfer)

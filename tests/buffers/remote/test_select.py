@@ -12,7 +12,7 @@ from asynckv.buffers.lookup import LookupBuffer
 from asynckv.buffers.remote.peer import connect
 from asynckv.buffers.remote.select import Selecting
 from asynckv.buffers.serve import serve
-from asynckv.errors import AsyncKVError, ChecksumError, EntryTooLarge, LeaseLost
+from asynckv.errors import ChecksumError, EntryTooLarge, LeaseLost
 from asynckv.links.link import LinkStream
 from asynckv.protocol.frames import (
     Accepted,
@@ -23,7 +23,6 @@ from asynckv.protocol.frames import (
     Frame,
     Offer,
     OpeningFrame,
-    Result,
     Retract,
     Took,
 )
@@ -123,28 +122,22 @@ async def test_a_retracted_offer_leaves_the_budget_exact() -> None:
     assert budget.used_bytes == 0
 
 
-async def test_an_offer_retracted_while_it_waits_for_the_budget_takes_nothing() -> None:
+async def test_an_offer_retracted_while_it_waits_for_the_budget_takes_nothing(
+    pair: LinkPair,
+) -> None:
     budget = ReceiveBudget(MIB)
     await budget.reserve(10)
-    async with linked("mem://", lambda *_: None) as pair:
-        selecting, delivered, stream = await begun(pair, budget)
-        offer(stream, 2, MIB, inline=False)
-        await until(lambda: selecting.delivery is not None)
-        stream.send(Retract(2))
-        await until(lambda: selecting.delivery is None)
-        budget.release(10)
-        await until(lambda: budget.used_bytes == 0)
-        await until_blocked(delivered)
-        assert budget.used_bytes == 0 and not pair.service.hearers[0].frames
-        delivered.cancel()
-        await asyncio.wait({delivered})
-
-
-@pytest.mark.parametrize("last", [Cancelled(), Accepted(), Result()])
-async def test_a_query_that_the_peer_ends_unasked_does_not_wait(last: Frame) -> None:
-    async with linked("mem://", lambda stream, *_: stream.send(last)) as pair:
-        with pytest.raises(AsyncKVError, match="gave the drop_select up|no .* belongs"):
-            await selecting_on(pair, ReceiveBudget(MIB)).delivered()
+    selecting, delivered, stream = await begun(pair, budget)
+    offer(stream, 2, MIB, inline=False)
+    await until(lambda: selecting.delivery is not None)
+    stream.send(Retract(2))
+    await until(lambda: selecting.delivery is None)
+    budget.release(10)
+    await until(lambda: budget.used_bytes == 0)
+    await until_blocked(delivered)
+    assert budget.used_bytes == 0 and not pair.service.hearers[0].frames
+    delivered.cancel()
+    await asyncio.wait({delivered})
 
 
 async def test_a_delivery_that_the_peer_gives_up_is_a_lost_lease() -> None:
@@ -207,86 +200,85 @@ async def test_an_offer_retracted_while_lent_memory_falls_quiet_is_not_charged(
     assert budget.used_bytes == 0
 
 
-async def test_an_entry_may_be_complete_before_there_is_room_for_it() -> None:
+async def test_an_entry_may_be_complete_before_there_is_room_for_it(
+    pair: LinkPair,
+) -> None:
     budget = ReceiveBudget(MIB)
     await budget.reserve(10)
-    async with linked("mem://", lambda *_: None) as pair:
-        selecting, delivered, stream = await begun(pair, budget)
-        data = memoryview(bytearray(MIB))
-        body = body_with({"key": TensorSpec((MIB,), "uint8")})
-        stream.send(Offer(2, inline=False, token=b"t", complete=False), body)
-        stream.send(Complete(2))
-        await until(lambda: selecting.delivery is not None)
-        await until_blocked(delivered)
-        budget.release(10)
-        assert await frames_of(pair, 1) == [Grant(2)]
-        pair.far.payload.send(
-            2, 0, data, lambda digest, error: stream.send(Sent(2, 0, digest))
-        )
-        assert (await delivered).is_whole
-        selecting.cancel()
+    selecting, delivered, stream = await begun(pair, budget)
+    data = memoryview(bytearray(MIB))
+    body = body_with({"key": TensorSpec((MIB,), "uint8")})
+    stream.send(Offer(2, inline=False, token=b"t", complete=False), body)
+    stream.send(Complete(2))
+    await until(lambda: selecting.delivery is not None)
+    await until_blocked(delivered)
+    budget.release(10)
+    assert await frames_of(pair, 1) == [Grant(2)]
+    pair.far.payload.send(
+        2, 0, data, lambda digest, error: stream.send(Sent(2, 0, digest))
+    )
+    assert (await delivered).is_whole
+    selecting.cancel()
 
 
-async def test_a_small_entry_by_payload_is_charged_until_it_is_taken() -> None:
+async def test_a_small_entry_by_payload_is_charged_until_it_is_taken(
+    pair: LinkPair,
+) -> None:
     budget = ReceiveBudget(MIB)
-    async with linked("mem://", lambda *_: None) as pair:
-        selecting, delivery = await small_delivery(pair, budget)
-        assert budget.used_bytes == 100
-        selecting.settle_at_once(delivery)
-        assert await frames_of(pair, 2) == [Grant(2), Took(b"t")]
-        assert budget.used_bytes == 0
+    selecting, delivery = await small_delivery(pair, budget)
+    assert budget.used_bytes == 100
+    selecting.settle_at_once(delivery)
+    assert await frames_of(pair, 2) == [Grant(2), Took(b"t")]
+    assert budget.used_bytes == 0
 
 
-async def test_what_is_settled_at_once_counts_as_no_open_stream() -> None:
-    async with linked("mem://", lambda *_: None) as pair:
-        selecting, delivery = await small_delivery(pair, ReceiveBudget(MIB))
-        assert pair.near._session._own_count == 1
-        selecting.settle_at_once(delivery)
-        assert pair.near._session._own_count == 0
+async def test_what_is_settled_at_once_counts_as_no_open_stream(pair: LinkPair) -> None:
+    selecting, delivery = await small_delivery(pair, ReceiveBudget(MIB))
+    assert pair.near._session._own_count == 1
+    selecting.settle_at_once(delivery)
+    assert pair.near._session._own_count == 0
 
 
-async def test_what_is_settled_on_a_link_that_was_cut_hears_of_no_loss() -> None:
-    async with linked("mem://", lambda *_: None) as pair:
-        selecting, delivery = await small_delivery(pair, ReceiveBudget(MIB))
-        pair.near.abort()
-        selecting.settle_at_once(delivery)
-        await pair.near.wait_closed()
-        assert selecting._error is None
+async def test_what_is_settled_on_a_link_that_was_cut_hears_of_no_loss(
+    pair: LinkPair,
+) -> None:
+    selecting, delivery = await small_delivery(pair, ReceiveBudget(MIB))
+    pair.near.abort()
+    selecting.settle_at_once(delivery)
+    await pair.near.wait_closed()
+    assert selecting._error is None
 
 
-async def test_what_belongs_to_no_standing_offer_is_ignored() -> None:
+async def test_what_belongs_to_no_standing_offer_is_ignored(pair: LinkPair) -> None:
     budget = ReceiveBudget(MIB)
-    async with linked("mem://", lambda *_: None) as pair:
-        selecting, delivered, stream = await begun(pair, budget)
-        for late in (Sent(1, 0, b""), Eager(1, (0,)), Complete(1), Retract(1)):
-            stream.send(late)
-        offer(stream, 2, MIB, inline=False)
-        for late in (Sent(1, 0, b""), Complete(1), Retract(1)):
-            stream.send(late)
-        assert await frames_of(pair, 1) == [Grant(2)]
-        assert selecting.delivery is not None and not delivered.done()
-        delivered.cancel()
+    selecting, delivered, stream = await begun(pair, budget)
+    for late in (Sent(1, 0, b""), Eager(1, (0,)), Complete(1), Retract(1)):
+        stream.send(late)
+    offer(stream, 2, MIB, inline=False)
+    for late in (Sent(1, 0, b""), Complete(1), Retract(1)):
+        stream.send(late)
+    assert await frames_of(pair, 1) == [Grant(2)]
+    assert selecting.delivery is not None and not delivered.done()
+    delivered.cancel()
 
 
-async def test_what_comes_late_of_one_offer_is_not_of_the_next() -> None:
-    async with linked("mem://", lambda *_: None) as pair:
-        _, delivered, stream = await begun(pair, ReceiveBudget(MIB))
-        offer(stream, 2, 100, inline=False)
-        assert await frames_of(pair, 1) == [Grant(2)]
-        stream.send(Eager(1, (0,), (b"another",)), bytes(100))
-        stream.send(Eager(2, (0,), (digest_of(bytes(100)),)), bytes(100))
-        assert (await delivered).is_whole and pair.near.is_open
+async def test_what_comes_late_of_one_offer_is_not_of_the_next(pair: LinkPair) -> None:
+    _, delivered, stream = await begun(pair, ReceiveBudget(MIB))
+    offer(stream, 2, 100, inline=False)
+    assert await frames_of(pair, 1) == [Grant(2)]
+    stream.send(Eager(1, (0,), (b"another",)), bytes(100))
+    stream.send(Eager(2, (0,), (digest_of(bytes(100)),)), bytes(100))
+    assert (await delivered).is_whole and pair.near.is_open
 
 
-async def test_bytes_that_changed_on_a_lane_are_refused() -> None:
-    async with linked("mem://", lambda *_: None) as pair:
-        _, delivered, stream = await begun(pair, ReceiveBudget(MIB))
-        offer(stream, 2, MIB, inline=False)
-        await frames_of(pair, 1)
-        pair.far.payload.send(2, 0, memoryview(bytearray(MIB)), lambda *_: None)
-        stream.send(Sent(2, 0, b"wrong"))
-        with pytest.raises(ChecksumError):
-            await delivered
+async def test_bytes_that_changed_on_a_lane_are_refused(pair: LinkPair) -> None:
+    _, delivered, stream = await begun(pair, ReceiveBudget(MIB))
+    offer(stream, 2, MIB, inline=False)
+    await frames_of(pair, 1)
+    pair.far.payload.send(2, 0, memoryview(bytearray(MIB)), lambda *_: None)
+    stream.send(Sent(2, 0, b"wrong"))
+    with pytest.raises(ChecksumError):
+        await delivered
 
 
 async def left_early(pair: LinkPair) -> tuple[Selecting, Delivery, LinkStream]:
@@ -303,27 +295,27 @@ def send_wrong_bytes(pair: LinkPair, stream: LinkStream) -> None:
     stream.send(Sent(2, 0, b"wrong"))
 
 
-async def test_who_leaves_without_a_part_that_changed_has_acknowledged() -> None:
-    async with linked("mem://", lambda *_: None) as pair:
-        selecting, delivery, stream = await left_early(pair)
-        send_wrong_bytes(pair, stream)
-        with pytest.raises(ChecksumError):
-            while True:
-                await selecting.changed()
-        leaving = asyncio.create_task(selecting.acknowledge(delivery))
-        assert await frames_of(pair, 2) == [Grant(2), Ack(b"t")]
-        stream.send(Accepted())
-        await leaving
+async def test_who_leaves_without_a_part_that_changed_has_acknowledged(
+    pair: LinkPair,
+) -> None:
+    selecting, delivery, stream = await left_early(pair)
+    send_wrong_bytes(pair, stream)
+    with pytest.raises(ChecksumError):
+        while True:
+            await selecting.changed()
+    leaving = asyncio.create_task(selecting.acknowledge(delivery))
+    assert await frames_of(pair, 2) == [Grant(2), Ack(b"t")]
+    stream.send(Accepted())
+    await leaving
 
 
-async def test_a_part_that_changes_while_the_answer_is_under_way_is_not_missed() -> (
-    None
-):
-    async with linked("mem://", lambda *_: None) as pair:
-        selecting, delivery, stream = await left_early(pair)
-        leaving = asyncio.create_task(selecting.acknowledge(delivery))
-        assert await frames_of(pair, 2) == [Grant(2), Ack(b"t")]
-        send_wrong_bytes(pair, stream)
-        await until_blocked(leaving)
-        stream.send(Accepted())
-        await leaving
+async def test_a_part_that_changes_while_the_answer_is_under_way_is_not_missed(
+    pair: LinkPair,
+) -> None:
+    selecting, delivery, stream = await left_early(pair)
+    leaving = asyncio.create_task(selecting.acknowledge(delivery))
+    assert await frames_of(pair, 2) == [Grant(2), Ack(b"t")]
+    send_wrong_bytes(pair, stream)
+    await until_blocked(leaving)
+    stream.send(Accepted())
+    await leaving

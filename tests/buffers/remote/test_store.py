@@ -14,22 +14,15 @@ from asynckv.buffers.remote.store import Getting, begin_put
 from asynckv.buffers.serve import Server, serve
 from asynckv.buffers.store import StoreBuffer
 from asynckv.errors import (
-    AsyncKVError,
     ChecksumError,
     EntryTooLarge,
     LeaseLost,
     Overloaded,
     PeerLost,
-    RemoteProtocolError,
 )
 from asynckv.links.link import Link, LinkStream
-from asynckv.links.listen import listen
 from asynckv.protocol.frames import (
-    Accepted,
     Cancel,
-    Cancelled,
-    Failure,
-    Frame,
     Offer,
     Put,
     Result,
@@ -43,7 +36,7 @@ from asynckv.transfers.delivery import ReceiveBudget
 from asynckv.transfers.source import HostSource
 from asynckv.types import TensorSpec
 from harness.bodies import body_with
-from harness.link_pairs import LinkPair, ScriptedService, linked, name_of
+from harness.link_pairs import LinkPair, linked
 from harness.no_routes import NoRoutes
 
 MIB = 2**20
@@ -103,19 +96,6 @@ async def test_a_get_is_made_again_on_the_next_link(
     assert value is not None and bool(value.all()) and not peer.budget.used_bytes
     await local.delete("key")
     await until(lambda: not local.statistics().used_bytes)
-
-
-async def test_a_loss_that_the_peer_tells_of_is_raised() -> None:
-    lost = Failure("PeerLost", "another peer")
-    service = ScriptedService(lambda stream, *_: stream.send(lost))
-    listener = await listen(
-        "mem://", identity=name_of("far"), service_for=lambda _: service
-    )
-    async with connect(listener.url) as peer:
-        with pytest.raises(PeerLost, match="another"):
-            await peer.store.get("key")
-        assert peer.is_connected and len(service.asked) == 1
-    await listener.aclose()
 
 
 async def test_a_key_is_deleted_by_name_or_by_putting_none(served: Served) -> None:
@@ -256,17 +236,6 @@ async def test_bytes_that_changed_are_refused() -> None:
             await value
 
 
-@pytest.mark.parametrize(
-    ("last", "kind"), [(Cancelled(), AsyncKVError), (Accepted(), RemoteProtocolError)]
-)
-async def test_a_last_frame_that_is_no_value_is_raised(
-    last: Frame, kind: type[Exception]
-) -> None:
-    async with linked("mem://", lambda stream, *_: stream.send(last)) as pair:
-        with pytest.raises(kind):
-            await getting_on(pair.near).value()
-
-
 async def test_a_value_of_several_tensors_breaks_the_link() -> None:
     async with linked(
         "mem://", lambda stream, *_: offer_of(stream, "key", "value")
@@ -301,18 +270,17 @@ async def test_a_value_for_which_there_is_no_memory_is_refused_alone() -> None:
         assert pair.near.is_open and not budget.used_bytes
 
 
-async def test_an_offer_of_what_was_given_up_is_let_go() -> None:
-    async with linked("mem://", lambda *_: None) as pair:
-        getting = getting_on(pair.near)
-        value = asyncio.create_task(getting.value())
-        await until(lambda: bool(pair.service.hearers))
-        value.cancel()
-        await asyncio.wait({value})
-        offer_of(pair.service.asked[0][0], "value")
-        getting.cancel()
-        assert await pair.service.hearers[0].next() == (Cancel(), b"")
-        await until_blocked()
-        assert pair.near.is_open and getting._delivery is None
+async def test_an_offer_of_what_was_given_up_is_let_go(pair: LinkPair) -> None:
+    getting = getting_on(pair.near)
+    value = asyncio.create_task(getting.value())
+    await until(lambda: bool(pair.service.hearers))
+    value.cancel()
+    await asyncio.wait({value})
+    offer_of(pair.service.asked[0][0], "value")
+    getting.cancel()
+    assert await pair.service.hearers[0].next() == (Cancel(), b"")
+    await until_blocked()
+    assert pair.near.is_open and getting._delivery is None
 
 
 @pytest.mark.parametrize("digest", ["full", "off"])
@@ -327,12 +295,11 @@ async def test_few_bytes_ride_along_with_their_digest(digest: str) -> None:
         assert frame.digest == (digest_of(body) if digest == "full" else b"")
 
 
-async def test_many_bytes_wait_to_be_granted() -> None:
-    async with linked("mem://", lambda *_: None) as pair:
-        begin_put(pair.near, "key", HostSource(torch.zeros(MIB)))
-        await until(lambda: bool(pair.service.asked))
-        _, frame, body = pair.service.asked[0]
-        assert isinstance(frame, Put) and not frame.inline and body == b""
+async def test_many_bytes_wait_to_be_granted(pair: LinkPair) -> None:
+    begin_put(pair.near, "key", HostSource(torch.zeros(MIB)))
+    await until(lambda: bool(pair.service.asked))
+    _, frame, body = pair.service.asked[0]
+    assert isinstance(frame, Put) and not frame.inline and body == b""
 
 
 @pytest.mark.parametrize("nbytes", [10, MIB])

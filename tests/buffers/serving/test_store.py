@@ -40,7 +40,6 @@ from asynckv.testing.lookup_checks.values import MIB
 from asynckv.types import TensorSpec
 from harness.link_pairs import Hearer, name_of
 
-
 SPEC = TensorSpec((MIB,), "uint8")
 """Of the value that is stored as ``key``."""
 
