@@ -24,13 +24,11 @@ from asynckv.links.fd_socket import fetch_file
 from asynckv.protocol.frames import (
     Accepted,
     Ack,
-    Cancel,
-    Cancelled,
     Failure,
     Nack,
     Select,
 )
-from asynckv.protocol.transfer_frames import Grant, OpenMemory, Proved
+from asynckv.protocol.transfer_frames import Grant, Proved
 from asynckv.protocol.values import Place
 from asynckv.sharing import exporter
 from asynckv.sharing.mappings import MappedMemory
@@ -366,35 +364,6 @@ async def test_the_right_nonce_is_nothing_when_the_connection_has_gone(
         _, fd = await fetch_file(mappable.address, mappable.ticket)
         os.close(fd)
     assert isinstance(await mapper.say(Proved(file.nonce)), Failure)
-
-
-async def test_a_cancelled_mapping_is_none(
-    local: LookupBuffer, mapper: RawMapper
-) -> None:
-    await mapper.ask()
-    assert await mapper.say(Cancel()) == Cancelled()
-    assert local.exporter._door is None
-
-
-async def test_a_link_maps_memory_only_once(mapper: RawMapper) -> None:
-    await mapper.map()
-    again = Hearer()
-    mapper.link.open_stream(again, OpenMemory("lookup"))
-    assert "maps memory once" in str((await again.loss()).__cause__)
-
-
-async def test_what_does_not_belong_there_breaks_the_link(mapper: RawMapper) -> None:
-    await mapper.ask()
-    with pytest.raises(Exception, match="Grant"):
-        await mapper.say(Grant(1))
-
-
-async def test_a_server_of_lanes_only_shows_nothing(local: LookupBuffer) -> None:
-    async with serve("tcp://127.0.0.1:0?payload=inline", lookup=local) as server:
-        mapper = RawMapper(await dial(server.url, identity=name_of("consumer")))
-        with pytest.raises(ValueError, match="no invitation"):
-            await mapper.ask()
-        await mapper.aclose()
 
 
 async def test_a_buffer_that_was_closed_shows_nothing(local: LookupBuffer) -> None:

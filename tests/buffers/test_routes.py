@@ -298,9 +298,9 @@ def failing(gpu: FakeDevice) -> Iterator[None]:
     ("ends", "verb"),
     [
         *(("GPU to host", verb) for verb in TAKES),
-        *(("host to GPU", verb) for verb in TAKES),
         *(("link into a GPU", verb) for verb in INTO),
         *(("map into a GPU", verb) for verb in INTO),
+        *(("host to GPU", verb) for verb in TAKES),
         *(("cuda_ipc", verb) for verb in (stream, stream_into)),
     ],
     indirect=["ends"],
@@ -314,7 +314,8 @@ async def test_a_gpu_that_fails_gives_the_entry_back(
     with failing(gpu), pytest.raises(GPUFailed, match="off the bus"):
         await verb(ends, ends.at_peer())
     caplog.clear()
-    await ends.quiet()
+    await until(lambda: not ends.buffer.statistics().leased)
+    assert not ends.peer.budget.used_bytes
     await verb(ends, ends.at_peer())
     await ends.emptied()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import AsyncIterator
 from typing import Any
@@ -15,6 +16,7 @@ from asynckv.buffers.serve import Server, serve
 from asynckv.buffers.serving import devices
 from asynckv.buffers.serving.devices import PeerImport
 from asynckv.devices.growth import Growth
+from asynckv.devices.names import Device
 from asynckv.errors import ConfigError, GPUFailed, LocalProtocolError, PeerLost
 from asynckv.links.dial import dial
 from asynckv.links.fd_socket import has_fd_sockets
@@ -50,12 +52,6 @@ async def ask(url: str) -> None:
         await link.aclose()
 
 
-async def test_a_buffer_in_host_memory_leads_nowhere(local: LookupBuffer) -> None:
-    async with serve("tcp://127.0.0.1:0", lookup=local) as server:
-        with pytest.raises(ConfigError, match="no GPU to send from"):
-            await ask(server.url)
-
-
 async def test_nothing_comes_to_host_memory_from_a_gpu(
     local: LookupBuffer, mappable: Server
 ) -> None:
@@ -63,50 +59,6 @@ async def test_nothing_comes_to_host_memory_from_a_gpu(
         (services,) = mappable._services
         assert services.devices is not None
         assert services.devices.device_route(on_gpu=True) is None
-
-
-async def test_a_server_whose_url_asks_for_lanes_leads_nowhere(gpus: FakeGpus) -> None:
-    device = fake_device_of(gpus.process()).device
-    async with (
-        LookupBuffer("1MiB", device=device, drain_s=0) as buffer,
-        serve("tcp://127.0.0.1:0?payload=inline", lookup=buffer) as server,
-    ):
-        with pytest.raises(ConfigError, match="no GPU to send from"):
-            await ask(server.url)
-
-
-async def test_a_peer_that_describes_no_gpu_is_told_so(gpus: FakeGpus) -> None:
-    device = fake_device_of(gpus.process()).device
-    async with (
-        LookupBuffer("1MiB", device=device, drain_s=0) as buffer,
-        serve("tcp://127.0.0.1:0", lookup=buffer) as server,
-    ):
-        with pytest.raises(LocalProtocolError, match="no description"):
-            await ask(server.url)
-
-
-@pytest.mark.parametrize("frame", [OpenDevices(b""), Grant(1, "nccl", "off")])
-async def test_what_makes_no_sense_ends_the_link(
-    gpus: FakeGpus, frame: OpenDevices | Grant
-) -> None:
-    device = fake_device_of(gpus.process()).device
-    async with (
-        LookupBuffer("1MiB", device=device, drain_s=0) as buffer,
-        serve("tcp://127.0.0.1:0", lookup=buffer) as server,
-    ):
-        await _say(server, frame)
-
-
-async def _say(server: Server, frame: OpenDevices | Grant) -> None:
-    link = await dial(server.url, identity=name_of("consumer"))
-    channel = DeviceStream(answers=False)
-    if isinstance(frame, OpenDevices):
-        for _ in range(2):
-            link.open_stream(channel, frame)
-    else:
-        link.open_stream(channel, Select(has_key=False)).send(frame)
-    await until(lambda: not link.is_open)
-    await link.aclose()
 
 
 async def test_a_server_that_is_aborted_opens_no_way(two_gpus: FakeGpus) -> None:
@@ -248,42 +200,6 @@ async def wait_for_ever(*anything: object) -> Any:
 
 
 @BY_HANDLES
-async def test_a_buffer_that_is_on_no_gpu_reads_none(
-    gpu: FakeDevice, mappable: Server
-) -> None:
-    link = await dial(mappable.url, identity=name_of("producer"))
-    hearer, _ = show(gpu, link)
-    assert "no memory of a GPU" in str(await hearer.next())
-    await link.aclose()
-
-
-@BY_HANDLES
-@pytest.mark.parametrize("url", ["?payload=inline", "?payload=map"])
-async def test_a_server_whose_url_names_another_way_reads_nothing(
-    gpu: FakeDevice, url: str
-) -> None:
-    async with (
-        LookupBuffer("1MiB", device=gpu.device, drain_s=0) as buffer,
-        serve(f"tcp://127.0.0.1:0{url}", lookup=buffer) as server,
-    ):
-        link = await dial(server.url, identity=name_of("producer"))
-        hearer, _ = show(gpu, link, NOWHERE)
-        assert isinstance((await hearer.next())[0], Failure)
-        await link.aclose()
-
-
-@BY_HANDLES
-async def test_a_peer_that_shares_no_memory_is_not_read(
-    gpu: FakeDevice, server: Server
-) -> None:
-    url = f"{server.url}?payload=inline"
-    link = await dial(url, identity=name_of("producer"))
-    hearer, _ = show(gpu, link)
-    assert "no memory of a GPU" in str(await hearer.next())
-    await link.aclose()
-
-
-@BY_HANDLES
 async def test_memory_to_put_from_is_shown_once(gpu: FakeDevice, link: Link) -> None:
     show(gpu, link)
     hearer, _ = show(gpu, link)
@@ -418,3 +334,63 @@ async def test_the_end_of_a_link_is_no_news_to_who_reads(
     sources._lost(GPUFailed("it has fallen off the bus"))
     assert not caplog.records
     await until(lambda: not (link.is_open or pair.ours.process.cuda._opened))
+
+
+@contextlib.asynccontextmanager
+async def serving(device: Device | None, end: str = "") -> AsyncIterator[Server]:
+    async with (
+        LookupBuffer("1MiB", device=device, drain_s=0) as buffer,
+        serve(f"tcp://127.0.0.1:0{end}", lookup=buffer) as server,
+    ):
+        yield server
+
+
+@pytest.mark.parametrize(
+    ("on_gpu", "end", "error", "why"),
+    [
+        (False, "", ConfigError, "no GPU to send from"),
+        (True, "?payload=inline", ConfigError, "no GPU to send from"),
+        (True, "", LocalProtocolError, "no description"),
+    ],
+)
+async def test_no_way_leads_to_who_describes_no_gpu_or_from_where_there_is_none(
+    gpu: FakeDevice, on_gpu: bool, end: str, error: type[Exception], why: str
+) -> None:
+    async with serving(gpu.device if on_gpu else None, end) as server:
+        with pytest.raises(error, match=why):
+            await ask(server.url)
+
+
+@BY_HANDLES
+@pytest.mark.parametrize(
+    ("on_gpu", "end", "their_end"),
+    [
+        (False, "", ""),
+        (True, "?payload=inline", ""),
+        (True, "?payload=map", ""),
+        (True, "", "?payload=inline"),
+    ],
+)
+async def test_nothing_is_read_on_no_gpu_nor_by_a_link_that_shares_no_memory(
+    gpu: FakeDevice, on_gpu: bool, end: str, their_end: str
+) -> None:
+    async with serving(gpu.device if on_gpu else None, end) as server:
+        link = await dial(server.url + their_end, identity=name_of("producer"))
+        hearer, _ = show(gpu, link, NOWHERE)
+        assert isinstance((await hearer.next())[0], Failure)
+        await link.aclose()
+
+
+@pytest.mark.parametrize("frame", [OpenDevices(b""), Grant(1, "nccl", "off")])
+async def test_what_makes_no_sense_ends_the_link(
+    server: Server, frame: OpenDevices | Grant
+) -> None:
+    link = await dial(server.url, identity=name_of("consumer"))
+    channel = DeviceStream(answers=False)
+    if isinstance(frame, OpenDevices):
+        for _ in range(2):
+            link.open_stream(channel, frame)
+    else:
+        link.open_stream(channel, Select(has_key=False)).send(frame)
+    await until(lambda: not link.is_open)
+    await link.aclose()

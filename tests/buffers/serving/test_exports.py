@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 from collections.abc import AsyncIterator
 
@@ -11,13 +12,14 @@ import torch
 
 from asynckv.buffers.entries.entries import StoredEntry
 from asynckv.buffers.lookup import LookupBuffer
-from asynckv.buffers.serve import Server, serve
+from asynckv.buffers.serve import serve
 from asynckv.buffers.serving.select import show
+from asynckv.devices.names import Device
 from asynckv.errors import PeerLost
 from asynckv.links.dial import dial
 from asynckv.links.fd_socket import has_fd_sockets
 from asynckv.links.link import Link, LinkStream
-from asynckv.protocol.frames import Ack, Cancel, Cancelled, Offer, Select
+from asynckv.protocol.frames import Ack, Cancel, Frame, Offer, Select
 from asynckv.protocol.transfer_frames import (
     Eager,
     Exposed,
@@ -243,109 +245,101 @@ async def test_a_grant_of_what_was_not_shown_ends_the_link(
             await hearer.next()
 
 
-@pytest.fixture
-async def link(gpu: FakeDevice) -> AsyncIterator[Link]:
-    """One to a server whose buffer is on the GPU."""
+@contextlib.asynccontextmanager
+async def asking(
+    device: Device | None, asks: OpenMemory, end: str = ""
+) -> AsyncIterator[tuple[LookupBuffer, Link, Hearer, LinkStream]]:
+    """Ask a server for the memory of its buffer, in the host or on a GPU."""
     async with (
-        LookupBuffer("1MiB", device=gpu.device, drain_s=0) as buffer,
-        serve("tcp://127.0.0.1:0", lookup=buffer) as server,
+        LookupBuffer("1MiB", device=device, drain_s=0) as buffer,
+        serve(f"tcp://127.0.0.1:0{end}", lookup=buffer) as server,
     ):
         link = await dial(server.url, identity=name_of("consumer"))
-        yield link
+        hearer = Hearer()
+        yield buffer, link, hearer, link.open_stream(hearer, asks)
         await link.aclose()
 
 
-async def exported(gpu: FakeDevice, link: Link) -> tuple[Hearer, LinkStream]:
-    hearer = Hearer()
-    stream = link.open_stream(hearer, OpenMemory("lookup", gpu.process.cuda.uuid(0)))
-    frame, _ = await hearer.next()
-    assert isinstance(frame, Exposed)
-    return hearer, stream
+IN_HOST = OpenMemory("lookup")
 
 
-async def refusal_at(server: Server, gpu: FakeDevice) -> str:
-    """Ask a server for the memory of this GPU; return what it says."""
-    link = await dial(server.url, identity=name_of("consumer"))
-    hearer = Hearer()
-    link.open_stream(hearer, OpenMemory("lookup", gpu.process.cuda.uuid(0)))
-    answer = str(await hearer.next())
-    await link.aclose()
-    return answer
+def on(gpu: FakeDevice) -> OpenMemory:
+    return OpenMemory("lookup", gpu.process.cuda.uuid(0))
 
 
 @BY_HANDLES
-async def test_a_peer_on_another_gpu_is_told_which_one_the_memory_is_on(
-    gpu: FakeDevice, link: Link
+@pytest.mark.parametrize("on_gpu", [False, True])
+@pytest.mark.parametrize(
+    ("said", "answer"),
+    [(Proved(b"x" * 16), "not what the memory holds"), (Cancel(), "Cancelled")],
+)
+async def test_who_proves_nothing_has_nothing(
+    gpu: FakeDevice, on_gpu: bool, said: Frame, answer: str
 ) -> None:
-    hearer = Hearer()
-    link.open_stream(hearer, OpenMemory("lookup", "0" * 32))
-    frame, _ = await hearer.next()
-    assert isinstance(frame, Exposed)
-    assert frame.gpu_uuid == gpu.process.cuda.uuid(0)
+    asks = on(gpu) if on_gpu else IN_HOST
+    device = gpu.device if on_gpu else None
+    async with asking(device, asks) as (buffer, _, hearer, stream):
+        assert isinstance((await hearer.next())[0], Exposed)
+        stream.send(said)
+        assert answer in str(await hearer.next())
+        await until(lambda: buffer.exporter._door is None)
 
 
 @BY_HANDLES
-async def test_a_wrong_nonce_is_no_proof(gpu: FakeDevice, link: Link) -> None:
-    hearer, stream = await exported(gpu, link)
-    stream.send(Proved(b"x" * 16))
-    assert "not what the memory holds" in str(await hearer.next())
-
-
-@BY_HANDLES
-async def test_who_cancels_has_nothing(gpu: FakeDevice, link: Link) -> None:
-    hearer, stream = await exported(gpu, link)
-    stream.send(Cancel())
-    assert (await hearer.next())[0] == Cancelled()
-
-
-@BY_HANDLES
-async def test_another_frame_breaks_the_link(gpu: FakeDevice, link: Link) -> None:
-    hearer, stream = await exported(gpu, link)
-    stream.send(Grant(1))
-    assert "Grant" in str((await hearer.loss()).__cause__)
-
-
-@BY_HANDLES
-async def test_a_link_of_lanes_only_is_refused(gpu: FakeDevice) -> None:
-    async with (
-        LookupBuffer("1MiB", device=gpu.device, drain_s=0) as buffer,
-        serve("tcp://127.0.0.1:0?payload=inline", lookup=buffer) as server,
-    ):
-        assert "no memory of a GPU" in await refusal_at(server, gpu)
-
-
-@BY_HANDLES
-async def test_a_buffer_in_host_memory_has_no_gpu_to_show(
-    gpu: FakeDevice, mappable: Server
+@pytest.mark.parametrize("on_gpu", [False, True])
+@pytest.mark.parametrize("again", [False, True])
+async def test_what_makes_no_sense_of_shown_memory_breaks_the_link(
+    gpu: FakeDevice, on_gpu: bool, again: bool
 ) -> None:
-    assert "no memory of a GPU" in await refusal_at(mappable, gpu)
+    asks = on(gpu) if on_gpu else IN_HOST
+    device = gpu.device if on_gpu else None
+    async with asking(device, asks) as (_, link, hearer, stream):
+        assert isinstance((await hearer.next())[0], Exposed)
+        if again:
+            link.open_stream(Hearer(), asks)
+        else:
+            stream.send(Grant(1))
+        cause = str((await hearer.loss()).__cause__)
+        assert ("maps memory once" if again else "Grant") in cause
 
 
 @BY_HANDLES
-async def test_without_the_name_of_a_gpu_no_memory_of_one_is_shown(
-    gpu: FakeDevice, link: Link
+@pytest.mark.parametrize(
+    ("on_gpu", "by_gpu", "end", "why"),
+    [
+        (True, True, "?payload=inline", "no memory of a GPU"),
+        (False, True, "", "no memory of a GPU"),
+        (True, False, "", "no memory that could be mapped"),
+        (False, False, "?payload=inline", "no memory that could be mapped"),
+    ],
+)
+async def test_memory_that_is_not_shown_so_is_refused(
+    gpu: FakeDevice, on_gpu: bool, by_gpu: bool, end: str, why: str
 ) -> None:
-    hearer = Hearer()
-    link.open_stream(hearer, OpenMemory("lookup"))
-    assert "no memory that could be mapped" in str(await hearer.next())
+    asks = on(gpu) if by_gpu else IN_HOST
+    device = gpu.device if on_gpu else None
+    async with asking(device, asks, end) as (_, _, hearer, _):
+        assert why in str(await hearer.next())
 
 
 @BY_HANDLES
 async def test_a_process_without_files_to_spare_shows_nothing(
-    monkeypatch: pytest.MonkeyPatch, gpu: FakeDevice, link: Link
+    monkeypatch: pytest.MonkeyPatch, gpu: FakeDevice
 ) -> None:
     def refuse() -> None:
         raise OSError(errno.EMFILE, "too many open files")
 
     monkeypatch.setattr(exporter, "FdDoor", refuse)
-    hearer = Hearer()
-    link.open_stream(hearer, OpenMemory("lookup", gpu.process.cuda.uuid(0)))
-    assert "no memory of a GPU" in str(await hearer.next())
+    async with asking(gpu.device, on(gpu)) as (_, _, hearer, _):
+        assert "no memory of a GPU" in str(await hearer.next())
 
 
 @BY_HANDLES
-async def test_memory_is_opened_once_on_a_link(gpu: FakeDevice, link: Link) -> None:
-    await exported(gpu, link)
-    hearer = Hearer()
-    link.open_stream(hearer, OpenMemory("lookup", gpu.process.cuda.uuid(0)))
-    assert "maps memory once" in str((await hearer.loss()).__cause__)
+async def test_a_peer_on_another_gpu_is_told_which_one_the_memory_is_on(
+    gpu: FakeDevice,
+) -> None:
+    elsewhere = OpenMemory("lookup", "0" * 32)
+    async with asking(gpu.device, elsewhere) as (_, _, hearer, _):
+        frame, _ = await hearer.next()
+        assert isinstance(frame, Exposed)
+        assert frame.gpu_uuid == gpu.process.cuda.uuid(0)

@@ -13,7 +13,6 @@ from asynckv.protocol.frames import (
     Accepted,
     Cancel,
     Cancelled,
-    Commit,
     Failure,
 )
 from asynckv.protocol.transfer_frames import Grant, Sent
@@ -91,13 +90,6 @@ async def test_a_cancel_with_other_bytes_behind_it_is_a_cancel(link: Link) -> No
     raw.stream.send(Cancel())
     raw.stream.send(Sent(raw.transfer, 0, b"of other bytes.."))
     assert await raw.last() == Cancelled()
-
-
-async def test_a_word_that_belongs_to_no_insert_breaks_the_link(link: Link) -> None:
-    raw = RawInsert(link, MIB)
-    raw.stream.send(Commit())
-    await until(lambda: not link.is_open)
-    assert "no Commit belongs here" in str(link.error)
 
 
 @pytest.mark.parametrize("streaming", [False, True])

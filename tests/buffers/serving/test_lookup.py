@@ -10,12 +10,11 @@ from asynckv.buffers.remote.peer import connect
 from asynckv.buffers.serve import serve
 from asynckv.errors import BufferClosed, EntryAborted, PeerLost
 from asynckv.links.dial import dial
+from asynckv.links.link import Link
 from asynckv.protocol.frames import (
     Accepted,
     Cancel,
     Cancelled,
-    Commit,
-    Peek,
     Result,
     Settle,
     Taken,
@@ -29,17 +28,15 @@ from harness.raw_inserts import RawInsert
 MIB = 2**20
 
 
-async def test_a_cancelled_taken_ends_by_one_last_frame(local: LookupBuffer) -> None:
+async def test_a_cancelled_taken_ends_by_one_last_frame(
+    local: LookupBuffer, link: Link
+) -> None:
     await local.insert([1], None, None, None, None, entry_id="it")
-    async with serve("mem://", lookup=local) as server:
-        link = await dial(server.url, identity=name_of("peer"))
-        hearer = Hearer()
-        stream = link.open_stream(hearer, Taken("it"))
-        stream.send(Cancel())
-        stream.send(Cancel())
-        assert await hearer.next() == (Cancelled(), b"")
-        assert not local.ledger.table.entries["it"].gone and link.is_open
-        await link.aclose()
+    stream = link.open_stream(hearer := Hearer(), Taken("it"))
+    stream.send(Cancel())
+    stream.send(Cancel())
+    assert await hearer.next() == (Cancelled(), b"")
+    assert not local.ledger.table.entries["it"].gone and link.is_open
 
 
 async def test_taken_tells_how_the_entry_left(
@@ -55,22 +52,9 @@ async def test_taken_tells_how_the_entry_left(
         await peers.producer.lookup.taken("unknown")
 
 
-async def test_settle_tells_whether_a_delivery_counted(local: LookupBuffer) -> None:
-    async with serve("mem://", lookup=local) as server:
-        link = await dial(server.url, identity=name_of("peer"))
-        hearer = Hearer()
-        link.open_stream(hearer, Settle("it", b"token"))
-        assert await hearer.next() == (Result(0), b"")
-        await link.aclose()
-
-
-async def test_a_question_of_half_a_token_breaks_the_link(local: LookupBuffer) -> None:
-    async with serve("mem://", lookup=local) as server:
-        link = await dial(server.url, identity=name_of("peer"))
-        link.open_stream(Hearer(), Peek(has_key=True), b"half")
-        await until(lambda: not link.is_open)
-        assert "no list of tokens" in str(link.error)
-        await link.aclose()
+async def test_settle_tells_whether_a_delivery_counted(link: Link) -> None:
+    link.open_stream(hearer := Hearer(), Settle("it", b"token"))
+    assert await hearer.next() == (Result(0), b"")
 
 
 async def test_direct_deliveries_are_charged_to_their_consumer(
@@ -123,12 +107,6 @@ async def test_direct_deliveries_of_all_peers_together_are_as_much_as_the_buffer
     assert local.statistics().outside_bytes == 0
 
 
-async def test_a_discharge_looks_only_at_what_waits(local: LookupBuffer) -> None:
-    for n in range(20):
-        await local.insert([n], None, None, None, None)
-    assert len(local.room) == 0
-
-
 async def test_a_closed_buffer_is_told_to_peers(
     peers: Peers, local: LookupBuffer
 ) -> None:
@@ -137,18 +115,6 @@ async def test_a_closed_buffer_is_told_to_peers(
         await peers.consumer.lookup.drop_select([1])
     with pytest.raises(BufferClosed):
         await peers.producer.lookup.insert([1], None, None, None, None)
-
-
-async def test_a_word_that_belongs_to_no_question_breaks_the_link(
-    local: LookupBuffer,
-) -> None:
-    await local.insert([1], None, None, None, None, entry_id="it")
-    async with serve("mem://", lookup=local) as server:
-        link = await dial(server.url, identity=name_of("peer"))
-        link.open_stream(Hearer(), Taken("it")).send(Commit())
-        await until(lambda: not link.is_open)
-        assert "no Commit belongs here" in str(link.error)
-        await link.aclose()
 
 
 async def test_who_waits_for_an_entrys_end_and_is_lost_is_forgotten(
@@ -186,16 +152,6 @@ async def test_leaving_in_a_hurry_waits_for_threads_that_touch_the_memory_of_an_
         quiet.set_result(None)
         await leaving
         assert local.statistics().used_bytes == 0
-
-
-async def test_taken_returns_at_the_acknowledgement(
-    peers: Peers, local: LookupBuffer
-) -> None:
-    await local.insert([1], None, None, None, None, entry_id="it")
-    taken = asyncio.create_task(peers.producer.lookup.taken("it"))
-    await until_blocked(taken)
-    await local.drop_select([1])
-    await taken
 
 
 async def test_what_is_sent_again_waits_for_the_end_of_the_link_before(

@@ -77,48 +77,6 @@ async def test_a_put_made_again_with_other_bytes_is_what_is_committed(
     assert bool((entry.key["0"] == ord("x")).all())  # type: ignore[index]
 
 
-async def test_a_tensor_pushed_twice_breaks_the_link(link: Link) -> None:
-    raw = RawInsert(link, MIB, streaming=True)
-    await raw.granted()
-    await raw.push()
-    raw.stream.send(Push(link.new_transfer(), 0, inline=False))
-    await until(lambda: not link.is_open)
-    assert "pushed twice" in str(link.error)
-
-
-async def test_two_tensors_under_one_number_break_the_link(link: Link) -> None:
-    raw = RawInsert(link, MIB, 3, streaming=True)
-    await raw.granted()
-    transfer = await raw.push()
-    raw.stream.send(Push(transfer, 1, inline=True), b"abc")
-    await until(lambda: not link.is_open)
-    assert "under one number" in str(link.error)
-
-
-@pytest.mark.parametrize(
-    ("part", "body", "why"),
-    [(7, b"abc", "never declared"), (0, b"four", "declared size")],
-)
-async def test_a_tensor_that_was_not_declared_so_breaks_the_link(
-    link: Link, part: int, body: bytes, why: str
-) -> None:
-    raw = RawInsert(link, 3, streaming=True)
-    await raw.granted()
-    raw.push_inline(body, part)
-    await until(lambda: not link.is_open)
-    assert why in str(link.error)
-
-
-async def test_a_push_takes_no_more_along_than_the_loop_may_look_at(
-    link: Link,
-) -> None:
-    raw = RawInsert(link, MIB, streaming=True)
-    await raw.granted()
-    raw.push_inline(bytes(MIB))
-    await until(lambda: not link.is_open)
-    assert "came along with a push" in str(link.error)
-
-
 async def test_the_last_byte_of_what_was_retracted_does_not_matter(link: Link) -> None:
     raw = RawInsert(link, MIB, 3, streaming=True)
     await raw.granted()
@@ -223,14 +181,6 @@ async def test_a_word_before_there_is_room_breaks_the_link(
     raw.stream.send(frame)
     await until(lambda: not link.is_open)
     assert "never granted" in str(link.error)
-
-
-async def test_a_word_that_belongs_to_no_writer_breaks_the_link(link: Link) -> None:
-    raw = RawInsert(link, MIB, streaming=True)
-    await raw.granted()
-    raw.stream.send(Took(b"token"))
-    await until(lambda: not link.is_open)
-    assert "no Took belongs here" in str(link.error)
 
 
 async def test_a_writer_that_waits_for_its_id_ends_with_its_link(
@@ -367,3 +317,32 @@ async def test_what_is_said_while_a_writer_waits_for_room_hurts_nobody(
     raw.stream.send(Commit())
     await local.withdraw(full)
     assert await raw.last() == Accepted()
+
+
+Saying = Callable[[RawInsert, int], None]
+
+
+@pytest.mark.parametrize(
+    ("say", "why"),
+    [
+        (lambda raw, _: raw.stream.send(Took(b"token")), "no Took belongs here"),
+        (lambda raw, _: raw.stream.send(Push(99, 0, inline=False)), "pushed twice"),
+        (
+            lambda raw, transfer: raw.stream.send(
+                Push(transfer, 1, inline=True), b"abc"
+            ),
+            "under one number",
+        ),
+        (lambda raw, _: raw.push_inline(b"abc", 7), "never declared"),
+        (lambda raw, _: raw.push_inline(b"four", 1), "declared size"),
+        (lambda raw, _: raw.push_inline(bytes(MIB), 2), "came along with a push"),
+    ],
+)
+async def test_a_push_that_makes_no_sense_breaks_the_link(
+    link: Link, say: Saying, why: str
+) -> None:
+    raw = RawInsert(link, MIB, 3, MIB, streaming=True)
+    await raw.granted()
+    say(raw, await raw.push())
+    await until(lambda: not link.is_open)
+    assert why in str(link.error)

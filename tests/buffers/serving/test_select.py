@@ -19,7 +19,6 @@ from asynckv.buffers.serving.select import (
     ServedSelect,
     make_offer,
     may_begin,
-    query_of,
 )
 from asynckv.errors import EntryTooLarge, LeaseLost, RemoteProtocolError
 from asynckv.links.dial import dial
@@ -28,7 +27,6 @@ from asynckv.protocol.frames import (
     Ack,
     Cancel,
     Cancelled,
-    Commit,
     Complete,
     Failure,
     Nack,
@@ -259,12 +257,6 @@ async def test_a_late_exit_after_a_lapse_is_a_lost_lease() -> None:
         assert local.statistics().entries == 1
 
 
-@pytest.mark.parametrize("body", [b"", b"seven b"])
-def test_a_key_that_is_no_list_of_tokens_breaks_the_link(body: bytes) -> None:
-    with pytest.raises(RemoteProtocolError, match="no list of tokens"):
-        query_of(Select(has_key=True), body)
-
-
 async def test_what_was_not_offered_yet_is_retracted_without_a_word(
     local: LookupBuffer, link: Link
 ) -> None:
@@ -307,18 +299,6 @@ async def test_a_grant_of_what_has_ended_is_ignored(
     stream.send(Cancel())
     assert await hearer.next() == (Cancelled(), b"")
     assert link.is_open
-
-
-async def test_a_grant_of_what_was_never_offered_breaks_the_link(link: Link) -> None:
-    link.open_stream(Hearer(), ANY).send(Grant(1))
-    await until(lambda: not link.is_open)
-    assert "never offered" in str(link.error)
-
-
-async def test_a_word_that_belongs_to_no_query_breaks_the_link(link: Link) -> None:
-    link.open_stream(Hearer(), ANY).send(Commit())
-    await until(lambda: not link.is_open)
-    assert "no Commit belongs here" in str(link.error)
 
 
 async def test_a_delivery_waits_while_much_is_unwritten(
