@@ -15,7 +15,6 @@ from asynckv.buffers.remote.peer import connect
 from asynckv.errors import LeaseLost
 from asynckv.tensors.views import empty_tensor
 from asynckv.testing.blocked import until
-from asynckv.testing.cancellation import CancelMode, Outcome, sweep_cancellation
 from asynckv.testing.expectations import is_same, only
 from asynckv.testing.lookup_checks.values import (
     LOOKUP_MAX_BYTES,
@@ -54,41 +53,6 @@ def is_on_gpu(entry: StoredEntry) -> bool:
 async def fill(buffer: LookupBuffer) -> None:
     """Insert a large tensor and a small one."""
     await buffer.insert([1], None, noise(MIB), None, noise(8))
-
-
-@pytest.mark.parametrize("way", [{"device": None}, {"theirs": 1, "their_nccl": 1}])
-async def test_what_no_way_leads_to_lands_where_the_caller_wants_it(
-    two_gpus: FakeGpus, way: Mapping[str, Any]
-) -> None:
-    async with open_gpu_pair(two_gpus, **way) as pair:
-        assert pair.peer.transport == "inline"
-        into = {"key": torch.zeros(MIB, dtype=torch.uint8)}
-        if "theirs" in way:
-            into["key"] = pair.theirs.tensor(into["key"])
-        for _ in range(2):
-            await fill(pair.buffer)
-            async with pair.peer.lookup.drop_select([1], into=into) as entry:
-                assert entry.key is into["key"]
-            assert is_same(into["key"], noise(MIB))
-            into["key"].zero_()
-        assert not pair.buffer.statistics().mapped_by
-
-
-async def test_a_cancelled_put_of_a_layer_may_be_made_again(pair: GpuPair) -> None:
-    async with pair.peer.lookup.open_insert([1], None, LAYERS) as writer:
-        is_put = False
-
-        async def put() -> None:
-            if not is_put:
-                await writer.put("key", noise(MIB, 3))
-
-        async def check(k: int, mode: CancelMode, outcome: Outcome[None]) -> None:
-            nonlocal is_put
-            is_put = not outcome.cancelled
-
-        await sweep_cancellation(put, check, modes=("task",))
-        await writer.put("hidden", noise(8))
-    assert is_same(only((await pair.buffer.drop_select([1])).key), noise(MIB, 3))
 
 
 async def test_an_entry_that_is_taken_early_needs_no_more_layers(pair: GpuPair) -> None:

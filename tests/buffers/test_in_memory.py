@@ -80,15 +80,6 @@ def key_on_gpu(entry: KVEntry) -> torch.Tensor:
     return entry.key
 
 
-async def test_an_entry_on_a_gpu_comes_back_there(gpu: FakeDevice) -> None:
-    key = gpu.tensor(torch.arange(MIB, dtype=torch.int32))
-    async with LookupBuffer("16MiB", device=gpu.device, drain_s=0) as buffer:
-        await buffer.insert([1, 2], None, key, None, None)
-        entry = await buffer.drop_select([1, 2])
-    assert isinstance(entry.key, torch.Tensor) and entry.key.is_cuda
-    assert torch.equal(entry.key.cpu(), key.cpu())
-
-
 @pytest.mark.parametrize("check", LOOKUP_CHECKS, ids=lambda check: check.__name__)
 async def test_a_lookup_buffer_on_a_gpu_keeps_what_every_one_keeps(
     gpu: FakeDevice, check: LookupCheck
@@ -96,13 +87,6 @@ async def test_a_lookup_buffer_on_a_gpu_keeps_what_every_one_keeps(
     device = gpu.device
     async with LookupBuffer(LOOKUP_MAX_BYTES, device=device, drain_s=0) as buffer:
         await check(buffer, buffer, buffer)
-
-
-async def test_nothing_of_the_gpu_is_kept_by_a_closed_buffer(gpu: FakeDevice) -> None:
-    async with LookupBuffer("16MiB", device=gpu.device, drain_s=0) as buffer:
-        await buffer.insert([1, 2], None, torch.ones(MIB), None, None)
-        assert gpu.process.owned
-    assert not gpu.process.owned
 
 
 @pytest.mark.parametrize("name", ["tpu", "cuda:x", "cuda:-1", "mps", "cuda0"])

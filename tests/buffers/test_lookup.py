@@ -181,17 +181,6 @@ async def test_a_cancelled_close_leaves_nobody_waiting() -> None:
     assert buffer.statistics().used_bytes == 0
 
 
-async def test_a_close_that_is_cancelled_at_its_end_is_a_close_all_the_same() -> None:
-    buffer = LookupBuffer(1000, drain_s=0)
-    await buffer.open()
-    select = await started(buffer.drop_select([2]))
-    closing = asyncio.create_task(buffer.aclose())
-    await until(lambda: buffer.is_closed)
-    await cancelled(closing)
-    with pytest.raises(BufferClosed):
-        await select
-
-
 async def test_a_cancel_ends_the_drain_and_what_is_left_is_counted(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -205,14 +194,6 @@ async def test_a_cancel_ends_the_drain_and_what_is_left_is_counted(
             await asyncio.sleep(0)
     assert closing.cancelled() and buffer.statistics().dropped == 1
     assert "1 entries that nobody took leave with the buffer" in caplog.text
-
-
-async def test_an_expired_scope_ends_the_drain() -> None:
-    buffer = LookupBuffer(1000, drain_s=30)
-    await insert(buffer, 1)
-    with anyio.move_on_after(0):
-        await buffer.aclose()
-    assert buffer.is_closed and buffer.statistics().dropped == 1
 
 
 async def test_equal_inserts_under_one_id_at_once_all_succeed() -> None:

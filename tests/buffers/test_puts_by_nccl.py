@@ -8,14 +8,12 @@ from collections.abc import AsyncIterator, Callable
 from functools import partial
 
 import pytest
-import torch
 
 from asynckv.buffers.serving.insert import ServedInsert
 from asynckv.errors import GPUFailed, PeerLost
 from asynckv.protocol.frames import Frame
 from asynckv.protocol.transfer_frames import Sent
 from asynckv.testing.blocked import until, until_blocked
-from asynckv.testing.cancellation import CancelMode, Outcome, sweep_cancellation
 from asynckv.testing.expectations import is_same, only
 from asynckv.testing.lookup_checks.values import MIB, noise
 from harness.fake_gpus import FakeGpus
@@ -169,29 +167,3 @@ async def test_a_link_that_is_cut_is_connected_again_and_the_entry_sent(
     await inserting
     assert nccl_pair.peer.transport == "nccl"
     await check_is_in(nccl_pair)
-
-
-async def test_a_cancelled_put_of_a_layer_may_be_made_again(
-    nccl_pair: NcclBuffers,
-) -> None:
-    source = nccl_pair.theirs.tensor(noise(MIB, 3))
-    async with nccl_pair.peer.lookup.open_insert([1], None, LAYERS) as writer:
-        is_put = False
-
-        async def put() -> None:
-            if not is_put:
-                await writer.put("key", source)
-
-        async def before() -> None:
-            source.as_subclass(torch.Tensor).copy_(noise(MIB, 3))
-
-        async def check(k: int, mode: CancelMode, outcome: Outcome[None]) -> None:
-            nonlocal is_put
-            source.fill_(0)
-            is_put = not outcome.cancelled
-
-        modes: tuple[CancelMode, ...] = ("task", "completion")
-        await sweep_cancellation(put, check, before=before, modes=modes)
-        await writer.put("hidden", noise(8))
-    assert nccl_pair.peer.transport == "nccl"
-    await check_is_in(nccl_pair, 3)

@@ -369,6 +369,29 @@ async def test_a_cancelled_verb_loses_nothing_and_leaves_the_callers_memory_alon
     )
 
 
+async def test_a_cancelled_put_of_a_layer_may_be_made_again(ends: Ends) -> None:
+    memory = ends.at_peer()
+    is_put, key = False, memory["key"]
+    async with ends.peer.lookup.open_insert([1], None, LAYERS) as writer:
+
+        async def before() -> None:
+            key.copy_(CONTENT["key"])
+
+        async def put() -> None:
+            if not is_put:
+                await writer.put("key", key)
+
+        async def settle(k: int, mode: CancelMode, outcome: Outcome[None]) -> None:
+            nonlocal is_put
+            key.fill_(9)
+            is_put = not outcome.cancelled
+
+        modes: tuple[CancelMode, ...] = ("task", "completion")
+        await sweep_cancellation(put, settle, before=before, modes=modes)
+        await writer.put("hidden", memory["hidden"])
+    check(await ends.buffer.drop_select([1]))
+
+
 @pytest.mark.parametrize("nbytes", [0, 8, 16_384, 16_385, 65_537, 4 * MIB + 1])
 @pytest.mark.parametrize("end", ["", "?payload=inline"])
 async def test_values_come_back_as_they_were_put(nbytes: int, end: str) -> None:

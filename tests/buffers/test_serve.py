@@ -18,16 +18,12 @@ from asynckv.errors import (
     NotServed,
     PeerLost,
 )
-from asynckv.links.dial import dial
 from asynckv.pipes.opening import open_pipe
 from asynckv.protocol.values import Limits
-from asynckv.shielding import wait_shielded
 from asynckv.testing.blocked import until, until_blocked
 from asynckv.testing.pairs import Peers, Scheme, new_url
 from harness.fake_devices import fake_device_of
 from harness.fake_gpus import FakeGpus
-from harness.link_pairs import name_of
-from harness.raw_inserts import RawInsert
 
 MIB = 2**20
 HEARTBEAT_S = Limits().heartbeat_ms / 1000
@@ -94,28 +90,6 @@ async def test_a_cancelled_leaving_closes_all_the_same(
             await asyncio.wait({leaving})
             await until(lambda: not peer.is_connected)
     assert not server.peers
-
-
-async def test_leaving_waits_for_one_buffer_where_the_other_has_nothing_to_end(
-    local: LookupBuffer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    quiet = asyncio.get_running_loop().create_future()
-    async with (
-        StoreBuffer("8MiB") as store,
-        serve("mem://", lookup=local, store=store) as server,
-    ):
-        link = await dial(server.url, identity=name_of("peer"))
-        await RawInsert(link, MIB).granted()
-        (services,) = server._services
-        payload = services.link.payload
-        monkeypatch.setattr(payload, "quiesce", lambda _: wait_shielded(quiet))
-        link.abort()
-        leaving = asyncio.create_task(server._close(drain_s=0))
-        await until_blocked(leaving)
-        assert not leaving.done()
-        quiet.set_result(None)
-        await leaving
-        assert local.statistics().used_bytes == 0
 
 
 async def test_a_server_tells_who_is_connected(peers: Peers) -> None:

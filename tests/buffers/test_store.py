@@ -12,8 +12,7 @@ from asynckv.buffers.store import StoreBuffer
 from asynckv.errors import BufferClosed, EntryTooLarge, WrongLoop
 from asynckv.protocol.wire import digest_of
 from asynckv.tensors.views import bytes_of
-from asynckv.testing.cancellation import CancelMode, Outcome, sweep_cancellation
-from asynckv.types import KVFingerprint, TensorSpec
+from asynckv.types import TensorSpec
 
 _MIB = 2**20
 
@@ -68,17 +67,6 @@ async def test_a_put_waits_for_what_is_read(store: StoreBuffer) -> None:
     assert store.statistics().room_waits == waits + 1
 
 
-async def test_puts_that_wait_are_served_in_order(store: StoreBuffer) -> None:
-    first = await store.values.reserve("a", TensorSpec((3 * _MIB,), "uint8"), None)
-    large = asyncio.create_task(store.put("b", value_of(2, 2 * _MIB)))
-    await until_waiting(store)
-    small = asyncio.create_task(store.put("c", value_of(3, 8)))
-    await until_waiting(store, 2)
-    store.values.discard(first)
-    await asyncio.gather(large, small)
-    assert await store.contains(["b", "c"]) == (True, True)
-
-
 async def test_a_wait_for_room_tells_who_waits_for_what(
     store: StoreBuffer, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -89,17 +77,6 @@ async def test_a_wait_for_room_tells_who_waits_for_what(
     store.values.discard(pending)
     await put
     assert "put of 'b' (8 bytes) waits for room" in caplog.text
-
-
-async def test_a_put_that_waits_ends_with_the_buffer(store: StoreBuffer) -> None:
-    first = await store.values.reserve("a", TensorSpec((4 * _MIB,), "uint8"), None)
-    put = asyncio.create_task(store.put("b", value_of(2)))
-    await until_waiting(store)
-    await store.aclose()
-    store.values.discard(first)
-    with pytest.raises(BufferClosed):
-        await put
-    assert store.statistics().waiting_puts == 0
 
 
 async def test_room_given_in_the_moment_of_closing_is_given_back(
@@ -113,45 +90,6 @@ async def test_room_given_in_the_moment_of_closing_is_given_back(
     with pytest.raises(BufferClosed):
         await put
     assert store.statistics().used_bytes == 0
-
-
-async def test_a_cancelled_wait_for_room_leaves_no_trace(store: StoreBuffer) -> None:
-    pending = []
-
-    async def before() -> None:
-        pending.append(
-            await store.values.reserve("a", TensorSpec((4 * _MIB,), "uint8"), None)
-        )
-        asyncio.get_running_loop().call_later(0.01, let)
-
-    def let() -> None:
-        while pending:
-            store.values.discard(pending.pop())
-
-    async def check(k: int, mode: CancelMode, outcome: Outcome[None]) -> None:
-        let()
-        await store.put("b", value_of(3, 4 * _MIB))
-        await store.delete("b")
-        statistics = store.statistics()
-        assert (statistics.used_bytes, statistics.waiting_puts) == (0, 0)
-
-    await sweep_cancellation(
-        lambda: store.put("b", value_of(2)),
-        check,
-        before=before,
-        modes=("task", "scope", "completion"),
-    )
-
-
-async def test_a_cancelled_wait_lets_the_next_in_line_go_on(store: StoreBuffer) -> None:
-    pending = await store.values.reserve("a", TensorSpec((3 * _MIB,), "uint8"), None)
-    large = asyncio.create_task(store.put("b", value_of(2, 2 * _MIB)))
-    await until_waiting(store)
-    small = asyncio.create_task(store.put("c", value_of(3, 8)))
-    await until_waiting(store, 2)
-    large.cancel()
-    await small
-    store.values.discard(pending)
 
 
 @pytest.mark.parametrize("fails", [False, True])
@@ -170,21 +108,6 @@ async def test_what_is_pinned_is_not_dropped_for_room_until_it_is_left(
     assert await store.contains(["a", "c"]) == (False, True)
 
 
-async def test_where_both_do_not_fit_a_cancelled_put_leaves_nothing_or_all(
-    store: StoreBuffer,
-) -> None:
-    async def check(k: int, mode: CancelMode, outcome: Outcome[None]) -> None:
-        found = await store.get("a")
-        whole = [value_of(n, 3 * _MIB) for n in (1, 2)]
-        assert found is None or any(torch.equal(found, value) for value in whole)
-
-    await sweep_cancellation(
-        lambda: store.put("a", value_of(2, 3 * _MIB)),
-        check,
-        before=lambda: store.put("a", value_of(1, 3 * _MIB)),
-    )
-
-
 async def test_what_could_never_fit_is_refused_even_with_a_line(
     store: StoreBuffer,
 ) -> None:
@@ -192,15 +115,6 @@ async def test_what_could_never_fit_is_refused_even_with_a_line(
     with pytest.raises(EntryTooLarge, match="5242880 bytes"):
         await store.put("b", value_of(1, 5 * _MIB))
     store.values.discard(pending)
-
-
-async def test_another_models_value_is_not_found() -> None:
-    async with StoreBuffer("1MiB", fingerprint="model") as store:
-        await store.put("a", value_of(1, 8))
-        assert store.values.has(["a"], KVFingerprint.of("model")) == (True,)
-        assert store.values.has(["a"], None) == (False,)
-        assert store.values.lookup("a", KVFingerprint.of("other")) is None
-        assert not store.values.remove("a", None)
 
 
 async def test_it_counts_what_happens(store: StoreBuffer) -> None:
@@ -233,44 +147,11 @@ async def test_contains_takes_keys_and_not_one_key(store: StoreBuffer) -> None:
         await store.contains("abc")
 
 
-async def test_a_value_is_a_tensor(store: StoreBuffer) -> None:
-    with pytest.raises(TypeError, match="not bytes"):
-        await store.put("a", b"abc")  # type: ignore[arg-type]
-
-
-async def test_putting_nothing_deletes(store: StoreBuffer) -> None:
-    await store.put("a", value_of(1))
-    await store.put("a", None)
-    await store.put("a", None)
-    assert await store.get("a") is None
-    assert (store.statistics().deletes, store.statistics().used_bytes) == (1, 0)
-
-
-async def test_a_value_is_read_into_the_callers_memory(store: StoreBuffer) -> None:
-    await store.put("a", value_of(1))
-    into = value_of(0)
-    assert await store.get("a", into) is into
-    assert torch.equal(into, value_of(1))
-
-
 async def test_memory_that_nothing_can_land_in_is_refused_also_on_a_miss(
     store: StoreBuffer,
 ) -> None:
     with pytest.raises(ValueError, match="contiguous"):
         await store.get("nothing", value_of(0)[::2])
-
-
-async def test_a_closed_buffer_says_so(store: StoreBuffer) -> None:
-    await store.aclose()
-    for call in (
-        store.put("a", value_of(1, 8)),
-        store.put("a", None),
-        store.get("a"),
-        store.delete("a"),
-        store.contains(["a"]),
-    ):
-        with pytest.raises(BufferClosed):
-            await call
 
 
 async def test_it_may_be_closed_twice(store: StoreBuffer) -> None:

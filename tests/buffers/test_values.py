@@ -47,33 +47,6 @@ def keys_in(values: StoredValues) -> str:
     return "".join(key for key in "abcdefgh" if values.has([key], None)[0])
 
 
-def test_a_value_is_not_there_before_its_commit() -> None:
-    values = make_values()
-    pending = reserve(values, "a", 10)
-    assert keys_in(values) == ""
-    values.commit(pending, b"digest")
-    assert pin(values, "a").digest == b"digest"
-
-
-def test_the_least_recently_used_goes_first() -> None:
-    values = make_values()
-    for key in "abc":
-        store(values, key, 30)
-    values.release(pin(values, "a"))
-    store(values, "d", 40)
-    assert keys_in(values) == "acd"
-    assert values.counters.evictions == 1
-
-
-def test_what_is_read_is_never_dropped() -> None:
-    values = make_values()
-    store(values, "a", 60)
-    store(values, "b", 40)
-    pin(values, "a")
-    assert values.reserve_nowait("c", spec_of(50), None) is None
-    assert keys_in(values) == "ab", "nothing is dropped in vain"
-
-
 class ArenaInPieces(HeapArena):
     """One that has free bytes, but not in one piece, while anything is charged."""
 
@@ -127,33 +100,6 @@ def test_nothing_is_dropped_for_what_views_of_dropped_values_leave_no_room() -> 
     assert keys_in(values) == "a"
 
 
-def test_the_replaced_value_is_dropped_last() -> None:
-    values = make_values()
-    store(values, "a", 40)
-    store(values, "b", 40)
-    reserve(values, "a", 50)
-    assert keys_in(values) == "a"
-
-
-def test_the_replaced_value_is_dropped_where_both_do_not_fit() -> None:
-    values = make_values()
-    store(values, "a", 60)
-    store(values, "a", 70)
-    assert (keys_in(values), values.counters.evictions) == ("a", 1)
-
-
-def test_a_reader_keeps_the_value_that_is_replaced() -> None:
-    arena = HeapArena(_MAX_BYTES)
-    values = StoredValues(arena, lambda: None)
-    store(values, "a", 10, b"old")
-    old = pin(values, "a")
-    store(values, "a", 20, b"new")
-    assert (old.digest, pin(values, "a").digest) == (b"old", b"new")
-    assert arena.used_bytes == 30
-    values.release(old)
-    assert arena.used_bytes == 20
-
-
 def test_a_second_release_does_nothing() -> None:
     values = make_values()
     store(values, "a", 10)
@@ -182,12 +128,6 @@ def test_a_put_is_committed_once() -> None:
     with pytest.raises(RuntimeError, match="before"):
         values.commit(pending, b"")
     assert keys_in(values) == "a"
-
-
-def test_another_models_value_is_another_value() -> None:
-    values = make_values()
-    store(values, "a", 1)
-    assert values.has(["a"], KVFingerprint(model="m")) == (False,)
 
 
 def test_the_number_of_keys_is_bounded_too() -> None:
@@ -331,31 +271,11 @@ def order_of(*keys: str) -> EvictionOrder[str]:
     return order
 
 
-def test_the_first_added_is_the_first_victim() -> None:
-    assert order_of("a", "bb", "ccc").victim() == "a"
-
-
-def test_a_key_that_is_added_again_is_the_most_recently_used() -> None:
-    order = order_of("a", "bb")
-    order.add("a", 7)
-    assert (list(order), order.nbytes) == (["bb", "a"], 9)
-
-
 def test_the_spared_key_is_the_last_victim() -> None:
     order = order_of("a", "bb")
     assert order.victim(spare="a") == "bb"
     order.discard("bb")
     assert order.victim(spare="a") == "a"
-
-
-def test_there_is_no_victim_where_nothing_may_be_dropped() -> None:
-    assert order_of().victim(spare="a") is None
-
-
-def test_discarding_what_is_not_there_changes_nothing() -> None:
-    order = order_of("a")
-    order.discard("b")
-    assert ("a" in order, len(order), order.nbytes) == (True, 1, 1)
 
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, 5), st.integers(0, 9))))
@@ -406,12 +326,6 @@ async def test_room_is_given_in_the_order_of_the_calls() -> None:
     for task in tasks[1:]:
         store.values.discard(await task)
     assert store.values.counters.room_waits == 3
-
-
-async def test_who_finds_room_has_it_at_once() -> None:
-    store = Store()
-    store.values.discard(store.taken)
-    store.values.discard(await store.reserve(100))
 
 
 async def test_nobody_overtakes_the_line() -> None:

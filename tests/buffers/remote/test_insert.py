@@ -30,7 +30,6 @@ from asynckv.protocol.frames import (
 from asynckv.protocol.transfer_frames import Grant
 from asynckv.tensors.views import bytes_of, spec_of
 from asynckv.testing.blocked import until, until_blocked
-from asynckv.testing.cancellation import CancelMode, Outcome, sweep_cancellation
 from asynckv.testing.pairs import Peers
 from asynckv.transfers.source import HostSource
 from asynckv.types import TensorSpec
@@ -144,31 +143,6 @@ MIB = 2**20
 SPECS = {"key": TensorSpec((MIB,), "uint8")}
 
 ONES = torch.ones(MIB, dtype=torch.uint8)
-
-
-async def test_a_cancelled_put_may_be_made_again_with_other_bytes(
-    peers: Peers, local: LookupBuffer
-) -> None:
-    async with peers.producer.lookup.open_insert([1], None, SPECS) as writer:
-        wrong = torch.zeros(MIB, dtype=torch.uint8)
-        is_put = False
-
-        async def check(k: int, mode: CancelMode, outcome: Outcome[None]) -> None:
-            nonlocal is_put
-            wrong.fill_(9)
-            is_put = not outcome.cancelled
-
-        await sweep_cancellation(
-            lambda: _put_or_stop(writer, wrong, is_put), check, modes=("task",)
-        )
-    entry = await peers.consumer.lookup.drop_select([1])
-    assert not entry.key.any()  # type: ignore[union-attr]
-
-
-async def _put_or_stop(writer: object, tensor: torch.Tensor, is_put: bool) -> None:
-    if not is_put:
-        tensor.zero_()
-        await writer.put("key", tensor)  # type: ignore[attr-defined]
 
 
 async def test_leaving_while_a_put_is_under_way_aborts(

@@ -98,15 +98,6 @@ async def test_a_get_is_made_again_on_the_next_link(
     await until(lambda: not local.statistics().used_bytes)
 
 
-async def test_a_key_is_deleted_by_name_or_by_putting_none(served: Served) -> None:
-    _, peer, local = served
-    for key in ("a", "b"):
-        await local.put(key, torch.ones(1))
-    assert await peer.store.delete("a") and not await peer.store.delete("a")
-    await peer.store.put("b", None)
-    assert await peer.store.contains(["a", "b"]) == (False, False)
-
-
 async def test_statistics_tell_what_is_under_way(served: Served) -> None:
     _, peer, _ = served
     now = peer.store.statistics()

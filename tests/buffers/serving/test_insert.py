@@ -3,11 +3,8 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-import torch
 
 from asynckv.buffers.lookup import LookupBuffer
-from asynckv.buffers.remote.peer import connect
-from asynckv.buffers.serve import serve
 from asynckv.links.link import Link
 from asynckv.protocol.frames import (
     Accepted,
@@ -67,8 +64,9 @@ async def test_an_entry_without_tensors_waits_for_no_bytes(
     assert (entry.entry_id, entry.key) == ("it", None)
 
 
+@pytest.mark.parametrize("digest", [digest_of(bytes(MIB)), b"of other bytes.."])
 async def test_a_cancel_with_the_last_word_behind_it_is_a_cancel(
-    local: LookupBuffer, link: Link
+    local: LookupBuffer, link: Link, digest: bytes
 ) -> None:
     raw = RawInsert(link, MIB)
     await raw.granted()
@@ -76,20 +74,9 @@ async def test_a_cancel_with_the_last_word_behind_it_is_a_cancel(
     link.payload.send(raw.transfer, 0, memoryview(bytes(MIB)), lambda *_: sent.set())
     await sent.wait()
     raw.stream.send(Cancel())
-    raw.stream.send(Sent(raw.transfer, 0, digest_of(bytes(MIB))))
+    raw.stream.send(Sent(raw.transfer, 0, digest))
     assert await raw.last() == Cancelled()
     assert local.statistics().entries == 0
-
-
-async def test_a_cancel_with_other_bytes_behind_it_is_a_cancel(link: Link) -> None:
-    raw = RawInsert(link, MIB)
-    await raw.granted()
-    sent = asyncio.Event()
-    link.payload.send(raw.transfer, 0, memoryview(bytes(MIB)), lambda *_: sent.set())
-    await sent.wait()
-    raw.stream.send(Cancel())
-    raw.stream.send(Sent(raw.transfer, 0, b"of other bytes.."))
-    assert await raw.last() == Cancelled()
 
 
 @pytest.mark.parametrize("streaming", [False, True])
@@ -139,14 +126,3 @@ async def test_a_fault_of_ours_is_logged_and_fails_that_request_alone(
     assert caplog.messages == ["a request failed by a fault of ours"]
     monkeypatch.undo()
     assert await RawInsert(link).last() == Accepted()
-
-
-async def test_without_digests_bytes_are_taken_as_they_come(
-    local: LookupBuffer,
-) -> None:
-    async with (
-        serve("mem://", lookup=local, digest="off") as server,
-        connect(server.url, digest="off") as peer,
-    ):
-        await peer.lookup.insert([1], None, torch.ones(3), None, None)
-        assert bool(((await local.drop_select([1])).key == 1).all())  # type: ignore[union-attr]

@@ -8,7 +8,7 @@ import torch
 from asynckv.buffers.lookup import LookupBuffer
 from asynckv.buffers.remote.peer import connect
 from asynckv.buffers.serve import serve
-from asynckv.errors import BufferClosed, EntryAborted, PeerLost
+from asynckv.errors import PeerLost
 from asynckv.links.dial import dial
 from asynckv.links.link import Link
 from asynckv.protocol.frames import (
@@ -37,19 +37,6 @@ async def test_a_cancelled_taken_ends_by_one_last_frame(
     stream.send(Cancel())
     assert await hearer.next() == (Cancelled(), b"")
     assert not local.ledger.table.entries["it"].gone and link.is_open
-
-
-async def test_taken_tells_how_the_entry_left(
-    peers: Peers, local: LookupBuffer
-) -> None:
-    await local.insert([1], None, None, None, None, entry_id="it")
-    taken = asyncio.create_task(peers.producer.lookup.taken("it"))
-    await until_blocked(taken)
-    assert await peers.consumer.lookup.withdraw("it")
-    with pytest.raises(EntryAborted, match="withdrawn"):
-        await taken
-    with pytest.raises(KeyError, match="unknown"):
-        await peers.producer.lookup.taken("unknown")
 
 
 async def test_settle_tells_whether_a_delivery_counted(link: Link) -> None:
@@ -105,16 +92,6 @@ async def test_direct_deliveries_of_all_peers_together_are_as_much_as_the_buffer
         await third
         await asyncio.gather(*inserts)
     assert local.statistics().outside_bytes == 0
-
-
-async def test_a_closed_buffer_is_told_to_peers(
-    peers: Peers, local: LookupBuffer
-) -> None:
-    local.abort()
-    with pytest.raises(BufferClosed):
-        await peers.consumer.lookup.drop_select([1])
-    with pytest.raises(BufferClosed):
-        await peers.producer.lookup.insert([1], None, None, None, None)
 
 
 async def test_who_waits_for_an_entrys_end_and_is_lost_is_forgotten(

@@ -77,6 +77,14 @@ async def begin_put(link: Link) -> tuple[LinkStream, Hearer, int]:
     return stream, hearer, transfer
 
 
+async def begin_get(link: Link) -> tuple[LinkStream, Hearer, Offer]:
+    """Ask for what is stored as ``key``, which is offered."""
+    stream = link.open_stream(hearer := Hearer(), Get("key"))
+    offer, _ = await hearer.next()
+    assert isinstance(offer, Offer)
+    return stream, hearer, offer
+
+
 async def answer_to(link: Link, frame: OpeningFrame) -> Result:
     """Return what a question is answered at once."""
     hearer = Hearer()
@@ -123,10 +131,7 @@ async def test_more_than_may_ride_along_is_asked_for_by_payload(
 async def test_a_value_that_is_read_outlives_its_key(
     store: StoreBuffer, server: Server, link: Link
 ) -> None:
-    hearer = Hearer()
-    stream = link.open_stream(hearer, Get("key"))
-    offer, _ = await hearer.next()
-    assert isinstance(offer, Offer)
+    stream, hearer, offer = await begin_get(link)
     await store.delete("key")
     await store.put("other", torch.zeros(MIB, dtype=torch.uint8))
     target, landed = memoryview(bytearray(MIB)), []
@@ -148,9 +153,7 @@ async def test_a_value_that_is_read_outlives_its_key(
 async def test_a_get_that_is_given_up_unpins(
     store: StoreBuffer, server: Server, link: Link, *, lost: bool
 ) -> None:
-    hearer = Hearer()
-    stream = link.open_stream(hearer, Get("key"))
-    await hearer.next()
+    stream, hearer, _ = await begin_get(link)
     (services,) = server._services
     assert services.store is not None and services.store.under_way
     if lost:
@@ -163,9 +166,7 @@ async def test_a_get_that_is_given_up_unpins(
 
 
 async def test_leaving_finishes_what_is_read(server: Server, link: Link) -> None:
-    hearer = Hearer()
-    stream = link.open_stream(hearer, Get("key"))
-    await hearer.next()
+    stream, *_ = await begin_get(link)
     leaving = asyncio.create_task(server.aclose())
     await until_blocked(leaving)
     refused = Hearer()
@@ -239,10 +240,7 @@ async def test_a_put_that_is_given_up_when_its_bytes_are_in_stores_nothing(
 
 
 async def test_a_value_that_is_granted_again_is_sent_again(link: Link) -> None:
-    hearer = Hearer()
-    stream = link.open_stream(hearer, Get("key"))
-    offer, _ = await hearer.next()
-    assert isinstance(offer, Offer)
+    stream, hearer, offer = await begin_get(link)
     for _ in range(2):
         target = memoryview(bytearray(MIB))
         link.payload.receive(offer.transfer, 0, target, lambda *_: None)
@@ -254,10 +252,7 @@ async def test_a_value_that_is_granted_again_is_sent_again(link: Link) -> None:
 async def test_a_get_that_is_given_up_while_it_is_sent_unpins_and_ends(
     store: StoreBuffer, link: Link
 ) -> None:
-    hearer = Hearer()
-    stream = link.open_stream(hearer, Get("key"))
-    offer, _ = await hearer.next()
-    assert isinstance(offer, Offer)
+    stream, hearer, offer = await begin_get(link)
     stream.send(Grant(offer.transfer))
     stream.send(Cancel())
     assert await hearer.next() == (Cancelled(), b"")
@@ -299,10 +294,7 @@ async def test_a_value_is_not_offered_to_who_left_before_it_could_be(
 async def test_bytes_that_a_lane_could_not_send_are_not_said_to_be_sent(
     far_link: Link, link: Link, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    hearer = Hearer()
-    stream = link.open_stream(hearer, Get("key"))
-    offer, _ = await hearer.next()
-    assert isinstance(offer, Offer)
+    stream, hearer, offer = await begin_get(link)
     monkeypatch.setattr(
         far_link.payload, "send", lambda *a, **_: a[-1](b"", OSError("full"))
     )
