@@ -1,9 +1,9 @@
-"""Entries on a GPU for peers that have none; and what peers on a GPU get by sockets."""
+"""Entries on a GPU for peers that have none, and of the host for who has one."""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping
 from typing import Any, Final
 
 import pytest
@@ -11,7 +11,9 @@ import torch
 
 from asynckv.buffers.entries.entries import StoredEntry
 from asynckv.buffers.lookup import LookupBuffer
-from asynckv.buffers.remote.peer import connect
+from asynckv.buffers.remote.peer import Peer, connect
+from asynckv.buffers.serve import serve
+from asynckv.buffers.store import StoreBuffer
 from asynckv.errors import LeaseLost
 from asynckv.tensors.views import empty_tensor
 from asynckv.testing.blocked import until
@@ -23,19 +25,24 @@ from asynckv.testing.lookup_checks.values import (
     noise,
 )
 from asynckv.testing.lookup_conformance import LOOKUP_CHECKS
+from asynckv.testing.pairs import Scheme, new_url
 from asynckv.transfers.incoming import Incoming
 from asynckv.types import TensorSpec
+from harness.fake_devices import FakeDevice, fake_device
 from harness.fake_gpus import FakeGpus
 from harness.gpu_pairs import GpuPair, open_gpu_pair
 
 SMALL = 64 * 1024
+
 WAYS: Final[Mapping[str, Mapping[str, Any]]] = {
     "cuda_ipc": {},
     "inline": {"device": None},
     "inline to a GPU": {"theirs": 1, "url": "?payload=inline"},
 }
+
 # Of these every check runs for a release; tests of single routes run always.
 OTHERS = ("cuda_ipc", "inline")
+
 LAYERS = {"key": TensorSpec((MIB,), "uint8"), "hidden": TensorSpec((8,), "uint8")}
 
 
@@ -163,3 +170,74 @@ async def test_it_is_known_whether_a_peers_memory_is_read_where_it_lies(
         assert shared.peer.lookup.shows_gpu_memory
         shared.peer.abort()
         assert not shared.peer.lookup.shows_gpu_memory
+
+
+SIZES = [8, MIB]
+
+
+@pytest.fixture
+def gpu() -> Iterator[FakeDevice]:
+    with fake_device(max_delay=2) as gpu:
+        yield gpu
+
+
+@pytest.fixture
+async def store_near(gpu: FakeDevice) -> AsyncIterator[StoreBuffer]:
+    async with StoreBuffer("8MiB") as store_near:
+        store_near.pool.lanes = gpu.lanes()
+        yield store_near
+
+
+@pytest.fixture(params=["map", "tcp", "mem"])
+async def near(
+    request: pytest.FixtureRequest,
+    gpu: FakeDevice,
+    local: LookupBuffer,
+    store_near: StoreBuffer,
+) -> AsyncIterator[Peer]:
+    scheme: Scheme = request.param
+    async with (
+        serve(new_url(scheme), lookup=local, store=store_near) as server,
+        connect(server.url, max_bytes="8MiB") as near,
+    ):
+        near.pool.lanes = gpu.lanes()
+        yield near
+
+
+def places(gpu: FakeDevice, nbytes: int) -> dict[str, torch.Tensor]:
+    return {"key": gpu.tensor(torch.zeros(nbytes, dtype=torch.uint8))}
+
+
+@pytest.mark.parametrize("nbytes", SIZES)
+async def test_a_value_of_this_process_lands_on_a_gpu(
+    gpu: FakeDevice, store_near: StoreBuffer, nbytes: int
+) -> None:
+    into = places(gpu, nbytes)["key"]
+    await store_near.put("key", noise(nbytes))
+    assert await store_near.get("key", into=into) is into
+    assert is_same(into, noise(nbytes))
+
+
+@pytest.mark.parametrize("nbytes", SIZES)
+async def test_a_value_of_a_peer_lands_on_a_gpu(
+    gpu: FakeDevice, store_near: StoreBuffer, near: Peer, nbytes: int
+) -> None:
+    into = places(gpu, nbytes)["key"]
+    await store_near.put("key", noise(nbytes))
+    assert await near.store.get("key", into=into) is into
+    assert is_same(into, noise(nbytes)) and not near.budget.used_bytes
+
+
+@pytest.mark.parametrize("nbytes", SIZES)
+async def test_a_tensor_of_a_peer_lands_on_a_gpu_and_the_others_do_not(
+    gpu: FakeDevice, local: LookupBuffer, near: Peer, nbytes: int
+) -> None:
+    into = places(gpu, nbytes)
+    await local.insert([1], None, noise(nbytes), noise(MIB, 2), noise(8, 3))
+    entry = await near.lookup.drop_select([1], into=into)
+    assert entry.key is into["key"] and is_same(only(entry.key), noise(nbytes))
+    assert is_same(only(entry.value), noise(MIB, 2)) and is_same(
+        entry.hidden, noise(8, 3)
+    )
+    assert isinstance(entry.value, torch.Tensor) and not entry.value.is_cuda
+    await until(lambda: not local.statistics().used_bytes)

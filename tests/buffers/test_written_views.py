@@ -90,19 +90,6 @@ async def test_a_body_that_writes_raises_and_keeps_its_view_gets_the_entry_again
         del entry, view
 
 
-async def test_two_deliveries_of_one_entry_do_not_see_each_other() -> None:
-    async with mapped() as (buffer, peer), asynckv.connect(peer.url) as other:
-        key = some_bytes()
-        await insert(buffer, key, deliveries=2)
-        async with peer.lookup.drop_select() as first:
-            first.key_tensor.fill_(1)
-            async with other.lookup.drop_select() as second:
-                assert second.key_tensor.equal(key)
-                second.key_tensor.fill_(2)
-                assert first.key_tensor.eq(1).all()
-        del first, second
-
-
 async def test_concurrent_deliveries_of_one_place_do_not_see_each_other() -> None:
     key, kept = some_bytes(), dict[int, torch.Tensor]()
     async with mapped() as (buffer, peer):

@@ -19,7 +19,7 @@ from asynckv.errors import (
     EntryTooLarge,
     PeerLost,
 )
-from asynckv.links.link import Link
+from asynckv.links.link import Link, LinkStream
 from asynckv.links.options import Digest
 from asynckv.protocol.frames import (
     Accepted,
@@ -196,6 +196,14 @@ async def test_a_writer_that_was_left_puts_nothing(peers: Peers) -> None:
         await writer.put("key", ONES)
 
 
+async def pushed(pair: LinkPair) -> Push:
+    """Wait for the first tensor that a writer pushes."""
+    await until(lambda: bool(pair.service.hearers))
+    push, _ = await pair.service.hearers[0].next()
+    assert isinstance(push, Push)
+    return push
+
+
 def writer_on(link: Link) -> RemoteWriter:
     draft = make_draft(
         [1], None, SPECS, entry_id="it", fingerprint=None, ttl_s=1, deliveries=1
@@ -215,9 +223,7 @@ async def test_what_is_granted_when_it_is_over_is_ignored(
 ) -> None:
     writer = writer_on(pair.near)
     put = asyncio.create_task(writer.put("key", ONES))
-    await until(lambda: bool(pair.service.hearers))
-    push, _ = await pair.service.hearers[0].next()
-    assert isinstance(push, Push)
+    push = await pushed(pair)
     put.cancel()
     await asyncio.wait({put})
     stream = pair.service.asked[0][0]
@@ -245,9 +251,7 @@ async def test_a_put_that_nobody_needs_while_it_is_sent_returns_quiet(
 ) -> None:
     value = ONES.clone()
     put = asyncio.create_task(writer_on(pair.near).put("key", value))
-    await until(lambda: bool(pair.service.hearers))
-    push, _ = await pair.service.hearers[0].next()
-    assert isinstance(push, Push)
+    push = await pushed(pair)
     stream = pair.service.asked[0][0]
     stream.send(Grant(push.transfer))
     stream.send(Accepted())  # the far side has not received it yet
@@ -279,9 +283,7 @@ async def test_a_put_that_nobody_needs_when_it_may_be_sent_sends_nothing(
 async def test_a_put_that_a_lane_could_not_send_fails_with_its_link() -> None:
     async with linked("tcp://127.0.0.1:0", lambda *_: None) as pair:
         put = asyncio.create_task(writer_on(pair.near).put("key", ONES))
-        await until(lambda: bool(pair.service.hearers))
-        push, _ = await pair.service.hearers[0].next()
-        assert isinstance(push, Push)
+        push = await pushed(pair)
         pair.service.asked[0][0].send(Grant(push.transfer))
         pair.far.payload.abort()
         with pytest.raises(PeerLost):
@@ -313,8 +315,12 @@ def sending_on(link: Link, *tensors: torch.Tensor) -> Sending:
     return begin_insert(link, draft, [HostSource(tensor) for tensor in tensors])
 
 
-async def asked(pair: LinkPair) -> None:
+async def asked(pair: LinkPair) -> tuple[LinkStream, int]:
+    """Wait for an insert; return the far side's stream, and what it would transfer."""
     await until(lambda: bool(pair.service.asked))
+    stream, frame, _ = pair.service.asked[0]
+    assert isinstance(frame, Insert)
+    return stream, frame.transfer
 
 
 async def test_a_grant_that_crosses_the_cancellation_sends_nothing(
@@ -322,12 +328,10 @@ async def test_a_grant_that_crosses_the_cancellation_sends_nothing(
 ) -> None:
     key = torch.ones(LARGE, dtype=torch.uint8)
     sending = sending_on(pair.near, key)
-    await asked(pair)
-    stream, frame, _ = pair.service.asked[0]
-    assert isinstance(frame, Insert)
+    stream, transfer = await asked(pair)
     target, landed = memoryview(bytearray(LARGE)), list[object]()
-    pair.far.payload.receive(frame.transfer, 0, target, lambda *end: landed.append(end))
-    stream.send(Grant(frame.transfer))
+    pair.far.payload.receive(transfer, 0, target, lambda *end: landed.append(end))
+    stream.send(Grant(transfer))
     sending.cancel()
     await sending.quiesce()
     await until(lambda: sending.may_be_in)
@@ -404,10 +408,8 @@ async def test_what_a_lane_could_not_send_is_not_done(
         sending.on_lost(PeerLost("cut"))
 
     monkeypatch.setattr(pair.near.payload, "send", fail)
-    await asked(pair)
-    stream, frame, _ = pair.service.asked[0]
-    assert isinstance(frame, Insert)
-    stream.send(Grant(frame.transfer))
+    stream, transfer = await asked(pair)
+    stream.send(Grant(transfer))
     with pytest.raises(PeerLost, match="cut"):
         await sending.accepted()
     assert not pair.service.hearers[0].frames
@@ -417,15 +419,13 @@ async def test_what_was_accepted_is_neither_sent_nor_told_any_more(
     pair: LinkPair,
 ) -> None:
     sending = sending_on(pair.near, torch.ones(LARGE, dtype=torch.uint8))
-    await asked(pair)
-    _, frame, _ = pair.service.asked[0]
-    assert isinstance(frame, Insert)
+    _, transfer = await asked(pair)
     target, landed = memoryview(bytearray(LARGE)), list[object]()
-    pair.far.payload.receive(frame.transfer, 0, target, lambda *end: landed.append(end))
+    pair.far.payload.receive(transfer, 0, target, lambda *end: landed.append(end))
     # Heard in one go: over a link something may be sent in between.
-    sending.on_frame(Grant(frame.transfer), b"")
+    sending.on_frame(Grant(transfer), b"")
     sending.on_frame(Accepted(), b"")
     assert await sending.accepted()
     await asyncio.gather(*[asyncio.sleep(0) for _ in range(20)])
     assert not landed and not pair.service.hearers[0].frames
-    pair.far.payload.stop(frame.transfer)
+    pair.far.payload.stop(transfer)
