@@ -191,14 +191,15 @@ async def test_it_is_closed_once_however_often_the_end_is_told(pair: GpuPair) ->
     await until(memory.closed.done)
 
 
-async def test_a_view_outlives_the_link_and_the_peer(gpus: FakeGpus) -> None:
-    async with open_gpu_pair(gpus) as pair:
-        key = await view_of(pair)
-        closing = asyncio.create_task(pair.peer.aclose())
-        await closing
-        assert pair.opened == 1 and is_same(key, noise(MIB))
-        del key
-        await until(lambda: not pair.opened)
+async def test_a_view_outlives_the_link_and_the_peer(
+    pair: GpuPair, gpus: FakeGpus
+) -> None:
+    key = await view_of(pair)
+    closing = asyncio.create_task(pair.peer.aclose())
+    await closing
+    assert pair.opened == 1 and is_same(key, noise(MIB))
+    del key
+    await until(lambda: not pair.opened)
 
 
 async def test_a_copy_of_a_view_in_a_child_tells_nobody_of_its_end(

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any
 
 import anyio
@@ -42,6 +42,13 @@ def full_buffer(**options: Any) -> LookupBuffer:
     return LookupBuffer(100, drain_s=0, **options)
 
 
+@pytest.fixture
+async def full() -> AsyncIterator[LookupBuffer]:
+    """One of few bytes."""
+    async with full_buffer() as buffer:
+        yield buffer
+
+
 async def ended(*tasks: asyncio.Task[Any]) -> list[Any]:
     return await asyncio.gather(*tasks, return_exceptions=True)
 
@@ -67,30 +74,15 @@ async def test_who_takes_from_a_models_buffer_here_finds_what_was_put_there() ->
             assert (await buffer.drop_select([2])).entry_id == "second"
 
 
-async def test_what_was_taken_before_it_had_room_was_inserted() -> None:
-    async with full_buffer() as buffer:
-        await insert(buffer, 1, 80)
-        waiting = await started(insert(buffer, 2, 80))
-        await buffer.drop_select([2])
-        await waiting
-        now = buffer.statistics()
-        assert (now.direct, now.acknowledged, now.inserted) == (1, 1, 2)
-
-
-async def test_a_select_for_the_fifth_waiting_insert_comes_at_once() -> None:
-    async with LookupBuffer(MIB + 100, drain_s=0) as buffer:
-        await insert(buffer, 0, MIB)
-        inserts = [await started(insert(buffer, n, MIB)) for n in range(1, 6)]
-        began = asyncio.get_running_loop().time()
-        await buffer.drop_select([5])
-        assert asyncio.get_running_loop().time() - began < 0.05
-        await inserts[4]
-        assert not any(task.done() for task in inserts[:4])
-        for number in range(4):
-            await buffer.drop_select([number])
-            assert await inserts[number]
-        await buffer.drop_select([4])
-        assert buffer.statistics().used_bytes == 0
+async def test_what_was_taken_before_it_had_room_was_inserted(
+    full: LookupBuffer,
+) -> None:
+    await insert(full, 1, 80)
+    waiting = await started(insert(full, 2, 80))
+    await full.drop_select([2])
+    await waiting
+    now = full.statistics()
+    assert (now.direct, now.acknowledged, now.inserted) == (1, 1, 2)
 
 
 async def test_an_insert_wakes_one_of_10_000_and_runs_no_other() -> None:
@@ -117,34 +109,34 @@ async def test_a_put_that_is_still_under_way_is_not_committed() -> None:
         assert buffer.statistics().used_bytes == 0
 
 
-async def test_a_retry_waits_for_what_is_only_in_a_consumers_hands() -> None:
-    async with full_buffer() as buffer:
-        await insert(buffer, 9, 80)
-        first = await started(insert(buffer, 1, entry_id="it"))
-        leave = asyncio.Event()
-        holding = await started(borrow(buffer, 1, leave))
-        await cancelled(first)
-        retry = await started(insert(buffer, 1, entry_id="it"))
-        assert not retry.done()
-        leave.set()
-        await holding
-        assert await retry == "it"
-        assert buffer.statistics().direct == 1
+async def test_a_retry_waits_for_what_is_only_in_a_consumers_hands(
+    full: LookupBuffer,
+) -> None:
+    await insert(full, 9, 80)
+    first = await started(insert(full, 1, entry_id="it"))
+    leave = asyncio.Event()
+    holding = await started(borrow(full, 1, leave))
+    await cancelled(first)
+    retry = await started(insert(full, 1, entry_id="it"))
+    assert not retry.done()
+    leave.set()
+    await holding
+    assert await retry == "it"
+    assert full.statistics().direct == 1
 
 
-async def test_a_retry_is_in_if_the_consumer_gives_back() -> None:
-    async with full_buffer() as buffer:
-        await insert(buffer, 9, 80)
-        first = await started(insert(buffer, 1, entry_id="it"))
-        leave = asyncio.Event()
-        holding = await started(borrow(buffer, 1, leave, error=True))
-        await cancelled(first)
-        retry = await started(insert(buffer, 1, entry_id="it"))
-        leave.set()
-        await ended(holding)
-        await buffer.drop_select([9])
-        assert await retry == "it"
-        assert (await buffer.drop_select([1])).entry_id == "it"
+async def test_a_retry_is_in_if_the_consumer_gives_back(full: LookupBuffer) -> None:
+    await insert(full, 9, 80)
+    first = await started(insert(full, 1, entry_id="it"))
+    leave = asyncio.Event()
+    holding = await started(borrow(full, 1, leave, error=True))
+    await cancelled(first)
+    retry = await started(insert(full, 1, entry_id="it"))
+    leave.set()
+    await ended(holding)
+    await full.drop_select([9])
+    assert await retry == "it"
+    assert (await full.drop_select([1])).entry_id == "it"
 
 
 async def test_a_cancelled_direct_insert_sends_its_consumer_back_to_waiting() -> None:
@@ -196,27 +188,29 @@ async def test_a_cancel_ends_the_drain_and_what_is_left_is_counted(
     assert "1 entries that nobody took leave with the buffer" in caplog.text
 
 
-async def test_equal_inserts_under_one_id_at_once_all_succeed() -> None:
-    async with full_buffer() as buffer:
-        await insert(buffer, 9, 80)
-        inserts = [await started(insert(buffer, 1, entry_id="a")) for _ in range(3)]
-        other = await started(insert(buffer, 2, entry_id="a"))
-        await buffer.drop_select([9])
-        assert await asyncio.gather(*inserts) == ["a"] * 3
-        with pytest.raises(EntryConflict):
-            await other
-        assert buffer.statistics().inserted == 2
+async def test_equal_inserts_under_one_id_at_once_all_succeed(
+    full: LookupBuffer,
+) -> None:
+    await insert(full, 9, 80)
+    inserts = [await started(insert(full, 1, entry_id="a")) for _ in range(3)]
+    other = await started(insert(full, 2, entry_id="a"))
+    await full.drop_select([9])
+    assert await asyncio.gather(*inserts) == ["a"] * 3
+    with pytest.raises(EntryConflict):
+        await other
+    assert full.statistics().inserted == 2
 
 
-async def test_an_insert_goes_on_when_the_other_one_under_its_id_is_cancelled() -> None:
-    async with full_buffer() as buffer:
-        await insert(buffer, 9, 80)
-        first = await started(insert(buffer, 1, entry_id="a"))
-        second = await started(insert(buffer, 2, entry_id="a"))
-        await cancelled(first)
-        await buffer.drop_select([9])
-        await second
-        assert (await buffer.drop_select([2])).entry_id == "a"
+async def test_an_insert_goes_on_when_the_other_one_under_its_id_is_cancelled(
+    full: LookupBuffer,
+) -> None:
+    await insert(full, 9, 80)
+    first = await started(insert(full, 1, entry_id="a"))
+    second = await started(insert(full, 2, entry_id="a"))
+    await cancelled(first)
+    await full.drop_select([9])
+    await second
+    assert (await full.drop_select([2])).entry_id == "a"
 
 
 async def test_closing_is_bounded_and_may_be_repeated() -> None:
@@ -313,36 +307,37 @@ async def stream(buffer: LookupBuffer) -> None:
         pass
 
 
-async def test_a_streaming_insert_waits_for_the_id_to_be_decided() -> None:
-    async with full_buffer() as buffer:
-        await insert(buffer, 9, 80)
-        first = await started(insert(buffer, 1, entry_id="it"))
-        second, third = await started(stream(buffer)), await started(stream(buffer))
-        assert not second.done() and buffer.statistics().waiting_inserts == 1
-        await cancelled(first)
-        await second
-        with pytest.raises(EntryConflict, match="'it' is known already"):
-            await third
+async def test_a_streaming_insert_waits_for_the_id_to_be_decided(
+    full: LookupBuffer,
+) -> None:
+    await insert(full, 9, 80)
+    first = await started(insert(full, 1, entry_id="it"))
+    second, third = await started(stream(full)), await started(stream(full))
+    assert not second.done() and full.statistics().waiting_inserts == 1
+    await cancelled(first)
+    await second
+    with pytest.raises(EntryConflict, match="'it' is known already"):
+        await third
 
 
-async def test_cancelled_while_it_waits_for_the_id_it_leaves_nothing() -> None:
-    async with full_buffer() as buffer:
-        async with buffer.open_insert([1], None, {}, entry_id="it"):
-            waiting = await started(stream(buffer))
-            await cancelled(waiting)
-        assert buffer.statistics().entries == 1
-        assert await buffer.withdraw("it")
-        assert buffer.statistics().waiting_inserts == 0
+async def test_cancelled_while_it_waits_for_the_id_it_leaves_nothing(
+    full: LookupBuffer,
+) -> None:
+    async with full.open_insert([1], None, {}, entry_id="it"):
+        waiting = await started(stream(full))
+        await cancelled(waiting)
+    assert full.statistics().entries == 1
+    assert await full.withdraw("it")
+    assert full.statistics().waiting_inserts == 0
 
 
-async def test_closing_ends_who_waits_for_the_id() -> None:
-    async with full_buffer() as buffer:
-        await insert(buffer, 9, 80)
-        first = await started(insert(buffer, 1, entry_id="it"))
-        second = await started(stream(buffer))
-        await buffer.aclose()
-        errors = [type(error) for error in await ended(first, second)]
-        assert errors == [BufferClosed] * 2
+async def test_closing_ends_who_waits_for_the_id(full: LookupBuffer) -> None:
+    await insert(full, 9, 80)
+    first = await started(insert(full, 1, entry_id="it"))
+    second = await started(stream(full))
+    await full.aclose()
+    errors = [type(error) for error in await ended(first, second)]
+    assert errors == [BufferClosed] * 2
 
 
 class Crowd:

@@ -23,7 +23,6 @@ from asynckv.links.link import Link
 from asynckv.protocol.frames import Accepted, Frame, Put
 from asynckv.protocol.transfer_frames import Grant
 from asynckv.testing.blocked import until, until_blocked
-from asynckv.testing.cancellation import CancelMode, Outcome, sweep_cancellation
 from asynckv.testing.expectations import is_same, only
 from asynckv.testing.lookup_checks.values import MIB, noise
 from asynckv.transfers.host_copies import HostCopies
@@ -175,41 +174,6 @@ async def test_what_was_given_back_on_its_way_is_read_again(gpu: FakeDevice) -> 
         assert not task.done()
         assert is_same(only((await lookup.drop_select([1])).key), noise(MIB))
         await task
-
-
-@pytest.mark.usefixtures("small_pieces")
-@pytest.mark.parametrize("call", ["insert", "layer", "value"])
-async def test_a_cancelled_call_leaves_the_callers_memory_alone(
-    gpu: FakeDevice, call: str
-) -> None:
-    source = gpu.tensor(noise(MIB))
-    async with producing(gpu) as (lookup, store, _, peer):
-
-        async def before() -> None:
-            source.copy_(noise(MIB))
-
-        async def check(k: int, mode: CancelMode, outcome: Outcome[None]) -> None:
-            assert not [x for x in gpu.process.space.allocations() if x.users]
-            source.fill_(9)
-            await peer.lookup.peek([1])
-            await peer.store.contains(["other"])
-            if call == "value":
-                found = await store.get("key")
-                assert found is not None or outcome.cancelled
-            else:
-                table = lookup.ledger.table
-                await until(lambda: all(e.complete for e in table.entries.values()))
-                found = None
-                if lookup.statistics().entries:
-                    found = only((await lookup.drop_select([1])).key)
-                assert found is not None or outcome.cancelled
-            assert found is None or is_same(found, noise(MIB))
-            del found
-            await store.delete("key")
-            await until(lambda: not peer.routes.copies.used_bytes)
-
-        operation = lambda: send(peer, call, source)  # noqa: E731
-        await sweep_cancellation(operation, check, before=before)
 
 
 @pytest.mark.usefixtures("small_pieces")

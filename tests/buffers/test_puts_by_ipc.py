@@ -406,11 +406,12 @@ async def test_the_last_word_lets_go_of_what_was_taken_back(pair: GpuPair) -> No
 
 
 @BY_HANDLES
-async def test_a_peer_that_is_closed_leaves_nothing_open(gpus: FakeGpus) -> None:
-    async with open_gpu_pair(gpus) as pair:
-        await insert(pair)
-        assert pair.ours.process.cuda._opened
-        await pair.peer.aclose()
-        await until(lambda: not pair.ours.process.cuda._opened)
-        key = (await pair.buffer.drop_select([1])).key
-        assert is_same(only(key), noise(MIB, 1))
+async def test_a_peer_that_is_closed_leaves_nothing_open(
+    pair: GpuPair, gpus: FakeGpus
+) -> None:
+    await insert(pair)
+    assert pair.ours.process.cuda._opened
+    await pair.peer.aclose()
+    await until(lambda: not pair.ours.process.cuda._opened)
+    key = (await pair.buffer.drop_select([1])).key
+    assert is_same(only(key), noise(MIB, 1))

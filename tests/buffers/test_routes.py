@@ -64,6 +64,7 @@ class Ends:
         """Wait until nothing is stored, and nothing kept for it."""
         await until(lambda: not self.buffer.statistics().entries)
         await until(lambda: not self.buffer.statistics().used_bytes)
+        await until(lambda: not self.peer.routes.copies.used_bytes)
         assert not self.peer.lookup.statistics().used_bytes
 
 
@@ -333,6 +334,7 @@ async def test_what_a_buffers_gpu_refuses_fails_its_producer(
     await use(ends, verb)
 
 
+@pytest.mark.usefixtures("small_pieces")
 @pytest.mark.parametrize("verb", [*PUTS, *TAKES])
 @pytest.mark.parametrize(
     "ends",

@@ -23,6 +23,11 @@ def make_values(max_keys: int = 100) -> StoredValues:
     return StoredValues(HeapArena(_MAX_BYTES), lambda: None, max_keys)
 
 
+@pytest.fixture
+def values() -> StoredValues:
+    return make_values()
+
+
 def spec_of(nbytes: int) -> TensorSpec:
     return TensorSpec((nbytes,), "uint8")
 
@@ -100,8 +105,7 @@ def test_nothing_is_dropped_for_what_views_of_dropped_values_leave_no_room() -> 
     assert keys_in(values) == "a"
 
 
-def test_a_second_release_does_nothing() -> None:
-    values = make_values()
+def test_a_second_release_does_nothing(values: StoredValues) -> None:
     store(values, "a", 10)
     once, other = pin(values, "a"), pin(values, "a")
     values.release(once)
@@ -112,16 +116,14 @@ def test_a_second_release_does_nothing() -> None:
     store(values, "b", 100)
 
 
-def test_a_discarded_put_leaves_no_trace() -> None:
-    values = make_values()
+def test_a_discarded_put_leaves_no_trace(values: StoredValues) -> None:
     pending = reserve(values, "a", 100)
     values.discard(pending)
     values.discard(pending)
     store(values, "b", 100)
 
 
-def test_a_put_is_committed_once() -> None:
-    values = make_values()
+def test_a_put_is_committed_once(values: StoredValues) -> None:
     pending = reserve(values, "a", 1)
     values.commit(pending, b"")
     values.discard(pending)
@@ -315,65 +317,65 @@ class Store:
         return asyncio.create_task(reserving)
 
 
-async def test_room_is_given_in_the_order_of_the_calls() -> None:
-    store = Store()
-    tasks = [store.reserve(nbytes) for nbytes in (90, 20, 5)]
+@pytest.fixture
+async def taken() -> Store:
+    return Store()
+
+
+async def test_room_is_given_in_the_order_of_the_calls(taken: Store) -> None:
+    tasks = [taken.reserve(nbytes) for nbytes in (90, 20, 5)]
     await until_blocked(*tasks)
-    store.values.discard(store.taken)
+    taken.values.discard(taken.taken)
     first = await tasks[0]
     assert not tasks[2].done()
-    store.values.discard(first)
+    taken.values.discard(first)
     for task in tasks[1:]:
-        store.values.discard(await task)
-    assert store.values.counters.room_waits == 3
+        taken.values.discard(await task)
+    assert taken.values.counters.room_waits == 3
 
 
-async def test_nobody_overtakes_the_line() -> None:
-    store = Store()
-    waiting = store.reserve(10)
+async def test_nobody_overtakes_the_line(taken: Store) -> None:
+    waiting = taken.reserve(10)
     await until_blocked(waiting)
-    assert store.reserve_nowait(0) is None
+    assert taken.reserve_nowait(0) is None
     now_s = asyncio.get_running_loop().time()
-    assert 2.0 < store.values.room.longest_wait_s(now_s + 3.0) < 4.0
-    store.values.discard(store.taken)
-    store.values.discard(await waiting)
-    assert store.values.room.longest_wait_s(now_s) == 0.0
+    assert 2.0 < taken.values.room.longest_wait_s(now_s + 3.0) < 4.0
+    taken.values.discard(taken.taken)
+    taken.values.discard(await waiting)
+    assert taken.values.room.longest_wait_s(now_s) == 0.0
 
 
-async def test_who_is_cancelled_lets_the_next_go_on() -> None:
-    store = Store()
-    store.values.discard(store.taken)
-    half = store.reserve_nowait(50)
-    tasks = [store.reserve(80), store.reserve(50)]
+async def test_who_is_cancelled_lets_the_next_go_on(taken: Store) -> None:
+    taken.values.discard(taken.taken)
+    half = taken.reserve_nowait(50)
+    tasks = [taken.reserve(80), taken.reserve(50)]
     await until_blocked(*tasks)
     tasks[0].cancel()
     pending = await tasks[1]
     assert half is not None
     for put in (half, pending):
-        store.values.discard(put)
-    assert len(store.values.room) == 0
+        taken.values.discard(put)
+    assert len(taken.values.room) == 0
 
 
-async def test_what_a_put_got_as_it_was_cancelled_is_free_again() -> None:
-    store = Store()
-    waiting = store.reserve(100)
+async def test_what_a_put_got_as_it_was_cancelled_is_free_again(taken: Store) -> None:
+    waiting = taken.reserve(100)
     await until_blocked(waiting)
-    store.values.discard(store.taken)
+    taken.values.discard(taken.taken)
     waiting.cancel()
     await asyncio.wait({waiting})
     assert waiting.cancelled()
-    assert store.reserve_nowait(100) is not None
+    assert taken.reserve_nowait(100) is not None
 
 
-async def test_a_wait_ends_with_the_ledger() -> None:
-    store = Store()
-    waiting = store.reserve(10)
+async def test_a_wait_ends_with_the_ledger(taken: Store) -> None:
+    waiting = taken.reserve(10)
     await until_blocked(waiting)
-    store.values.close()
+    taken.values.close()
     with pytest.raises(BufferClosed):
         await waiting
-    await store.values.room.aclose()
-    assert len(store.values.room) == 0
+    await taken.values.room.aclose()
+    assert len(taken.values.room) == 0
 
 
 SPEC = TensorSpec((60,), "uint8")

@@ -69,35 +69,41 @@ class Bench:
         return holder
 
 
-async def full_bench() -> Bench:
-    """Return one that has no room for another entry."""
-    bench = Bench()
+@pytest.fixture
+async def bench() -> Bench:
+    return Bench()
+
+
+@pytest.fixture
+async def full_bench(bench: Bench) -> Bench:
+    """One that has no room for another entry."""
     await bench.insert("full", tokens=(9,))
     return bench
 
 
-async def test_given_back_to_another_it_sends_its_bytes_again() -> None:
-    bench = await full_bench()
-    insert = await bench.started("a")
-    first, second = bench.select(), bench.select()
+async def test_given_back_to_another_it_sends_its_bytes_again(
+    full_bench: Bench,
+) -> None:
+    insert = await full_bench.started("a")
+    first, second = full_bench.select(), full_bench.select()
     await until_blocked(insert)
-    bench.ledger.leases.give_back(first.held(), reached=False)
+    full_bench.ledger.leases.give_back(first.held(), reached=False)
     await until_blocked(insert)
-    assert (second.heard[-1], bench.fills) == ("completed", 3)
-    bench.ledger.leases.acknowledge(second.held())
+    assert (second.heard[-1], full_bench.fills) == ("completed", 3)
+    full_bench.ledger.leases.acknowledge(second.held())
     await insert
 
 
-async def test_acknowledged_before_its_bytes_came_it_sends_none() -> None:
-    bench = await full_bench()
-    insert = await bench.started("a")
-    bench.ledger.leases.acknowledge(bench.select().held())
+async def test_acknowledged_before_its_bytes_came_it_sends_none(
+    full_bench: Bench,
+) -> None:
+    insert = await full_bench.started("a")
+    full_bench.ledger.leases.acknowledge(full_bench.select().held())
     await insert
-    assert bench.fills == 1
+    assert full_bench.fills == 1
 
 
-async def test_cancelled_it_gives_its_room_to_the_next() -> None:
-    bench = Bench()
+async def test_cancelled_it_gives_its_room_to_the_next(bench: Bench) -> None:
     bench.may_fill.clear()
     first = await bench.started("a", tokens=(9,))
     second = await bench.started("b")
@@ -107,15 +113,16 @@ async def test_cancelled_it_gives_its_room_to_the_next() -> None:
     assert list(bench.ledger.table.entries) == ["b"]
 
 
-async def test_cancelled_with_a_consumer_it_is_that_consumers_alone() -> None:
-    bench = await full_bench()
-    insert = await bench.started("a")
-    holder = bench.select()
+async def test_cancelled_with_a_consumer_it_is_that_consumers_alone(
+    full_bench: Bench,
+) -> None:
+    insert = await full_bench.started("a")
+    holder = full_bench.select()
     await until_blocked(insert)
     insert.cancel()
     await asyncio.wait({insert})
-    bench.ledger.leases.acknowledge(holder.held())
-    assert bench.ledger.table.memory.outside_bytes == 0
+    full_bench.ledger.leases.acknowledge(holder.held())
+    assert full_bench.ledger.table.memory.outside_bytes == 0
 
 
 async def broken_off(bench: Bench, *, counts: bool) -> bytes:
@@ -134,8 +141,9 @@ async def broken_off(bench: Bench, *, counts: bool) -> bytes:
     return digest
 
 
-async def test_sent_again_an_insert_goes_on_after_what_was_delivered() -> None:
-    bench = Bench()
+async def test_sent_again_an_insert_goes_on_after_what_was_delivered(
+    bench: Bench,
+) -> None:
     digest = await broken_off(bench, counts=True)
     again = await bench.started("a", deliveries=2, digest=digest)
     assert bench.select("one").entry_id is None
@@ -147,8 +155,7 @@ async def test_sent_again_an_insert_goes_on_after_what_was_delivered() -> None:
     assert "a" not in bench.ledger.table.entries
 
 
-async def test_sent_again_its_failures_still_count() -> None:
-    bench = Bench()
+async def test_sent_again_its_failures_still_count(bench: Bench) -> None:
     digest = await broken_off(bench, counts=False)
     again = await bench.started("a", deliveries=2, digest=digest)
     lease = bench.select("one").held()
@@ -156,94 +163,93 @@ async def test_sent_again_its_failures_still_count() -> None:
     again.cancel()
 
 
-async def test_other_contents_under_its_id_begin_anew() -> None:
-    bench = Bench()
+async def test_other_contents_under_its_id_begin_anew(bench: Bench) -> None:
     await broken_off(bench, counts=True)
     again = await bench.started("a", deliveries=2, digest=b"other")
     assert bench.select("one").held().attempt == 1
     again.cancel()
 
 
-async def test_what_its_consumer_has_alone_does_not_stand_for_other_deliveries() -> (
-    None
-):
-    bench = await full_bench()
-    insert = await bench.started("a", deliveries=2)
-    holder = bench.select("one")
+async def test_what_its_consumer_has_alone_does_not_stand_for_other_deliveries(
+    full_bench: Bench,
+) -> None:
+    insert = await full_bench.started("a", deliveries=2)
+    holder = full_bench.select("one")
     await until_blocked(insert)
     insert.cancel()
     await asyncio.wait({insert})
     digest = holder.held().entry.digest()
-    bench.ledger.leases.acknowledge(holder.held())
-    again = await bench.started("a", deliveries=2, digest=digest)
-    assert bench.select("two").held().attempt == 2
+    full_bench.ledger.leases.acknowledge(holder.held())
+    again = await full_bench.started("a", deliveries=2, digest=digest)
+    assert full_bench.select("two").held().attempt == 2
     again.cancel()
 
 
-async def test_an_insert_that_was_withdrawn_says_so() -> None:
-    bench = await full_bench()
-    insert = await bench.started("a")
-    assert bench.ledger.withdraw("a")
+async def test_an_insert_that_was_withdrawn_says_so(full_bench: Bench) -> None:
+    insert = await full_bench.started("a")
+    assert full_bench.ledger.withdraw("a")
     with pytest.raises(EntryAborted, match="withdrawn"):
         await insert
 
 
-async def test_closing_refuses_those_who_wait_and_those_who_come() -> None:
-    bench = await full_bench()
-    insert = await bench.started("a")
-    bench.ledger.refuse_inserts()
-    for refused in (insert, bench.insert("b")):
+async def test_closing_refuses_those_who_wait_and_those_who_come(
+    full_bench: Bench,
+) -> None:
+    insert = await full_bench.started("a")
+    full_bench.ledger.refuse_inserts()
+    for refused in (insert, full_bench.insert("b")):
         with pytest.raises(BufferClosed):
             await refused
 
 
-async def test_closing_does_not_wait_for_who_holds_a_direct_delivery() -> None:
-    bench = await full_bench()
-    insert = await bench.started("a")
-    holder = bench.select()
+async def test_closing_does_not_wait_for_who_holds_a_direct_delivery(
+    full_bench: Bench,
+) -> None:
+    insert = await full_bench.started("a")
+    holder = full_bench.select()
     await until_blocked(insert)
-    bench.ledger.leases.reach(holder.held())
-    bench.ledger.close()
+    full_bench.ledger.leases.reach(holder.held())
+    full_bench.ledger.close()
     with pytest.raises(BufferClosed, match="holds the entry"):
         await insert
-    bench.ledger.leases.acknowledge(holder.held())
+    full_bench.ledger.leases.acknowledge(holder.held())
 
 
-async def test_a_stream_that_is_cancelled_before_it_began_leaves_no_trace() -> None:
-    bench = await full_bench()
+async def test_a_stream_that_is_cancelled_before_it_began_leaves_no_trace(
+    full_bench: Bench,
+) -> None:
     drawn = draft_of("a", nbytes=80, streaming=True)
-    begin = asyncio.create_task(bench.admission.begin(drawn))
+    begin = asyncio.create_task(full_bench.admission.begin(drawn))
     await until_blocked(begin)
     begin.cancel()
     await asyncio.wait({begin})
-    assert list(bench.ledger.table.entries) == ["full"]
-    assert len(bench.room) == 0
-    assert bench.select().entry_id is None
+    assert list(full_bench.ledger.table.entries) == ["full"]
+    assert len(full_bench.room) == 0
+    assert full_bench.select().entry_id is None
 
 
-async def test_a_stream_without_room_ends_when_it_moved_in() -> None:
-    bench = await full_bench()
-    entry, holder, finish = await bench.streamed("a")
-    bench.ledger.leases.give_back(holder.held(), reached=True)
+async def test_a_stream_without_room_ends_when_it_moved_in(full_bench: Bench) -> None:
+    entry, holder, finish = await full_bench.streamed("a")
+    full_bench.ledger.leases.give_back(holder.held(), reached=True)
     await until_blocked(finish)
     assert not finish.done()
-    bench.ledger.withdraw("full")
+    full_bench.ledger.withdraw("full")
     await finish
     assert entry.in_arena
 
 
-async def test_a_stream_that_can_have_no_room_any_more_says_so() -> None:
-    bench = await full_bench()
-    entry, holder, finish = await bench.streamed("a")
-    bench.arena.max_bytes = 60  # memory was refused
-    bench.room.change()
+async def test_a_stream_that_can_have_no_room_any_more_says_so(
+    full_bench: Bench,
+) -> None:
+    entry, holder, finish = await full_bench.streamed("a")
+    full_bench.arena.max_bytes = 60  # memory was refused
+    full_bench.room.change()
     with pytest.raises(EntryTooLarge):
         await finish
     assert holder.held().entry is entry and not entry.in_arena
 
 
-async def test_an_insert_that_finds_no_memory_leaves_no_trace() -> None:
-    bench = Bench()
+async def test_an_insert_that_finds_no_memory_leaves_no_trace(bench: Bench) -> None:
 
     async def fill(entry: StoredEntry, landed: Landed) -> None:
         raise MemoryError
@@ -262,30 +268,28 @@ def insert_nowait(
     return bench.admission.insert_nowait(drawn, pieces, [b"d"], digest)
 
 
-async def test_what_is_here_is_in_at_once_and_goes_to_who_waits() -> None:
-    bench = Bench()
+async def test_what_is_here_is_in_at_once_and_goes_to_who_waits(bench: Bench) -> None:
     holder = bench.select()
     assert insert_nowait(bench, "it")
     assert holder.entry_id == "it"
     assert holder.held().entry.state is EntryState.READY
 
 
-async def test_what_is_here_but_has_no_room_leaves_no_trace() -> None:
-    bench = await full_bench()
-    assert not insert_nowait(bench, "it")
-    assert [*bench.ledger.table.entries] == ["full"]
-    assert not len(bench.room)
+async def test_what_is_here_but_has_no_room_leaves_no_trace(full_bench: Bench) -> None:
+    assert not insert_nowait(full_bench, "it")
+    assert [*full_bench.ledger.table.entries] == ["full"]
+    assert not len(full_bench.room)
 
 
-async def test_what_is_here_does_not_pass_who_waits_for_room() -> None:
-    bench = await full_bench()
-    waiting = await bench.started("first")
-    assert not insert_nowait(bench, "second", nbytes=1)
+async def test_what_is_here_does_not_pass_who_waits_for_room(full_bench: Bench) -> None:
+    waiting = await full_bench.started("first")
+    assert not insert_nowait(full_bench, "second", nbytes=1)
     waiting.cancel()
 
 
-async def test_what_is_here_again_is_in_once_and_of_other_contents_refused() -> None:
-    bench = Bench()
+async def test_what_is_here_again_is_in_once_and_of_other_contents_refused(
+    bench: Bench,
+) -> None:
     assert insert_nowait(bench, "it")
     digest = bench.ledger.table.entries["it"].digest()
     assert insert_nowait(bench, "it", digest)
@@ -296,9 +300,8 @@ async def test_what_is_here_again_is_in_once_and_of_other_contents_refused() -> 
 
 @pytest.mark.parametrize("error", [MemoryError(), ValueError("of another length")])
 async def test_what_is_here_and_cannot_be_copied_leaves_no_trace(
-    error: Exception, monkeypatch: pytest.MonkeyPatch
+    bench: Bench, error: Exception, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    bench = Bench()
 
     def fails(nbytes: int) -> memoryview:
         raise error
@@ -311,9 +314,9 @@ async def test_what_is_here_and_cannot_be_copied_leaves_no_trace(
 
 
 async def test_what_is_here_waits_if_it_is_for_a_gpu(
+    bench: Bench,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    bench = Bench()
     monkeypatch.setattr(Region, "write", DeviceRegion.write)
     assert not insert_nowait(bench, "it")
     assert not bench.arena.used_bytes
@@ -322,23 +325,15 @@ async def test_what_is_here_waits_if_it_is_for_a_gpu(
 WAITING, FILLING = EntryState.WAITING, EntryState.FILLING
 
 
-def full_ledger() -> SteppedLedger:
-    """Return one of 100 bytes that has no room until ``"full"`` leaves."""
-    bench = SteppedLedger()
-    bench.insert("full", tokens=(9,), nbytes=92)
-    return bench
-
-
-async def test_who_comes_first_goes_first() -> None:
-    bench = full_ledger()
-    entries = [bench.begin(name, nbytes=92) for name in "abc"]
-    bench.ledger.withdraw("full")
+async def test_who_comes_first_goes_first(full: SteppedLedger) -> None:
+    entries = [full.begin(name, nbytes=92) for name in "abc"]
+    full.ledger.withdraw("full")
     for count, entry in enumerate(entries, 1):
         assert entry.state is FILLING
         assert [e.state for e in entries].count(WAITING) == 3 - count
-        bench.finish(entry)
-        bench.ledger.withdraw(entry.entry_id)
-    assert len(bench.room) == 0
+        full.finish(entry)
+        full.ledger.withdraw(entry.entry_id)
+    assert len(full.room) == 0
 
 
 async def test_nobody_passes_who_waits() -> None:
@@ -349,41 +344,42 @@ async def test_nobody_passes_who_waits() -> None:
     assert (first in bench.room, second in bench.room) == (True, True)
 
 
-async def test_who_was_selected_meanwhile_lets_others_pass_in_its_place() -> None:
-    bench = full_ledger()
-    first, second = bench.begin("a", nbytes=92), bench.begin("b", tokens=(2,))
-    holder, _ = bench.select()
+async def test_who_was_selected_meanwhile_lets_others_pass_in_its_place(
+    full: SteppedLedger,
+) -> None:
+    first, second = full.begin("a", nbytes=92), full.begin("b", tokens=(2,))
+    holder, _ = full.select()
     assert first.state is EntryState.DIRECT
-    bench.ledger.withdraw("full")
+    full.ledger.withdraw("full")
     assert second.in_arena
-    bench.finish(first)
-    bench.leases.give_back(holder.held(), reached=False)
-    third = bench.begin("c", tokens=(3,))
-    bench.finish(second)
-    bench.ledger.withdraw("b")
+    full.finish(first)
+    full.leases.give_back(holder.held(), reached=False)
+    third = full.begin("c", tokens=(3,))
+    full.finish(second)
+    full.ledger.withdraw("b")
     assert (first.in_arena, third.in_arena) == (True, False)
 
 
-async def test_who_passes_only_selected_ones_does_not_wait() -> None:
-    bench = full_ledger()
-    bench.begin("a")
-    bench.select()
-    bench.ledger.withdraw("full")
-    assert bench.begin("b").state is FILLING
+async def test_who_passes_only_selected_ones_does_not_wait(full: SteppedLedger) -> None:
+    full.begin("a")
+    full.select()
+    full.ledger.withdraw("full")
+    assert full.begin("b").state is FILLING
 
 
 @pytest.mark.parametrize("commits", [False, True])
-async def test_what_began_outside_moves_in_when_there_is_room(commits: bool) -> None:
-    bench = full_ledger()
-    entry = bench.begin("a", streaming=True)
-    bench.select(streams=True)
+async def test_what_began_outside_moves_in_when_there_is_room(
+    full: SteppedLedger, commits: bool
+) -> None:
+    entry = full.begin("a", streaming=True)
+    full.select(streams=True)
     if commits:
-        bench.finish(entry)
-    assert (entry in bench.room, entry.in_arena) == (True, False)
-    assert bench.table.memory.outside_bytes == 16
-    bench.ledger.withdraw("full")
-    assert (entry in bench.room, entry.in_arena) == (False, True)
-    assert (bench.table.memory.outside_bytes, bench.arena.used_bytes) == (0, 16)
+        full.finish(entry)
+    assert (entry in full.room, entry.in_arena) == (True, False)
+    assert full.table.memory.outside_bytes == 16
+    full.ledger.withdraw("full")
+    assert (entry in full.room, entry.in_arena) == (False, True)
+    assert (full.table.memory.outside_bytes, full.arena.used_bytes) == (0, 16)
 
 
 async def test_an_entry_that_left_tells_its_insert_how() -> None:
@@ -397,16 +393,16 @@ async def test_an_entry_that_left_tells_its_insert_how() -> None:
 
 
 async def test_a_wait_says_who_waits_for_how_much_of_what(
+    full_bench: Bench,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level(logging.DEBUG, "asynckv.observability.waits")
-    bench = await full_bench()
-    waiting = await bench.started("1")
+    waiting = await full_bench.started("1")
     for _ in range(3):
-        bench.room.change()
+        full_bench.room.change()
         await until_blocked(waiting)
-    assert bench.room.longest_wait_s(asyncio.get_running_loop().time()) >= 0
-    bench.ledger.withdraw("full")
+    assert full_bench.room.longest_wait_s(asyncio.get_running_loop().time()) >= 0
+    full_bench.ledger.withdraw("full")
     await waiting
     (message,) = caplog.messages
     assert message.startswith(

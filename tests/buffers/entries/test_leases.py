@@ -24,8 +24,9 @@ from harness.ledgers import SteppedLedger
 ONE = make_query([1], None)
 
 
-async def test_who_asks_for_a_taken_entry_by_its_id_is_told_so_and_not_others() -> None:
-    bench = SteppedLedger()
+async def test_who_asks_for_a_taken_entry_by_its_id_is_told_so_and_not_others(
+    bench: SteppedLedger,
+) -> None:
     bench.insert("a")
     holder, _ = bench.select()
     named, _ = bench.select(make_query(None, None, entry_id="a"))
@@ -35,16 +36,16 @@ async def test_who_asks_for_a_taken_entry_by_its_id_is_told_so_and_not_others() 
     assert (named.heard, late.heard, other.heard) == (["taken"], ["taken"], [])
 
 
-async def test_an_entry_whose_insert_failed_is_waited_for_by_its_id() -> None:
-    bench = SteppedLedger()
+async def test_an_entry_whose_insert_failed_is_waited_for_by_its_id(
+    bench: SteppedLedger,
+) -> None:
     bench.ledger.forsake(bench.begin("a"))
     waiting, _ = bench.select(make_query(None, None, entry_id="a"))
     bench.insert("a")
     assert waiting.entry_id == "a"
 
 
-async def test_a_stale_acknowledgement_is_refused() -> None:
-    bench = SteppedLedger()
+async def test_a_stale_acknowledgement_is_refused(bench: SteppedLedger) -> None:
     bench.insert("a")
     holder, _ = bench.select()
     stale = holder.held()
@@ -55,8 +56,9 @@ async def test_a_stale_acknowledgement_is_refused() -> None:
     assert bench.select()[0].held().attempt == 2
 
 
-async def test_a_forgotten_query_gives_back_and_is_never_served_again() -> None:
-    bench = SteppedLedger()
+async def test_a_forgotten_query_gives_back_and_is_never_served_again(
+    bench: SteppedLedger,
+) -> None:
     entry = bench.begin("a")
     first, waiter = bench.select()
     bench.leases.forget(waiter)
@@ -67,8 +69,9 @@ async def test_a_forgotten_query_gives_back_and_is_never_served_again() -> None:
     assert first.heard == ["leased a"]
 
 
-async def test_retracted_queries_are_served_in_the_order_of_their_wait() -> None:
-    bench = SteppedLedger()
+async def test_retracted_queries_are_served_in_the_order_of_their_wait(
+    bench: SteppedLedger,
+) -> None:
     bench.insert("other", tokens=(1,))
     entry = bench.begin("a", tokens=(1,), deliveries=2)
     old, old_waiter = bench.select(make_query([1], None, entry_id="a"), "old")
@@ -80,8 +83,7 @@ async def test_retracted_queries_are_served_in_the_order_of_their_wait() -> None
     assert (old.entry_id, young.entry_id) == ("a", None)
 
 
-async def test_each_delivery_goes_to_another_consumer() -> None:
-    bench = SteppedLedger()
+async def test_each_delivery_goes_to_another_consumer(bench: SteppedLedger) -> None:
     bench.insert("a", deliveries=2)
     one, _ = bench.select(consumer="one")
     again, _ = bench.select(consumer="one")
@@ -94,9 +96,9 @@ async def test_each_delivery_goes_to_another_consumer() -> None:
 
 
 async def test_too_many_failures_drop_an_entry(
+    bench: SteppedLedger,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    bench = SteppedLedger()
     bench.insert("a")
     gone = bench.table.when_gone("a")
     for _ in range(2):
@@ -107,8 +109,9 @@ async def test_too_many_failures_drop_an_entry(
     assert caplog.messages == ["entry 'a' failed in 2 consumers and is dropped"]
 
 
-async def test_a_query_that_is_cancelled_has_not_failed_with_its_entry() -> None:
-    bench = SteppedLedger()
+async def test_a_query_that_is_cancelled_has_not_failed_with_its_entry(
+    bench: SteppedLedger,
+) -> None:
     entry = bench.insert("a")
     for _ in range(3):
         holder, waiter = bench.select()
@@ -118,8 +121,9 @@ async def test_a_query_that_is_cancelled_has_not_failed_with_its_entry() -> None
     assert entry.failures == 0
 
 
-async def test_who_held_an_entry_that_left_can_have_it_when_it_is_sent_again() -> None:
-    bench = SteppedLedger()
+async def test_who_held_an_entry_that_left_can_have_it_when_it_is_sent_again(
+    bench: SteppedLedger,
+) -> None:
     first = bench.insert("a", deliveries=3)
     bench.leases.acknowledge(bench.select(consumer="done")[0].held())
     bench.leases.reach(bench.select(consumer="held")[0].held())
@@ -134,8 +138,9 @@ async def test_who_held_an_entry_that_left_can_have_it_when_it_is_sent_again() -
     assert got == [None, "a"]
 
 
-async def test_who_was_being_sent_an_entry_can_have_it_when_it_is_sent_again() -> None:
-    bench = SteppedLedger()
+async def test_who_was_being_sent_an_entry_can_have_it_when_it_is_sent_again(
+    bench: SteppedLedger,
+) -> None:
     bench.insert("full", tokens=(9,), nbytes=90)
     entry = bench.begin("a", nbytes=50, deliveries=2)
     done, _ = bench.select(consumer="done")
@@ -179,8 +184,7 @@ async def test_a_delivery_that_takes_too_long_goes_to_another_and_waits_again(
     assert slow.entry_id == "b"
 
 
-async def test_tokens_of_deliveries_are_never_the_same() -> None:
-    bench = SteppedLedger()
+async def test_tokens_of_deliveries_are_never_the_same(bench: SteppedLedger) -> None:
     bench.insert("a", deliveries=200)
     held = [bench.select(Query(None), f"{n}")[0].held() for n in range(200)]
     assert len({lease.token for lease in held}) == 200
@@ -236,6 +240,16 @@ async def test_the_time_of_a_holder_runs_from_when_it_first_had_the_entry(
         bench.leases.reach(holder.held())
 
 
+@pytest.fixture
+def matcher() -> Matcher:
+    return Matcher()
+
+
+@pytest.fixture
+def line() -> WaitingQueries:
+    return WaitingQueries()
+
+
 ONE_TOKEN = (1).to_bytes(8, "little")
 
 
@@ -251,37 +265,22 @@ def waiting(
     return Waiter(query, RecordingHolder(), seq, fingerprint)
 
 
-def test_only_equal_fingerprints_match() -> None:
-    maker = Matcher()
-    maker.update(ready("a"))
+def test_only_equal_fingerprints_match(matcher: Matcher) -> None:
+    matcher.update(ready("a"))
     other = KVFingerprint(model="m")
-    assert maker.find(waiting(make_query([1], None), 1, other)) is None
-    assert maker.peek(ONE_TOKEN, other) == 0
-    assert maker.peek(ONE_TOKEN, None) == 1
-    assert maker.peek(b"", None) == 0
+    assert matcher.find(waiting(make_query([1], None), 1, other)) is None
+    assert matcher.peek(ONE_TOKEN, other) == 0
+    assert matcher.peek(ONE_TOKEN, None) == 1
+    assert matcher.peek(b"", None) == 0
 
 
-def test_the_query_that_has_waited_longest_is_next() -> None:
-    maker = Matcher()
-    for seq in (3, 2):
-        maker.enqueue(waiting(make_query([1], None), seq))
-    maker.enqueue(waiting(Query(None), 1))
-    entry = ready("a", (1, 2))
-    entry.deliveries_left = 9
-    maker.update(entry)
-    served = [maker.next_for(entry) for _ in range(4)]
-    assert [found and found[0].seq for found in served] == [1, 2, 3, None]
-    assert maker.waiting_count == 0
-
-
-def test_everyone_leaves_in_the_order_of_their_wait() -> None:
-    maker = Matcher()
+def test_everyone_leaves_in_the_order_of_their_wait(matcher: Matcher) -> None:
     queries = (Query(None, "id"), make_query([1], None), Query(None))
     for seq, query in enumerate(queries):
-        maker.enqueue(waiting(query, seq))
-    assert [waiter.seq for waiter in maker.everyone()] == [0, 1, 2]
-    assert maker.waiting_count == 0
-    assert maker.everyone() == []
+        matcher.enqueue(waiting(query, seq))
+    assert [waiter.seq for waiter in matcher.everyone()] == [0, 1, 2]
+    assert matcher.waiting_count == 0
+    assert matcher.everyone() == []
 
 
 def test_an_insert_that_may_fail_is_shown_to_no_stream() -> None:
@@ -337,8 +336,7 @@ def oldest(line: WaitingQueries) -> tuple[int, int] | None:
     return None if found is None else (found[0].seq, found[1])
 
 
-def test_the_lowest_seq_of_every_kind_of_query_wins() -> None:
-    line = WaitingQueries()
+def test_the_lowest_seq_of_every_kind_of_query_wins(line: WaitingQueries) -> None:
     in_line(line, Query(None), 4)
     in_line(line, make_query([1], None), 3)
     assert oldest(line) == (3, 1)
@@ -348,8 +346,7 @@ def test_the_lowest_seq_of_every_kind_of_query_wins() -> None:
     assert oldest(line) == (1, 2)
 
 
-def test_who_comes_back_has_its_old_place() -> None:
-    line = WaitingQueries()
+def test_who_comes_back_has_its_old_place(line: WaitingQueries) -> None:
     first, second = (in_line(line, Query(None, "a"), seq) for seq in (1, 2))
     line.remove(first)
     assert oldest(line) == (2, 0)
@@ -361,8 +358,7 @@ def test_who_comes_back_has_its_old_place() -> None:
     assert oldest(line) is None
 
 
-def test_who_is_refused_is_passed_over() -> None:
-    line = WaitingQueries()
+def test_who_is_refused_is_passed_over(line: WaitingQueries) -> None:
     for query in (Query(None), Query(None, "a"), make_query([1], None)):
         for seq in (1, 2):
             in_line(line, query, seq)
@@ -371,8 +367,7 @@ def test_who_is_refused_is_passed_over() -> None:
     assert found[0].seq == 2
 
 
-def test_a_query_says_how_much_must_match() -> None:
-    line = WaitingQueries()
+def test_a_query_says_how_much_must_match(line: WaitingQueries) -> None:
     in_line(line, make_query([1], None, match="exact"), 1)
     in_line(line, make_query([1, 2, 3], None, min_matched_tokens=3), 2)
     assert oldest(line) is None

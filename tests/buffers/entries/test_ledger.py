@@ -18,97 +18,71 @@ from harness.ledgers import SteppedLedger
 ONE = make_query([1], None)
 
 
-def full_ledger() -> SteppedLedger:
-    """Return one that has no room for another entry."""
-    bench = SteppedLedger()
-    bench.insert("full", tokens=(9,), nbytes=90)
-    return bench
-
-
-async def test_a_failed_insert_leaves_no_trace_and_its_query_keeps_its_place() -> None:
-    bench = SteppedLedger()
-    entry = bench.begin("a")
-    first, _ = bench.select()
-    second, _ = bench.select()
-    bench.ledger.forsake(entry)
-    assert first.heard == ["leased a", "retracted"]
-    bench.insert("b")
-    assert (first.entry_id, second.entry_id) == ("b", None)
-    with pytest.raises(KeyError):
-        bench.table.when_gone("a")
-
-
-async def test_an_entry_without_room_goes_straight_to_who_selects_it() -> None:
-    bench = full_ledger()
-    entry = bench.begin("a", nbytes=50)
-    holder, _ = bench.select()
-    assert entry.state is EntryState.DIRECT
-    assert (bench.table.memory.outside_bytes, holder.charged_bytes) == (58, 58)
-    bench.finish(entry)
-    bench.leases.acknowledge(holder.held())
-    assert (bench.table.memory.outside_bytes, holder.charged_bytes) == (0, 0)
-
-
-async def test_a_consumer_whose_bound_is_full_gets_no_direct_delivery() -> None:
-    bench = full_ledger()
-    bench.begin("a", nbytes=50)
+async def test_a_consumer_whose_bound_is_full_gets_no_direct_delivery(
+    full: SteppedLedger,
+) -> None:
+    full.begin("a", nbytes=50)
     holder = RecordingHolder(bound=57)
-    bench.leases.select(ONE, holder, None)
+    full.leases.select(ONE, holder, None)
     assert holder.entry_id is None
     holder.bound = 58
-    bench.ledger.offer_waiting_soon()
+    full.ledger.offer_waiting_soon()
     await asyncio.sleep(0)
     assert holder.entry_id == "a"
 
 
-async def test_an_early_acknowledgement_does_not_restart_bytes_on_their_way() -> None:
-    bench = full_ledger()
-    entry = bench.begin("a", nbytes=50, deliveries=2)
-    holder, _ = bench.select(streams=True)
+async def test_an_early_acknowledgement_does_not_restart_bytes_on_their_way(
+    full: SteppedLedger,
+) -> None:
+    entry = full.begin("a", nbytes=50, deliveries=2)
+    holder, _ = full.select(streams=True)
     region = entry.parts[0].region
-    bench.leases.acknowledge(holder.held())
+    full.leases.acknowledge(holder.held())
     assert entry.parts[0].region is region
-    bench.finish(entry)
+    full.finish(entry)
     assert entry.state is EntryState.WAITING
-    assert bench.table.memory.outside_bytes == 0
+    assert full.table.memory.outside_bytes == 0
 
 
-async def test_a_forsaken_direct_delivery_is_its_consumers_alone() -> None:
-    bench = full_ledger()
-    entry = bench.begin("a", nbytes=50)
-    holder, _ = bench.select()
-    bench.finish(entry)
-    bench.ledger.forsake(entry)
-    assert bench.table.is_undecided("a")
-    assert bench.select()[0].entry_id is None
-    bench.leases.give_back(holder.held(), reached=False)
-    assert "a" not in bench.table.entries
-    assert bench.table.memory.outside_bytes == 0
+async def test_a_forsaken_direct_delivery_is_its_consumers_alone(
+    full: SteppedLedger,
+) -> None:
+    entry = full.begin("a", nbytes=50)
+    holder, _ = full.select()
+    full.finish(entry)
+    full.ledger.forsake(entry)
+    assert full.table.is_undecided("a")
+    assert full.select()[0].entry_id is None
+    full.leases.give_back(holder.held(), reached=False)
+    assert "a" not in full.table.entries
+    assert full.table.memory.outside_bytes == 0
 
 
-async def test_a_forsaken_stream_outside_is_its_consumers_alone() -> None:
-    bench = full_ledger()
-    entry = bench.begin("a", nbytes=50, streaming=True, deliveries=2)
-    one, _ = bench.select(consumer="one")
-    two, _ = bench.select(consumer="two")
-    bench.finish(entry)
-    bench.ledger.abort_streaming(entry)
-    bench.leases.acknowledge(one.held())
-    bench.leases.acknowledge(two.held())
-    assert bench.table.when_gone("a").done()
-    assert bench.table.memory.outside_bytes == 0
+async def test_a_forsaken_stream_outside_is_its_consumers_alone(
+    full: SteppedLedger,
+) -> None:
+    entry = full.begin("a", nbytes=50, streaming=True, deliveries=2)
+    one, _ = full.select(consumer="one")
+    two, _ = full.select(consumer="two")
+    full.finish(entry)
+    full.ledger.abort_streaming(entry)
+    full.leases.acknowledge(one.held())
+    full.leases.acknowledge(two.held())
+    assert full.table.when_gone("a").done()
+    assert full.table.memory.outside_bytes == 0
 
 
-async def test_nobody_else_gets_a_stream_outside_that_its_writer_gave_up() -> None:
-    bench = full_ledger()
-    entry = bench.begin("a", nbytes=50, streaming=True, deliveries=2)
-    holder, _ = bench.select(consumer="one")
-    bench.finish(entry)
-    bench.ledger.abort_streaming(entry)
-    assert bench.select(consumer="two")[0].entry_id is None
-    bench.leases.give_back(holder.held(), reached=False)
-    assert "a" not in bench.table.entries
-    assert bench.table.memory.outside_bytes == 0
+async def test_nobody_else_gets_a_stream_outside_that_its_writer_gave_up(
+    full: SteppedLedger,
+) -> None:
+    entry = full.begin("a", nbytes=50, streaming=True, deliveries=2)
+    holder, _ = full.select(consumer="one")
+    full.finish(entry)
+    full.ledger.abort_streaming(entry)
+    assert full.select(consumer="two")[0].entry_id is None
+    full.leases.give_back(holder.held(), reached=False)
+    assert "a" not in full.table.entries
+    assert full.table.memory.outside_bytes == 0
 
 
 async def test_closing_ends_queries_and_what_no_application_holds() -> None:
@@ -127,8 +101,9 @@ async def test_closing_ends_queries_and_what_no_application_holds() -> None:
     assert bench.arena.used_bytes == 0
 
 
-async def test_closing_leaves_an_entry_to_who_has_it_and_takes_it_from_others() -> None:
-    bench = SteppedLedger()
+async def test_closing_leaves_an_entry_to_who_has_it_and_takes_it_from_others(
+    bench: SteppedLedger,
+) -> None:
     bench.insert("a", deliveries=2)
     has, _ = bench.select(consumer="has it")
     awaits, _ = bench.select(consumer="awaits it")
@@ -139,17 +114,9 @@ async def test_closing_leaves_an_entry_to_who_has_it_and_takes_it_from_others() 
     assert bench.arena.used_bytes == 0
 
 
-async def test_what_somebody_holds_cannot_be_withdrawn() -> None:
-    bench = SteppedLedger()
-    bench.insert("a")
-    holder, _ = bench.select()
-    assert not bench.ledger.withdraw("a")
-    bench.leases.give_back(holder.held(), reached=False)
-    assert bench.ledger.withdraw("a") and not bench.ledger.withdraw("a")
-
-
-async def test_after_closing_nothing_given_back_stays_and_nobody_waits() -> None:
-    bench = SteppedLedger()
+async def test_after_closing_nothing_given_back_stays_and_nobody_waits(
+    bench: SteppedLedger,
+) -> None:
     bench.insert("held")
     gone = bench.table.when_gone("held")
     reached, _ = bench.select()

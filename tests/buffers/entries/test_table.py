@@ -32,8 +32,9 @@ from harness.ledgers import SteppedLedger
 ONE = make_query([1], None)
 
 
-async def test_time_is_judged_again_after_each_acknowledgement() -> None:
-    bench = SteppedLedger()
+async def test_time_is_judged_again_after_each_acknowledgement(
+    bench: SteppedLedger,
+) -> None:
     entry = bench.insert("a", deliveries=2, ttl_s=60)
     holder, _ = bench.select()
     entry.expires_at = 0.0  # its time ran out while it was held
@@ -42,8 +43,9 @@ async def test_time_is_judged_again_after_each_acknowledgement() -> None:
     assert bench.arena.used_bytes == 0
 
 
-async def test_sent_again_after_its_time_an_entry_goes_on_after_what_counted() -> None:
-    bench = SteppedLedger()
+async def test_sent_again_after_its_time_an_entry_goes_on_after_what_counted(
+    bench: SteppedLedger,
+) -> None:
     entry = bench.insert("a", deliveries=2, ttl_s=60)
     entry.expires_at = 0.0
     bench.leases.acknowledge(bench.select(consumer="one")[0].held())
@@ -53,8 +55,9 @@ async def test_sent_again_after_its_time_an_entry_goes_on_after_what_counted() -
     assert again.consumers == {"one"}
 
 
-async def test_what_counted_before_an_entry_was_sent_again_counts_for_ever() -> None:
-    bench = SteppedLedger()
+async def test_what_counted_before_an_entry_was_sent_again_counts_for_ever(
+    bench: SteppedLedger,
+) -> None:
     entry = bench.insert("a", deliveries=2, ttl_s=60)
     entry.expires_at = 0.0
     lease = bench.select(consumer="one")[0].held()
@@ -70,8 +73,9 @@ async def test_what_counted_before_an_entry_was_sent_again_counts_for_ever() -> 
     assert bench.table.was_acknowledged("a", lease.token)
 
 
-async def test_sent_again_what_failed_too_often_may_fail_as_often_again() -> None:
-    bench = SteppedLedger()
+async def test_sent_again_what_failed_too_often_may_fail_as_often_again(
+    bench: SteppedLedger,
+) -> None:
     entry = bench.insert("a")
     while "a" in bench.table.entries:
         bench.leases.give_back(bench.select()[0].held(), reached=True)
@@ -80,8 +84,9 @@ async def test_sent_again_what_failed_too_often_may_fail_as_often_again() -> Non
     assert (again.attempts, again.failures) == (entry.attempts, 0)
 
 
-async def test_what_was_withdrawn_goes_on_as_well_if_it_is_sent_again() -> None:
-    bench = SteppedLedger()
+async def test_what_was_withdrawn_goes_on_as_well_if_it_is_sent_again(
+    bench: SteppedLedger,
+) -> None:
     entry = bench.insert("a", deliveries=2)
     bench.leases.acknowledge(bench.select(consumer="one")[0].held())
     bench.table.leave(entry, "withdrawn")
@@ -90,8 +95,7 @@ async def test_what_was_withdrawn_goes_on_as_well_if_it_is_sent_again() -> None:
     assert (again.deliveries_left, again.consumers) == (1, {"one"})
 
 
-async def test_an_entry_in_hand_does_not_expire() -> None:
-    bench = SteppedLedger()
+async def test_an_entry_in_hand_does_not_expire(bench: SteppedLedger) -> None:
     bench.insert("a", ttl_s=0)
     bench.insert("b", tokens=(2,), ttl_s=0)
     holder, _ = bench.select()
@@ -101,8 +105,9 @@ async def test_an_entry_in_hand_does_not_expire() -> None:
     assert "a" not in bench.table.entries
 
 
-async def test_what_an_id_stands_for_is_known_before_and_after_it_left() -> None:
-    bench = SteppedLedger()
+async def test_what_an_id_stands_for_is_known_before_and_after_it_left(
+    bench: SteppedLedger,
+) -> None:
     assert bench.table.known_digest("a") is None
     entry = bench.begin("a")
     assert bench.table.known_digest("a") is None
@@ -117,8 +122,9 @@ async def test_what_an_id_stands_for_is_known_before_and_after_it_left() -> None
         bench.begin("a")
 
 
-async def test_a_cancelled_insert_does_not_forget_how_the_id_left_before() -> None:
-    bench = SteppedLedger()
+async def test_a_cancelled_insert_does_not_forget_how_the_id_left_before(
+    bench: SteppedLedger,
+) -> None:
     bench.insert("a")
     assert bench.ledger.withdraw("a")
     bench.ledger.forsake(bench.begin("a"))
@@ -126,8 +132,7 @@ async def test_a_cancelled_insert_does_not_forget_how_the_id_left_before() -> No
         bench.table.when_gone("a")
 
 
-async def test_a_cancelled_wait_for_the_end_is_forgotten() -> None:
-    bench = SteppedLedger()
+async def test_a_cancelled_wait_for_the_end_is_forgotten(bench: SteppedLedger) -> None:
     entry = bench.insert("a")
     for _ in range(3):
         bench.table.when_gone("a").cancel()
@@ -135,8 +140,9 @@ async def test_a_cancelled_wait_for_the_end_is_forgotten() -> None:
     assert not entry.gone
 
 
-async def test_who_waits_for_the_end_learns_of_an_acknowledgement() -> None:
-    bench = SteppedLedger()
+async def test_who_waits_for_the_end_learns_of_an_acknowledgement(
+    bench: SteppedLedger,
+) -> None:
     bench.insert("a")
     gone, cancelled = bench.table.when_gone("a"), bench.table.when_gone("a")
     cancelled.cancel()
@@ -263,10 +269,10 @@ async def test_one_entry_of_very_many_tensors_has_room_alone(
 
 
 async def test_what_began_outside_stays_there_while_too_much_is_kept_of_others(
+    bench: SteppedLedger,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(table, "LEAST_ACCOUNT_BYTES", 1000)
-    bench = SteppedLedger()
     bench.insert("full", tokens=(9,))
     entry = bench.begin("a", streaming=True)
     bench.select(streams=True)
@@ -277,8 +283,7 @@ async def test_what_began_outside_stays_there_while_too_much_is_kept_of_others(
     assert entry.in_arena
 
 
-async def test_outside_there_are_as_many_bytes_as_inside() -> None:
-    bench = SteppedLedger()
+async def test_outside_there_are_as_many_bytes_as_inside(bench: SteppedLedger) -> None:
     bench.insert("full", tokens=(9,), nbytes=92)
     assert bench.table.memory.may_place_outside(100)
     bench.begin("a", nbytes=50)
@@ -288,9 +293,9 @@ async def test_outside_there_are_as_many_bytes_as_inside() -> None:
 
 
 async def test_who_was_refused_bytes_outside_has_them_when_they_are_free_again(
+    bench: SteppedLedger,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    bench = SteppedLedger()
     bench.insert("full", tokens=(9,), nbytes=92)
     for name, tokens in (("a", (1,)), ("b", (2,))):
         bench.begin(name, tokens, nbytes=50)
@@ -308,10 +313,9 @@ async def test_who_was_refused_bytes_outside_has_them_when_they_are_free_again(
     ("bound", "most"), [("LEAST_ACCOUNT_BYTES", 8000), ("LEAST_ENTRIES", 2)]
 )
 async def test_entries_without_a_byte_wait_when_too_many_or_too_much_of_them_is_kept(
-    monkeypatch: pytest.MonkeyPatch, bound: str, most: int
+    bench: SteppedLedger, monkeypatch: pytest.MonkeyPatch, bound: str, most: int
 ) -> None:
     monkeypatch.setattr(table, bound, most)
-    bench = SteppedLedger()
     entries = [bench.begin(f"{n}", (), nbytes=0) for n in range(3)]
     filling, waiting = EntryState.FILLING, EntryState.WAITING
     assert [entry.state for entry in entries] == [filling, filling, waiting]

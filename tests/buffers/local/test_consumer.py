@@ -23,7 +23,7 @@ from asynckv.buffers.local.handover import (
 from asynckv.buffers.local.select import LocalSelect
 from asynckv.buffers.lookup import LookupBuffer
 from asynckv.devices.copying import CopyPool
-from asynckv.errors import BufferClosed, EntryAborted, LeaseLost
+from asynckv.errors import EntryAborted, LeaseLost
 from asynckv.tensors.arena import HeapArena, Region
 from asynckv.tensors.blocks import KVMemory
 from asynckv.testing.blocked import until, until_blocked
@@ -167,8 +167,7 @@ class Uses:
             raise
 
 
-async def test_entering_borrows_and_hands_an_error_on() -> None:
-    uses = Uses()
+async def test_entering_borrows_and_hands_an_error_on(uses: Uses) -> None:
     with pytest.raises(LookupError):
         async with uses.pending as entry:
             assert entry is ENTRY
@@ -217,24 +216,21 @@ async def test_every_runner_of_coroutines_takes_it() -> None:
     assert task.result() is ENTRY
 
 
-async def test_a_task_cancelled_before_it_starts_takes_nothing() -> None:
-    uses = Uses()
+async def test_a_task_cancelled_before_it_starts_takes_nothing(uses: Uses) -> None:
     task = asyncio.create_task(uses.pending)
     task.cancel()
     await asyncio.wait({task})
     assert uses.seen == []
 
 
-async def test_closed_unused_it_stays_unused() -> None:
-    uses = Uses()
+async def test_closed_unused_it_stays_unused(uses: Uses) -> None:
     uses.pending.close()
     with pytest.raises(RuntimeError, match="used before"):
         await uses.pending
     assert uses.seen == []
 
 
-async def test_closed_while_it_runs_it_ends() -> None:
-    uses = Uses()
+async def test_closed_while_it_runs_it_ends(uses: Uses) -> None:
     uses.pending.send(None)
     uses.pending.close()
     with pytest.raises(RuntimeError, match="cannot reuse"):
@@ -350,6 +346,21 @@ class Bench:
         self.ledger.commit(entry)
 
 
+@pytest.fixture
+async def bench() -> Bench:
+    return Bench()
+
+
+@pytest.fixture
+async def streaming() -> Bench:
+    return Bench(streams=True)
+
+
+@pytest.fixture
+def uses() -> Uses:
+    return Uses()
+
+
 def test_each_call_is_a_consumer_of_its_own() -> None:
     async def consumers() -> set[str]:
         return {Bench().holder.consumer for _ in range(3)}
@@ -357,17 +368,7 @@ def test_each_call_is_a_consumer_of_its_own() -> None:
     assert len(asyncio.run(consumers())) == 3
 
 
-async def test_waits_for_an_entry_and_for_its_bytes() -> None:
-    bench = Bench()
-    whole = asyncio.create_task(bench.holder.lease())
-    entry = bench.begin("a")
-    await until_blocked(whole)
-    bench.finish(entry)
-    assert (await whole).entry is entry
-
-
-async def test_waits_on_if_the_producer_fails() -> None:
-    bench = Bench()
+async def test_waits_on_if_the_producer_fails(bench: Bench) -> None:
     whole = asyncio.create_task(bench.holder.lease())
     for name in ("a", "b"):
         entry = bench.begin(name)
@@ -377,8 +378,9 @@ async def test_waits_on_if_the_producer_fails() -> None:
     assert (await whole).entry.entry_id == "c"
 
 
-async def test_woken_cancelled_with_an_entry_in_hand_it_gives_it_back() -> None:
-    bench = Bench()
+async def test_woken_cancelled_with_an_entry_in_hand_it_gives_it_back(
+    bench: Bench,
+) -> None:
     whole = asyncio.create_task(bench.holder.lease())
     await until_blocked(whole)
     bench.finish(bench.begin("a"))
@@ -389,58 +391,49 @@ async def test_woken_cancelled_with_an_entry_in_hand_it_gives_it_back() -> None:
     assert bench.ledger.leases.waiting_count == 0
 
 
-async def test_closing_ends_the_wait() -> None:
-    bench = Bench()
-    whole = asyncio.create_task(bench.holder.lease())
-    await until_blocked(whole)
-    bench.begin("a")
-    bench.ledger.close()
-    with pytest.raises(BufferClosed):
-        await whole
-
-
-async def test_a_stream_is_shown_what_has_a_writer_or_is_whole() -> None:
-    bench = Bench(streams=True)
-    shown = asyncio.create_task(bench.holder.lease())
-    whole = bench.begin("whole")
+async def test_a_stream_is_shown_what_has_a_writer_or_is_whole(
+    streaming: Bench,
+) -> None:
+    shown = asyncio.create_task(streaming.holder.lease())
+    whole = streaming.begin("whole")
     await until_blocked(shown)
     assert not shown.done()
-    bench.finish(whole)
+    streaming.finish(whole)
     assert (await shown).entry is whole
 
 
-async def test_a_stream_that_began_learns_that_its_producer_failed() -> None:
-    bench = Bench(streams=True)
-    entry = bench.begin("a", streaming=True)
-    lease = await bench.holder.lease()
-    bench.ledger.leases.reach(lease)
-    landed = asyncio.create_task(bench.holder.landed(lease, 0))
+async def test_a_stream_that_began_learns_that_its_producer_failed(
+    streaming: Bench,
+) -> None:
+    entry = streaming.begin("a", streaming=True)
+    lease = await streaming.holder.lease()
+    streaming.ledger.leases.reach(lease)
+    landed = asyncio.create_task(streaming.holder.landed(lease, 0))
     await until_blocked(landed)
-    bench.ledger.abort_streaming(entry)
+    streaming.ledger.abort_streaming(entry)
     with pytest.raises(EntryAborted, match="producer"):
         await landed
 
 
-async def test_a_stream_that_did_not_begin_goes_back_to_waiting() -> None:
-    bench = Bench(streams=True)
-    shown = asyncio.create_task(bench.holder.lease())
+async def test_a_stream_that_did_not_begin_goes_back_to_waiting(
+    streaming: Bench,
+) -> None:
+    shown = asyncio.create_task(streaming.holder.lease())
     await until_blocked(shown)
-    bench.ledger.abort_streaming(bench.begin("a", streaming=True))
-    bench.begin("b", streaming=True)
+    streaming.ledger.abort_streaming(streaming.begin("a", streaming=True))
+    streaming.begin("b", streaming=True)
     assert (await shown).entry.entry_id == "b"
 
 
-async def test_a_delivery_that_was_taken_back_is_not_read_on() -> None:
-    bench = Bench(streams=True)
-    bench.begin("a", streaming=True)
-    lease = await bench.holder.lease()
-    bench.ledger.leases.give_back(lease, reached=False)
+async def test_a_delivery_that_was_taken_back_is_not_read_on(streaming: Bench) -> None:
+    streaming.begin("a", streaming=True)
+    lease = await streaming.holder.lease()
+    streaming.ledger.leases.give_back(lease, reached=False)
     with pytest.raises(LeaseLost):
-        await bench.holder.landed(lease, 0)
+        await streaming.holder.landed(lease, 0)
 
 
-async def test_a_cancelled_wait_is_not_remembered() -> None:
-    bench = Bench()
+async def test_a_cancelled_wait_is_not_remembered(bench: Bench) -> None:
     for _ in range(3):
         waiting = asyncio.create_task(bench.holder.lease())
         await until_blocked(waiting)

@@ -138,15 +138,17 @@ def offer_of(stream: LinkStream, *names: str) -> None:
     stream.send(Offer(transfer=2, inline=False), body)
 
 
+@pytest.fixture
+async def offering() -> AsyncIterator[LinkPair]:
+    """A link whose far side offers a large value."""
+    async with linked("mem://", lambda stream, *_: offer_of(stream, "value")) as pair:
+        yield pair
+
+
 async def granted(pair: LinkPair) -> LinkStream:
     await until(lambda: bool(pair.service.hearers))
     assert await pair.service.hearers[0].next() == (Grant(2), b"")
     return pair.service.asked[0][0]
-
-
-async def test_what_is_not_there_is_none() -> None:
-    async with linked("mem://", lambda stream, *_: stream.send(Result())) as pair:
-        assert await getting_on(pair.near).value() is None
 
 
 @pytest.mark.parametrize("lent", [False, True])
@@ -166,35 +168,37 @@ async def test_few_bytes_ride_with_the_offer(*, lent: bool) -> None:
 
 
 @pytest.mark.parametrize("lent", [False, True])
-async def test_a_value_that_is_given_up_lands_no_more(*, lent: bool) -> None:
+async def test_a_value_that_is_given_up_lands_no_more(
+    offering: LinkPair, *, lent: bool
+) -> None:
     into = torch.zeros(MIB, dtype=torch.uint8) if lent else None
-    async with linked("mem://", lambda stream, *_: offer_of(stream, "value")) as pair:
-        getting = getting_on(pair.near, into)
-        value = asyncio.create_task(getting.value())
-        await granted(pair)
-        value.cancel()
-        getting.cancel()
-        await getting.quiesce()
-        pair.far.payload.send(2, 0, memoryview(bytearray(b"1" * MIB)), lambda *_: None)
-        assert await pair.service.hearers[0].next() == (Cancel(), b"")
-        assert into is None or not into.any()
+    getting = getting_on(offering.near, into)
+    value = asyncio.create_task(getting.value())
+    await granted(offering)
+    value.cancel()
+    getting.cancel()
+    await getting.quiesce()
+    offering.far.payload.send(2, 0, memoryview(bytearray(b"1" * MIB)), lambda *_: None)
+    assert await offering.service.hearers[0].next() == (Cancel(), b"")
+    assert into is None or not into.any()
 
 
 @pytest.mark.parametrize("lent", [False, True])
-async def test_the_peer_is_told_when_the_value_has_landed(*, lent: bool) -> None:
+async def test_the_peer_is_told_when_the_value_has_landed(
+    offering: LinkPair, *, lent: bool
+) -> None:
     into = torch.zeros(MIB, dtype=torch.uint8) if lent else None
-    async with linked("mem://", lambda stream, *_: offer_of(stream, "value")) as pair:
-        getting = getting_on(pair.near, into)
-        value = asyncio.create_task(getting.value())
-        stream, source = await granted(pair), memoryview(bytearray(b"1" * MIB))
-        pair.far.payload.send(
-            2, 0, source, lambda digest, _: stream.send(Sent(2, 0, digest))
-        )
-        assert await pair.service.hearers[0].next() == (Took(b""), b"")
-        tensor = await value
-        assert tensor is not None and tensor.numpy().tobytes() == source
-        assert lent == (tensor is into)
-        getting.release()
+    getting = getting_on(offering.near, into)
+    value = asyncio.create_task(getting.value())
+    stream, source = await granted(offering), memoryview(bytearray(b"1" * MIB))
+    offering.far.payload.send(
+        2, 0, source, lambda digest, _: stream.send(Sent(2, 0, digest))
+    )
+    assert await offering.service.hearers[0].next() == (Took(b""), b"")
+    tensor = await value
+    assert tensor is not None and tensor.numpy().tobytes() == source
+    assert lent == (tensor is into)
+    getting.release()
 
 
 @pytest.mark.parametrize("url", ["mem://", "tcp://127.0.0.1:0"])
@@ -208,23 +212,13 @@ async def test_a_link_lost_before_the_last_byte_ends_the_wait(url: str) -> None:
             await value
 
 
-async def test_an_answer_before_the_value_has_come_ends_the_wait() -> None:
-    async with linked("mem://", lambda stream, *_: offer_of(stream, "value")) as pair:
-        value = asyncio.create_task(getting_on(pair.near).value())
-        (await granted(pair)).send(Result(1))
-        with pytest.raises(PeerLost):
-            await value
-        assert not pair.near.is_open
-
-
-async def test_bytes_that_changed_are_refused() -> None:
-    async with linked("mem://", lambda stream, *_: offer_of(stream, "value")) as pair:
-        value = asyncio.create_task(getting_on(pair.near).value())
-        stream = await granted(pair)
-        pair.far.payload.send(2, 0, memoryview(bytearray(MIB)), lambda *_: None)
-        stream.send(Sent(2, 0, b"wrong"))
-        with pytest.raises(ChecksumError):
-            await value
+async def test_bytes_that_changed_are_refused(offering: LinkPair) -> None:
+    value = asyncio.create_task(getting_on(offering.near).value())
+    stream = await granted(offering)
+    offering.far.payload.send(2, 0, memoryview(bytearray(MIB)), lambda *_: None)
+    stream.send(Sent(2, 0, b"wrong"))
+    with pytest.raises(ChecksumError):
+        await value
 
 
 async def test_a_value_of_several_tensors_breaks_the_link() -> None:
@@ -369,3 +363,12 @@ async def test_a_prefix_ends_at_the_first_key_that_is_missing() -> None:
                 with pytest.raises(TypeError):
                     async with client.pin("abc"):
                         pass
+
+
+async def test_an_answer_before_the_value_has_come_ends_the_wait() -> None:
+    async with linked("mem://", lambda stream, *_: offer_of(stream, "value")) as pair:
+        value = asyncio.create_task(getting_on(pair.near).value())
+        (await granted(pair)).send(Result(1))
+        with pytest.raises(PeerLost):
+            await value
+        assert not pair.near.is_open

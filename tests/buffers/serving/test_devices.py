@@ -32,7 +32,7 @@ from harness.fake_devices import FakeDevice, fake_device_of
 from harness.fake_gpus import FakeGpus
 from harness.gpu_pairs import GpuPair, open_gpu_pair
 from harness.link_pairs import Hearer, name_of
-from harness.nccl_buffer_pairs import open_nccl_buffers
+from harness.nccl_buffer_pairs import NcclBuffers
 
 BY_HANDLES = pytest.mark.skipif(not has_fd_sockets(), reason="no sockets for handles")
 
@@ -81,36 +81,34 @@ async def test_a_server_that_is_aborted_opens_no_way(two_gpus: FakeGpus) -> None
 
 
 async def test_a_grant_of_what_is_not_offered_any_more_is_late(
-    two_gpus: FakeGpus,
+    nccl_pair: NcclBuffers,
 ) -> None:
-    async with open_nccl_buffers(two_gpus) as pair:
-        await pair.buffer.insert([1], None, noise(8), None, None)
-        hearer, link = Hearer(), pair.peer._linked()
-        link.open_stream(hearer, Select(has_key=False))
-        offer, _ = await hearer.next()
-        assert isinstance(offer, Offer)
-        stream = link.open_stream(
-            DeviceStream(answers=False), Select(has_key=True), bytes(8)
-        )
-        stream.send(Grant(offer.transfer, "nccl", "off"))
-        assert await pair.peer.lookup.peek([5]) == 0
-        assert link.is_open and pair.buffer.statistics().waiting_selects == 1
+    await nccl_pair.buffer.insert([1], None, noise(8), None, None)
+    hearer, link = Hearer(), nccl_pair.peer._linked()
+    link.open_stream(hearer, Select(has_key=False))
+    offer, _ = await hearer.next()
+    assert isinstance(offer, Offer)
+    stream = link.open_stream(
+        DeviceStream(answers=False), Select(has_key=True), bytes(8)
+    )
+    stream.send(Grant(offer.transfer, "nccl", "off"))
+    assert await nccl_pair.peer.lookup.peek([5]) == 0
+    assert link.is_open and nccl_pair.buffer.statistics().waiting_selects == 1
 
 
 async def test_what_a_lost_way_did_not_send_is_not_said_to_be_sent(
-    two_gpus: FakeGpus,
+    nccl_pair: NcclBuffers,
 ) -> None:
-    async with open_nccl_buffers(two_gpus) as pair:
-        await pair.buffer.insert([1], None, noise(MIB), None, None)
-        hearer, link, way = Hearer(), pair.peer._linked(), pair.way
-        stream = link.open_stream(hearer, Select(has_key=False))
-        offer, _ = await hearer.next()
-        assert isinstance(offer, Offer)
-        way.transport.abort()
-        stream.send(Grant(offer.transfer, "nccl", "off"))
-        assert await pair.peer.lookup.peek([1]) == 0  # and so the grant was heard
-        await until(lambda: not way.transport.sender)  # it was told
-        assert len(hearer.frames) == 1 and link.is_open
+    await nccl_pair.buffer.insert([1], None, noise(MIB), None, None)
+    hearer, link, way = Hearer(), nccl_pair.peer._linked(), nccl_pair.way
+    stream = link.open_stream(hearer, Select(has_key=False))
+    offer, _ = await hearer.next()
+    assert isinstance(offer, Offer)
+    way.transport.abort()
+    stream.send(Grant(offer.transfer, "nccl", "off"))
+    assert await nccl_pair.peer.lookup.peek([1]) == 0  # and so the grant was heard
+    await until(lambda: not way.transport.sender)  # it was told
+    assert len(hearer.frames) == 1 and link.is_open
 
 
 async def test_who_has_opened_no_way_cannot_grant_memory_for_one(
@@ -133,28 +131,26 @@ async def test_who_has_opened_no_way_cannot_grant_memory_for_one(
 
 
 async def test_what_rides_alone_cannot_be_granted_a_gpus_memory(
-    two_gpus: FakeGpus,
+    nccl_pair: NcclBuffers,
 ) -> None:
-    async with open_nccl_buffers(two_gpus) as pair:
-        await pair.buffer.insert([1], None, noise(8), None, None)
-        hearer, link = Hearer(), pair.peer._linked()
-        stream = link.open_stream(hearer, Select(has_key=False))
-        offer, _ = await hearer.next()
-        assert isinstance(offer, Offer) and not offer.on_gpu
-        stream.send(Grant(offer.transfer, "nccl", "off"))
-        await until(lambda: not link.is_open)
-        assert "nothing leads to" in str(link.error)
-        assert await pair.buffer.peek([1]) == 1
+    await nccl_pair.buffer.insert([1], None, noise(8), None, None)
+    hearer, link = Hearer(), nccl_pair.peer._linked()
+    stream = link.open_stream(hearer, Select(has_key=False))
+    offer, _ = await hearer.next()
+    assert isinstance(offer, Offer) and not offer.on_gpu
+    stream.send(Grant(offer.transfer, "nccl", "off"))
+    await until(lambda: not link.is_open)
+    assert "nothing leads to" in str(link.error)
+    assert await nccl_pair.buffer.peek([1]) == 1
 
 
 async def test_a_server_that_has_left_moves_nothing_on_its_gpu(
-    two_gpus: FakeGpus,
+    nccl_pair: NcclBuffers,
 ) -> None:
-    async with open_nccl_buffers(two_gpus) as pair:
-        way = pair.way
-        await pair.server.aclose()
-        assert way.transport.is_quiet and not pair.server._services
-        assert (pair.ours.process.cuda, 0) not in workers._workers
+    way = nccl_pair.way
+    await nccl_pair.server.aclose()
+    assert way.transport.is_quiet and not nccl_pair.server._services
+    assert (nccl_pair.ours.process.cuda, 0) not in workers._workers
 
 
 NOWHERE = Exposed(f"asynckv-{0:032}", b"t" * 16, 2 * MIB + 512, b"h" * 64)
