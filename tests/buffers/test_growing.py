@@ -182,52 +182,52 @@ async def test_closing_does_not_wait_for_all_of_a_slab(gate: Gate) -> None:
         await insert
 
 
-async def _arena_is_there(lookup: LookupBuffer) -> None:
+@pytest.fixture
+async def warm(lookup: LookupBuffer) -> LookupBuffer:
+    """One whose memory is there."""
     await lookup.insert([9], None, _tensor(60), None, None)
     await lookup.drop_select([9])
+    return lookup
 
 
 @WITH_SLABS
-async def test_an_empty_tensor_is_inserted_without_a_copy(lookup: LookupBuffer) -> None:
-    await _arena_is_there(lookup)
-    tensor = lookup.empty((40, _MIB // 4), torch.float32).fill_(3)  # not twice in 64
-    assert lookup.statistics().pinned_bytes == 40 * _MIB
-    await lookup.insert([1], None, {"0": _tensor(1), "1": tensor}, None, None)
-    assert lookup.statistics().used_bytes == 41 * _MIB + 8
-    entry = await lookup.drop_select([1])
+async def test_an_empty_tensor_is_inserted_without_a_copy(warm: LookupBuffer) -> None:
+    tensor = warm.empty((40, _MIB // 4), torch.float32).fill_(3)  # not twice in 64
+    assert warm.statistics().pinned_bytes == 40 * _MIB
+    await warm.insert([1], None, {"0": _tensor(1), "1": tensor}, None, None)
+    assert warm.statistics().used_bytes == 41 * _MIB + 8
+    entry = await warm.drop_select([1])
     assert isinstance(entry.key, dict) and torch.equal(entry.key["1"], tensor)
     assert bool((entry.key["0"] == 1).all())
     del tensor
-    await lookup.insert([1], None, _tensor(60), None, None)
+    await warm.insert([1], None, _tensor(60), None, None)
 
 
 @WITH_SLABS
-async def test_an_empty_tensor_can_be_inserted_again(lookup: LookupBuffer) -> None:
-    await _arena_is_there(lookup)
-    tensor = lookup.empty((20 * _MIB,), torch.uint8).fill_(3)
+async def test_an_empty_tensor_can_be_inserted_again(warm: LookupBuffer) -> None:
+    tensor = warm.empty((20 * _MIB,), torch.uint8).fill_(3)
     for _ in range(3):
-        await lookup.insert([1], None, tensor, tensor, None)  # one copy, one as it is
-        assert lookup.statistics().used_bytes == 40 * _MIB + 8
-        entry = await lookup.drop_select([1])
+        await warm.insert([1], None, tensor, tensor, None)  # one copy, one as it is
+        assert warm.statistics().used_bytes == 40 * _MIB + 8
+        entry = await warm.drop_select([1])
         assert isinstance(entry.value, torch.Tensor) and torch.equal(
             entry.value, tensor
         )
-    assert lookup.statistics().pinned_bytes == 20 * _MIB
+    assert warm.statistics().pinned_bytes == 20 * _MIB
 
 
 @WITH_SLABS
 async def test_a_cancelled_insert_leaves_an_empty_tensor_the_callers(
-    lookup: LookupBuffer,
+    warm: LookupBuffer,
 ) -> None:
-    await _arena_is_there(lookup)
-    tensor = lookup.empty((20 * _MIB,), torch.uint8).fill_(3)
-    insert = asyncio.create_task(lookup.insert([1], None, tensor, None, None))
-    await until(lambda: lookup.statistics().used_bytes > 0)
+    tensor = warm.empty((20 * _MIB,), torch.uint8).fill_(3)
+    insert = asyncio.create_task(warm.insert([1], None, tensor, None, None))
+    await until(lambda: warm.statistics().used_bytes > 0)
     insert.cancel()
     await asyncio.wait({insert})
     if not insert.cancelled():
-        await lookup.withdraw(insert.result())
-    now = lookup.statistics()
+        await warm.withdraw(insert.result())
+    now = warm.statistics()
     assert (now.used_bytes, now.pinned_bytes) == (0, 20 * _MIB)
     assert bool((tensor == 3).all())
 
@@ -245,31 +245,29 @@ async def test_an_empty_tensor_without_room_is_an_ordinary_one(
 
 @WITH_SLABS
 async def test_a_view_of_what_has_left_is_said_when_it_is_kept_long(
-    lookup: LookupBuffer, monkeypatch: pytest.MonkeyPatch
+    warm: LookupBuffer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(slab_regions, "LATE_S", 0.02)
-    await _arena_is_there(lookup)
-    tensor = lookup.empty((20 * _MIB,), torch.uint8)
-    other = lookup.empty((20 * _MIB,), torch.uint8)  # never inserted: it is no entry's
-    await lookup.insert([1], None, tensor, None, None)
-    await lookup.drop_select([1])
-    await until(lambda: lookup.statistics().late_views == 1)
-    assert lookup.statistics().pinned_bytes == 40 * _MIB
+    tensor = warm.empty((20 * _MIB,), torch.uint8)
+    other = warm.empty((20 * _MIB,), torch.uint8)  # never inserted: it is no entry's
+    await warm.insert([1], None, tensor, None, None)
+    await warm.drop_select([1])
+    await until(lambda: warm.statistics().late_views == 1)
+    assert warm.statistics().pinned_bytes == 40 * _MIB
     del tensor, other
 
 
 @WITH_SLABS
-async def test_the_last_consumer_gets_the_memory_itself(lookup: LookupBuffer) -> None:
-    await _arena_is_there(lookup)
-    await lookup.insert([1], None, {"0": _tensor(20), "1": _tensor(20)}, None, None)
-    used = lookup.statistics().used_bytes
-    entry = await lookup.drop_select([1])
-    now = lookup.statistics()
+async def test_the_last_consumer_gets_the_memory_itself(warm: LookupBuffer) -> None:
+    await warm.insert([1], None, {"0": _tensor(20), "1": _tensor(20)}, None, None)
+    used = warm.statistics().used_bytes
+    entry = await warm.drop_select([1])
+    now = warm.statistics()
     assert used == 40 * _MIB + 8
     assert (now.used_bytes, now.pinned_bytes) == (0, 0)
     assert now.handed_out_bytes == 40 * _MIB
     del entry
-    await until(lambda: lookup.statistics().handed_out_bytes == 0)
+    await until(lambda: warm.statistics().handed_out_bytes == 0)
 
 
 @WITH_SLABS
@@ -289,58 +287,54 @@ async def test_memory_comes_back_without_a_page_fault(lookup: LookupBuffer) -> N
 
 @WITH_SLABS
 async def test_nothing_waits_until_the_application_forgets_what_it_took(
-    lookup: LookupBuffer,
+    warm: LookupBuffer,
 ) -> None:
-    await _arena_is_there(lookup)
     kept = []
     for value in range(5):
-        await lookup.insert([1], None, _tensor(40, value), None, None)
-        kept.append((await lookup.drop_select([1])).key)
+        await warm.insert([1], None, _tensor(40, value), None, None)
+        kept.append((await warm.drop_select([1])).key)
     for value, tensor in enumerate(kept):
         assert isinstance(tensor, torch.Tensor) and bool((tensor == value).all())
-    assert lookup.statistics().handed_out_bytes == 40 * _MIB
+    assert warm.statistics().handed_out_bytes == 40 * _MIB
 
 
 @WITH_SLABS
 async def test_what_a_consumer_does_to_its_tensors_reaches_nobody(
-    lookup: LookupBuffer,
+    warm: LookupBuffer,
 ) -> None:
-    await _arena_is_there(lookup)
-    await lookup.insert([1], None, _tensor(20, 1), None, None)
-    first = (await lookup.drop_select([1])).key
-    await lookup.insert([1], None, _tensor(20, 2), None, None)
+    await warm.insert([1], None, _tensor(20, 1), None, None)
+    first = (await warm.drop_select([1])).key
+    await warm.insert([1], None, _tensor(20, 2), None, None)
     assert isinstance(first, torch.Tensor)
     first.fill_(9)
-    await lookup.insert([2], None, first, None, None)
+    await warm.insert([2], None, first, None, None)
     first.fill_(8)
     for tokens, value in (([1], 2), ([2], 9)):
-        key = (await lookup.drop_select(tokens)).key
+        key = (await warm.drop_select(tokens)).key
         assert isinstance(key, torch.Tensor) and bool((key == value).all())
 
 
 @WITH_SLABS
 async def test_a_producer_that_keeps_its_tensor_shares_it_with_nobody(
-    lookup: LookupBuffer,
+    warm: LookupBuffer,
 ) -> None:
-    await _arena_is_there(lookup)
-    tensor = lookup.empty((20 * _MIB,), torch.uint8).fill_(3)
-    await lookup.insert([1], None, tensor, None, None)
-    key = (await lookup.drop_select([1])).key
+    tensor = warm.empty((20 * _MIB,), torch.uint8).fill_(3)
+    await warm.insert([1], None, tensor, None, None)
+    key = (await warm.drop_select([1])).key
     tensor.fill_(4)
     assert isinstance(key, torch.Tensor) and bool((key == 3).all())
 
 
 @WITH_SLABS
 async def test_borrowed_entries_are_copied_into_memory_that_comes_back(
-    lookup: LookupBuffer,
+    warm: LookupBuffer,
 ) -> None:
-    await _arena_is_there(lookup)
-    await lookup.insert([1], None, _tensor(20), None, None)
-    async with lookup.drop_select([1]) as entry:
-        now = lookup.statistics()
+    await warm.insert([1], None, _tensor(20), None, None)
+    async with warm.drop_select([1]) as entry:
+        now = warm.statistics()
         assert (now.used_bytes, now.handed_out_bytes) == (20 * _MIB + 8, 20 * _MIB)
         del entry
-    assert lookup.statistics().used_bytes == 0
+    assert warm.statistics().used_bytes == 0
 
 
 @WITH_SLABS

@@ -76,6 +76,11 @@ class Watched(HostCopies):
         return memory
 
 
+@pytest.fixture
+def key(gpu: FakeDevice) -> torch.Tensor:
+    return gpu.tensor(noise(MIB))
+
+
 @pytest.mark.usefixtures("small_pieces")
 async def test_one_tensor_is_on_the_wire_while_the_next_is_copied(
     gpu: FakeDevice,
@@ -146,9 +151,9 @@ async def test_what_leaves_a_gpu_takes_a_bounded_part_of_the_host(
 
 @pytest.mark.usefixtures("small_pieces")
 async def test_what_waits_for_room_takes_no_memory_of_the_host(
+    key: torch.Tensor,
     gpu: FakeDevice,
 ) -> None:
-    key = gpu.tensor(noise(MIB))
     async with producing(gpu) as (lookup, _, _, peer):
         peer.routes.copies = copies = Watched()
         await lookup.insert([2], None, noise(15 * MIB + 1, 2), None, None)
@@ -161,8 +166,9 @@ async def test_what_waits_for_room_takes_no_memory_of_the_host(
 
 
 @pytest.mark.usefixtures("small_pieces")
-async def test_what_was_given_back_on_its_way_is_read_again(gpu: FakeDevice) -> None:
-    key = gpu.tensor(noise(MIB))
+async def test_what_was_given_back_on_its_way_is_read_again(
+    key: torch.Tensor, gpu: FakeDevice
+) -> None:
     async with producing(gpu) as (lookup, _, _, peer):
         await lookup.insert([2], None, noise(15 * MIB + 1, 2), None, None)
         task = asyncio.create_task(peer.lookup.insert([1], None, key, None, None))
@@ -177,8 +183,9 @@ async def test_what_was_given_back_on_its_way_is_read_again(gpu: FakeDevice) -> 
 
 
 @pytest.mark.usefixtures("small_pieces")
-async def test_other_bytes_than_were_digested_are_refused(gpu: FakeDevice) -> None:
-    key = gpu.tensor(noise(MIB))
+async def test_other_bytes_than_were_digested_are_refused(
+    key: torch.Tensor, gpu: FakeDevice
+) -> None:
     async with producing(gpu) as (lookup, _, _, peer):
         with held_copies(gpu.process, bytes_of_tensor(gpu, key, PIECE)) as gate:
             insert = peer.lookup.insert([1], None, key, None, None, entry_id="it")
@@ -200,9 +207,9 @@ async def test_other_bytes_than_were_digested_are_refused(gpu: FakeDevice) -> No
 
 @pytest.mark.usefixtures("small_pieces")
 async def test_a_gpu_that_fails_between_two_pieces_withdraws_the_insert(
+    key: torch.Tensor,
     gpu: FakeDevice,
 ) -> None:
-    key = gpu.tensor(noise(MIB))
     async with producing(gpu) as (lookup, _, server, peer):
         with held_copies(gpu.process, bytes_of_tensor(gpu, key, PIECE)) as gate:
             task = asyncio.create_task(peer.lookup.insert([1], None, key, None, None))
@@ -218,7 +225,7 @@ async def test_a_gpu_that_fails_between_two_pieces_withdraws_the_insert(
 
 @pytest.mark.usefixtures("small_pieces")
 async def test_what_is_accepted_early_is_fed_no_further(
-    gpu: FakeDevice, monkeypatch: pytest.MonkeyPatch
+    key: torch.Tensor, gpu: FakeDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sendings, on_frame = list[Sending](), Sending.on_frame
 
@@ -227,7 +234,6 @@ async def test_what_is_accepted_early_is_fed_no_further(
         on_frame(sending, frame, body)
 
     monkeypatch.setattr(Sending, "on_frame", note)
-    key = gpu.tensor(noise(MIB))
     async with producing(gpu) as (_, _, server, peer):
         link = peer.link_nowait()
         assert link is not None
@@ -244,9 +250,9 @@ async def test_what_is_accepted_early_is_fed_no_further(
 
 @pytest.mark.usefixtures("small_pieces")
 async def test_what_is_granted_again_while_it_is_fed_is_refused(
+    key: torch.Tensor,
     gpu: FakeDevice,
 ) -> None:
-    key = gpu.tensor(noise(MIB))
     async with linked(answer=lambda *_: None) as pair:
         pool = CopyPool(lanes=gpu.lanes())
         source = await source_of(pool.catch(key), pool, None, MIB)

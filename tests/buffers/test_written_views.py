@@ -43,6 +43,23 @@ async def mapped(
         yield buffer, peer
 
 
+@pytest.fixture
+async def buffer() -> AsyncIterator[asynckv.LookupBuffer]:
+    async with asynckv.LookupBuffer(8 * MIB, drain_s=0) as buffer:
+        yield buffer
+
+
+@pytest.fixture
+async def peer(buffer: asynckv.LookupBuffer) -> AsyncIterator[asynckv.Peer]:
+    """One that maps its memory."""
+    async with (
+        asynckv.serve("tcp://127.0.0.1:0", lookup=buffer) as server,
+        asynckv.connect(server.url) as peer,
+    ):
+        assert peer.transport == "map"
+        yield peer
+
+
 def some_bytes(nbytes: int = MIB) -> torch.Tensor:
     return torch.randint(0, 256, (nbytes,), dtype=torch.uint8)
 
@@ -90,56 +107,59 @@ async def test_a_body_that_writes_raises_and_keeps_its_view_gets_the_entry_again
         del entry, view
 
 
-async def test_concurrent_deliveries_of_one_place_do_not_see_each_other() -> None:
+async def test_concurrent_deliveries_of_one_place_do_not_see_each_other(
+    buffer: asynckv.LookupBuffer, peer: asynckv.Peer
+) -> None:
     key, kept = some_bytes(), dict[int, torch.Tensor]()
-    async with mapped() as (buffer, peer):
-        await insert(buffer, key)
+    await insert(buffer, key)
 
-        async def write(number: int) -> None:
-            with contextlib.suppress(KeyError):
-                async with peer.lookup.drop_select() as entry:
-                    assert entry.key_tensor.equal(key)
-                    view = entry.key_tensor.fill_(number)
-                    if number % 2:  # the others' pages serve those who come later
-                        kept[number] = view
-                    raise KeyError
-
-        await asyncio.gather(*(write(number) for number in range(4)))
-        async with peer.lookup.drop_select() as entry:
-            assert entry.attempt == 5 and entry.key_tensor.equal(key)
-        assert all(view.eq(number).all() for number, view in kept.items())
-        del entry
-        kept.clear()
-
-
-async def test_a_copy_is_of_what_the_owner_has_not_of_what_a_view_was_made() -> None:
-    async with mapped() as (buffer, peer):
-        key = some_bytes()
-        await insert(buffer, key)
-        with pytest.raises(KeyError):
+    async def write(number: int) -> None:
+        with contextlib.suppress(KeyError):
             async with peer.lookup.drop_select() as entry:
-                view = entry.key_tensor.fill_(0)
+                assert entry.key_tensor.equal(key)
+                view = entry.key_tensor.fill_(number)
+                if number % 2:  # the others' pages serve those who come later
+                    kept[number] = view
                 raise KeyError
-        into = {"key": torch.empty(MIB, dtype=torch.uint8)}
-        await peer.lookup.drop_select(into=into)
-        assert into["key"].equal(key)
-        del entry, view
+
+    await asyncio.gather(*(write(number) for number in range(4)))
+    async with peer.lookup.drop_select() as entry:
+        assert entry.attempt == 5 and entry.key_tensor.equal(key)
+    assert all(view.eq(number).all() for number, view in kept.items())
+    del entry
+    kept.clear()
 
 
-async def test_small_tensors_of_a_stream_are_written_while_later_ones_land() -> None:
+async def test_a_copy_is_of_what_the_owner_has_not_of_what_a_view_was_made(
+    buffer: asynckv.LookupBuffer, peer: asynckv.Peer
+) -> None:
+    key = some_bytes()
+    await insert(buffer, key)
+    with pytest.raises(KeyError):
+        async with peer.lookup.drop_select() as entry:
+            view = entry.key_tensor.fill_(0)
+            raise KeyError
+    into = {"key": torch.empty(MIB, dtype=torch.uint8)}
+    await peer.lookup.drop_select(into=into)
+    assert into["key"].equal(key)
+    del entry, view
+
+
+async def test_small_tensors_of_a_stream_are_written_while_later_ones_land(
+    buffer: asynckv.LookupBuffer, peer: asynckv.Peer
+) -> None:
     names = [f"{n}.key" for n in range(40)]
     specs = {name: TensorSpec((1024,), "uint8") for name in names}
     sent = {name: some_bytes(1024) for name in names}
-    async with mapped() as (buffer, peer):
-        async with (
-            buffer.open_insert([1], None, specs) as writer,
-            peer.lookup.open_drop_select([1]) as stream,
-        ):
-            for name in names:
-                await writer.put(name, sent[name])
-                tensor = await stream.wait_for(name)
-                assert tensor.equal(sent[name])
-                tensor.fill_(0)
+    async with (
+        buffer.open_insert([1], None, specs) as writer,
+        peer.lookup.open_drop_select([1]) as stream,
+    ):
+        for name in names:
+            await writer.put(name, sent[name])
+            tensor = await stream.wait_for(name)
+            assert tensor.equal(sent[name])
+            tensor.fill_(0)
 
 
 async def test_a_written_view_outlives_its_block_and_dies_in_another_thread() -> None:
@@ -157,21 +177,22 @@ async def test_a_written_view_outlives_its_block_and_dies_in_another_thread() ->
         await churn(buffer, peer, 2)
 
 
-async def test_what_a_forked_child_writes_is_its_own() -> None:
-    async with mapped() as (buffer, peer):
-        key = some_bytes()
-        await insert(buffer, key)
-        async with peer.lookup.drop_select() as entry:
-            pid = posix.fork()
-            if not pid:
-                entry.key_tensor.numpy()[:] = 0
-                entry = None  # type: ignore[assignment]
-                os._exit(0)
-            _, status = await asyncio.to_thread(os.waitpid, pid, 0)
-            assert os.waitstatus_to_exitcode(status) == 0
-            assert entry.key_tensor.equal(key)
-        del entry
-        await churn(buffer, peer, 1)
+async def test_what_a_forked_child_writes_is_its_own(
+    buffer: asynckv.LookupBuffer, peer: asynckv.Peer
+) -> None:
+    key = some_bytes()
+    await insert(buffer, key)
+    async with peer.lookup.drop_select() as entry:
+        pid = posix.fork()
+        if not pid:
+            entry.key_tensor.numpy()[:] = 0
+            entry = None  # type: ignore[assignment]
+            os._exit(0)
+        _, status = await asyncio.to_thread(os.waitpid, pid, 0)
+        assert os.waitstatus_to_exitcode(status) == 0
+        assert entry.key_tensor.equal(key)
+    del entry
+    await churn(buffer, peer, 1)
 
 
 async def test_a_view_may_be_locked_in_memory() -> None:
@@ -213,14 +234,15 @@ async def test_much_that_was_written_is_dropped_before_the_owner_uses_it_again()
             del entry
 
 
-async def test_small_tensors_that_land_in_into_need_no_room_in_the_bound() -> None:
+async def test_small_tensors_that_land_in_into_need_no_room_in_the_bound(
+    buffer: asynckv.LookupBuffer, peer: asynckv.Peer
+) -> None:
     layers = {f"{n}": some_bytes(1024) for n in range(100)}
     into = {f"{n}.key": torch.empty(1024, dtype=torch.uint8) for n in range(100)}
-    async with mapped() as (buffer, peer):
-        async with asynckv.connect(peer.url, max_bytes="64KiB") as other:
-            await buffer.insert([1], None, layers, None, None)
-            async with other.lookup.drop_select(into=into):
-                assert all(into[f"{n}.key"].equal(layers[f"{n}"]) for n in range(100))
+    async with asynckv.connect(peer.url, max_bytes="64KiB") as other:
+        await buffer.insert([1], None, layers, None, None)
+        async with other.lookup.drop_select(into=into):
+            assert all(into[f"{n}.key"].equal(layers[f"{n}"]) for n in range(100))
 
 
 @pytest.mark.slow

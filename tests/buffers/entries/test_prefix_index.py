@@ -200,11 +200,16 @@ def chain_orders() -> list[list[int]]:
     return [numbers, numbers[::-1], random.Random(2).sample(numbers, CHAIN)]
 
 
+@pytest.fixture
+def index() -> PrefixIndex[Any]:
+    return PrefixIndex()
+
+
 @pytest.mark.parametrize("order", chain_orders(), ids=["up", "down", "any"])
 def test_a_chain_of_prefixes_deeper_than_the_stack_goes_in_and_out_in_any_order(
+    index: PrefixIndex[int],
     order: list[int],
 ) -> None:
-    index: PrefixIndex[int] = PrefixIndex()
     places = [index.add(chain_key(number), CHAIN - number, number) for number in order]
     assert index.best(chain_key(CHAIN)) == (CHAIN - 1, 2 * CHAIN)
     assert index.best(bytes(8)) == index.oldest(bytes(8)) == (CHAIN - 1, 1)
@@ -217,8 +222,9 @@ def test_a_chain_of_prefixes_deeper_than_the_stack_goes_in_and_out_in_any_order(
     assert edges_of(index) == []
 
 
-def test_a_chain_answers_when_every_candidate_is_refused() -> None:
-    index: PrefixIndex[int] = PrefixIndex()
+def test_a_chain_answers_when_every_candidate_is_refused(
+    index: PrefixIndex[int],
+) -> None:
     for number in range(CHAIN):
         index.add(chain_key(number), CHAIN - number, number)
     asked: list[int] = []
@@ -231,16 +237,18 @@ def test_a_chain_answers_when_every_candidate_is_refused() -> None:
     assert asked == list(reversed(range(CHAIN)))
 
 
-def test_ids_that_round_to_the_same_float_are_different() -> None:
-    index: PrefixIndex[str] = PrefixIndex()
+def test_ids_that_round_to_the_same_float_are_different(
+    index: PrefixIndex[str],
+) -> None:
     index.add(key_of((128_000, 2**62)), 1, "entry")
     assert index.best(key_of((128_001,))) is None
     assert index.best(key_of((128_000, 2**62 + 1))) is None
     assert index.best(key_of((128_000,))) == ("entry", 1)
 
 
-def test_negative_ids_and_the_largest_are_ids_like_others() -> None:
-    index: PrefixIndex[str] = PrefixIndex()
+def test_negative_ids_and_the_largest_are_ids_like_others(
+    index: PrefixIndex[str],
+) -> None:
     index.add(key_of((-1, 2**63 - 1)), 1, "entry")
     assert index.best(key_of((-1, 2**63 - 1, 5))) == ("entry", 2)
     assert index.best(key_of((2**63 - 1, -1))) is None
@@ -248,9 +256,9 @@ def test_negative_ids_and_the_largest_are_ids_like_others() -> None:
 
 @pytest.mark.parametrize("query", [(1,), (1, 2), (1, 2, 3)])
 def test_items_of_one_key_are_offered_one_after_the_other(
+    index: PrefixIndex[int],
     query: tuple[int, ...],
 ) -> None:
-    index: PrefixIndex[int] = PrefixIndex()
     for seq in (4, 2, 0, 3, 1):
         index.add(key_of((1, 2)), seq, seq)
     asked: list[int] = []
@@ -264,8 +272,7 @@ def test_items_of_one_key_are_offered_one_after_the_other(
     assert asked == [0, 1, 2, 3, 4] * 2
 
 
-def test_a_place_that_was_removed_is_refused() -> None:
-    index: PrefixIndex[str] = PrefixIndex()
+def test_a_place_that_was_removed_is_refused(index: PrefixIndex[str]) -> None:
     place = index.add(key_of((1,)), 1, "item")
     index.remove(place)
     with pytest.raises(ValueError, match="taken out"):
@@ -273,23 +280,22 @@ def test_a_place_that_was_removed_is_refused() -> None:
 
 
 @pytest.mark.parametrize("nbytes", [1, 7, 9])
-def test_a_key_of_broken_tokens_is_refused(nbytes: int) -> None:
-    index: PrefixIndex[str] = PrefixIndex()
+def test_a_key_of_broken_tokens_is_refused(
+    index: PrefixIndex[str], nbytes: int
+) -> None:
     with pytest.raises(ValueError, match="whole tokens"):
         index.add(bytes(nbytes), 1, "item")
     with pytest.raises(ValueError, match="whole tokens"):
         index.best(bytes(nbytes))
 
 
-def test_shared_first_tokens_are_stored_once() -> None:
-    index: PrefixIndex[int] = PrefixIndex()
+def test_shared_first_tokens_are_stored_once(index: PrefixIndex[int]) -> None:
     for number in range(100):
         index.add(key_of((*range(1_000), number)), number, number)
     assert sum(map(len, edges_of(index))) == 8 * (1_000 + 100)
 
 
-def test_removing_leaves_one_edge_where_two_had_parted() -> None:
-    index: PrefixIndex[str] = PrefixIndex()
+def test_removing_leaves_one_edge_where_two_had_parted(index: PrefixIndex[str]) -> None:
     index.add(key_of((1, 2, 3, 4)), 1, "stays")
     alone = edges_of(index)
     places = [index.add(key_of((1, 2, *tail)), 2, "goes") for tail in ((), (5,), (3,))]
@@ -300,8 +306,9 @@ def test_removing_leaves_one_edge_where_two_had_parted() -> None:
     assert index.best(key_of((1, 2, 3, 4))) == ("stays", 4)
 
 
-def test_a_removed_item_is_freed_without_the_garbage_collector() -> None:
-    index: PrefixIndex[Named] = PrefixIndex()
+def test_a_removed_item_is_freed_without_the_garbage_collector(
+    index: PrefixIndex[Named],
+) -> None:
     index.add(key_of((1, 2)), 1, Named())
     gc.disable()
     try:

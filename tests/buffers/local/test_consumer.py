@@ -264,16 +264,20 @@ def stored(entry: StoredEntry) -> torch.Tensor:
     return part.region.tensor(part.spec)
 
 
-async def test_the_last_delivery_gets_the_memory_itself() -> None:
-    lease = lease_of()
+@pytest.fixture
+def lease() -> Lease:
+    return lease_of()
+
+
+async def test_the_last_delivery_gets_the_memory_itself(lease: Lease) -> None:
     entry = await hand_over(lease, POOL, {})
     assert entry.key_tensor.data_ptr() == stored(lease.entry).data_ptr()
 
 
 async def test_memory_that_cannot_be_shown_is_copied(
+    lease: Lease,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    lease = lease_of()
     region = lease.entry.parts[0].region
     tensor = stored(lease.entry)
 
@@ -312,8 +316,7 @@ async def test_an_entry_says_how_it_was_delivered() -> None:
     assert entry.input_tokens.tolist() == [1, 2]
 
 
-async def test_its_tokens_are_a_copy_too() -> None:
-    lease = lease_of()
+async def test_its_tokens_are_a_copy_too(lease: Lease) -> None:
     entry = build_entry(lease, {"key": torch.zeros(8)})
     assert entry.input_tokens is not None
     entry.input_tokens.fill_(9)
@@ -321,8 +324,7 @@ async def test_its_tokens_are_a_copy_too() -> None:
     assert lease.entry.input_tokens.tensor().tolist() == [1, 2]
 
 
-async def test_what_has_left_cannot_be_read() -> None:
-    lease = lease_of()
+async def test_what_has_left_cannot_be_read(lease: Lease) -> None:
     lease.entry.drop_regions()
     with pytest.raises(LeaseLost):
         await tensors_of(lease.entry.parts, POOL, {})

@@ -43,20 +43,24 @@ MIB = 2**20
 
 
 @pytest.fixture
-async def served() -> AsyncIterator[tuple[Server, Peer, StoreBuffer]]:
-    async with (
-        StoreBuffer("16MiB") as local,
-        serve("tcp://127.0.0.1:0", store=local) as server,
-        connect(server.url, max_bytes="4MiB", reconnect_s=5) as peer,
-    ):
-        yield server, peer, local
+async def store() -> AsyncIterator[StoreBuffer]:
+    async with StoreBuffer("16MiB") as store:
+        yield store
 
 
-Served = tuple[Server, Peer, StoreBuffer]
+@pytest.fixture
+async def server(store: StoreBuffer) -> AsyncIterator[Server]:
+    async with serve("tcp://127.0.0.1:0", store=store) as server:
+        yield server
 
 
-async def test_any_number_of_keys_is_asked_for(served: Served) -> None:
-    _, peer, _ = served
+@pytest.fixture
+async def peer(server: Server) -> AsyncIterator[Peer]:
+    async with connect(server.url, max_bytes="4MiB", reconnect_s=5) as peer:
+        yield peer
+
+
+async def test_any_number_of_keys_is_asked_for(peer: Peer) -> None:
     await peer.store.put("7", torch.ones(3))
     found = await peer.store.contains([str(n) for n in range(9000)])
     assert len(found) == 9000 and [i for i, is_in in enumerate(found) if is_in] == [7]
@@ -64,8 +68,7 @@ async def test_any_number_of_keys_is_asked_for(served: Served) -> None:
     assert not any(await peer.store.contains(["\u20ac" * 512] * 100))
 
 
-async def test_a_value_beyond_the_receive_bound_needs_into(served: Served) -> None:
-    _, peer, _ = served
+async def test_a_value_beyond_the_receive_bound_needs_into(peer: Peer) -> None:
     await peer.store.put("key", torch.ones(2 * MIB))
     with pytest.raises(EntryTooLarge):
         await peer.store.get("key")
@@ -75,9 +78,9 @@ async def test_a_value_beyond_the_receive_bound_needs_into(served: Served) -> No
 
 
 async def test_without_digests_on_one_link_others_still_verify(
-    served: Served,
+    server: Server,
+    peer: Peer,
 ) -> None:
-    server, peer, _ = served
     async with connect(server.url, digest="off") as careless:
         await careless.store.put("key", torch.ones(MIB))
         assert await careless.store.get("key") is not None
@@ -86,20 +89,21 @@ async def test_without_digests_on_one_link_others_still_verify(
 
 
 async def test_a_get_is_made_again_on_the_next_link(
-    served: Served, cut_when: Callable[[Link, type], None]
+    server: Server,
+    peer: Peer,
+    store: StoreBuffer,
+    cut_when: Callable[[Link, type], None],
 ) -> None:
-    server, peer, local = served
-    await local.put("key", torch.ones(MIB))
+    await store.put("key", torch.ones(MIB))
     (services,) = server._services
     cut_when(services.link, object)
     value = await peer.store.get("key")
     assert value is not None and bool(value.all()) and not peer.budget.used_bytes
-    await local.delete("key")
-    await until(lambda: not local.statistics().used_bytes)
+    await store.delete("key")
+    await until(lambda: not store.statistics().used_bytes)
 
 
-async def test_statistics_tell_what_is_under_way(served: Served) -> None:
-    _, peer, _ = served
+async def test_statistics_tell_what_is_under_way(peer: Peer) -> None:
     now = peer.store.statistics()
     assert (now.getting, now.waiting_puts, now.is_connected) == (0, 0, True)
     with pytest.raises(TypeError, match="not one key"):
@@ -110,9 +114,8 @@ async def test_statistics_tell_what_is_under_way(served: Served) -> None:
 
 
 async def test_statistics_count_what_was_found_and_what_was_not(
-    served: Served,
+    peer: Peer,
 ) -> None:
-    _, peer, _ = served
     await peer.store.put("here", torch.ones(1))
     for key in ("here", "there", "here"):
         await peer.store.get(key)
@@ -121,12 +124,12 @@ async def test_statistics_count_what_was_found_and_what_was_not(
 
 
 async def test_what_is_no_tensor_is_refused_alike_here_and_at_a_peer(
-    served: Served,
+    peer: Peer,
+    store: StoreBuffer,
 ) -> None:
-    _, peer, local = served
-    for store in (local, peer.store):
+    for each in (store, peer.store):
         with pytest.raises(TypeError, match="a value is a tensor, not list"):
-            await store.put("key", [1.0])  # type: ignore[arg-type]
+            await each.put("key", [1.0])  # type: ignore[arg-type]
 
 
 def getting_on(link: Link, into: torch.Tensor | None = None) -> Getting:

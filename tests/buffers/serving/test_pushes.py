@@ -162,24 +162,30 @@ async def linked_to(local: LookupBuffer) -> AsyncIterator[tuple[Link, Link]]:
             await link.aclose()
 
 
-async def test_a_put_made_again_with_other_bytes_is_what_is_committed(
-    local: LookupBuffer, link: Link
-) -> None:
+@pytest.fixture
+async def writer(link: Link) -> RawInsert:
+    """Of one large tensor, and there is room for it."""
     raw = RawInsert(link, MIB, streaming=True)
     await raw.granted()
+    return raw
+
+
+async def test_a_put_made_again_with_other_bytes_is_what_is_committed(
+    writer: RawInsert, local: LookupBuffer, link: Link
+) -> None:
     for _ in range(3):
-        first = await raw.push()
+        first = await writer.push()
         link.payload.send(first, 0, memoryview(bytes(MIB)), lambda *_: None)
-        raw.stream.send(Retract(first))
-        raw.stream.send(Push(again := link.new_transfer(), 0, inline=False))
-        raw.stream.send(Retract(again))
+        writer.stream.send(Retract(first))
+        writer.stream.send(Push(again := link.new_transfer(), 0, inline=False))
+        writer.stream.send(Retract(again))
         link.payload.stop(first)
-    last = await raw.push()
+    last = await writer.push()
     good = memoryview(b"x" * MIB)
     link.payload.send(last, 0, good, lambda *_: None)
-    raw.stream.send(Sent(last, 0, digest_of(good)))
-    raw.stream.send(Commit())
-    assert await raw.last() == Accepted()
+    writer.stream.send(Sent(last, 0, digest_of(good)))
+    writer.stream.send(Commit())
+    assert await writer.last() == Accepted()
     entry = await local.drop_select()
     assert bool((entry.key["0"] == ord("x")).all())  # type: ignore[index]
 
@@ -204,18 +210,16 @@ async def test_a_writer_that_falls_silent_has_failed(
 
 
 async def test_a_writer_whose_tensor_comes_slowly_has_not_failed(
-    link: Link, monkeypatch: pytest.MonkeyPatch
+    writer: RawInsert, link: Link, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     landed = [1, 2, 3, 3]
     monkeypatch.setattr(
         MemTransport, "landed_bytes", lambda self, transfer: landed.pop(0)
     )
-    raw = RawInsert(link, MIB, streaming=True)
-    await raw.granted()
-    transfer = await raw.push()
+    transfer = await writer.push()
     monkeypatch.setattr(service, "SILENCE_S", 0.02)
-    raw.stream.send(Retract(transfer + 2))  # heard: from now on it is short
-    last = await raw.last()
+    writer.stream.send(Retract(transfer + 2))  # heard: from now on it is short
+    last = await writer.last()
     assert isinstance(last, Failure) and last.reason == "producer"
     assert landed == []
 
@@ -247,13 +251,11 @@ async def test_a_writer_whose_tensor_is_copied_to_a_gpu_has_not_failed(
 
 
 async def test_memory_of_retracted_tensors_is_quiet_at_the_end(
-    local: LookupBuffer, link: Link
+    writer: RawInsert, local: LookupBuffer, link: Link
 ) -> None:
-    raw = RawInsert(link, MIB, streaming=True)
-    await raw.granted()
-    raw.stream.send(Retract(await raw.push()))
-    raw.stream.send(Cancel())
-    assert await raw.last() == Cancelled()
+    writer.stream.send(Retract(await writer.push()))
+    writer.stream.send(Cancel())
+    assert await writer.last() == Cancelled()
     assert local.statistics().entries == 0
 
 

@@ -340,36 +340,32 @@ async def ends() -> AsyncIterator[Ends]:
 
 
 async def test_what_is_small_rides_with_its_offer(ends: Ends) -> None:
-    stream, hearer, _ = ends
-    make_offer(stream.link, stream, leased(SMALL))
-    offer, body = await hearer.next()
+    make_offer(ends.stream.link, ends.stream, leased(SMALL))
+    offer, body = await ends.hearer.next()
     assert isinstance(offer, Offer) and offer.inline and offer.complete
     assert (offer.token, offer.attempt, offer.matched_tokens) == (b"token", 3, 2)
     assert bytes(unpack(body, inline=True).inline[0]) == b"k" * SMALL
 
 
 async def test_what_is_large_or_not_whole_does_not(ends: Ends) -> None:
-    stream, hearer, _ = ends
     for lease in (leased(LARGE), leased(SMALL, complete=False)):
-        make_offer(stream.link, stream, lease)
-        offer, body = await hearer.next()
+        make_offer(ends.stream.link, ends.stream, lease)
+        offer, body = await ends.hearer.next()
         assert isinstance(offer, Offer) and not offer.inline
         assert offer.complete is lease.entry.complete
         assert unpack(body, inline=False).inline == []
 
 
 async def test_an_offer_that_no_frame_can_hold_is_not_sent(ends: Ends) -> None:
-    stream, hearer, _ = ends
-    stream.link.limits = Limits(max_body_bytes=20)
+    ends.stream.link.limits = Limits(max_body_bytes=20)
     with pytest.raises(EntryTooLarge):
-        make_offer(stream.link, stream, leased(SMALL))
-    assert not hearer.frames
+        make_offer(ends.stream.link, ends.stream, leased(SMALL))
+    assert not ends.hearer.frames
 
 
 async def test_parts_follow_the_grant_of_this_very_offer(ends: Ends) -> None:
-    stream, hearer, _ = ends
     lease = leased(LARGE)
-    offering = make_offer(stream.link, stream, lease)
+    offering = make_offer(ends.stream.link, ends.stream, lease)
     ends.receive(offering.transfer)
     offering.part_landed(0)  # not granted yet
     lease.entry.landed.append(0)
@@ -378,39 +374,36 @@ async def test_parts_follow_the_grant_of_this_very_offer(ends: Ends) -> None:
     ends.grant(offering)
     with pytest.raises(RemoteProtocolError, match="still leaving"):
         ends.grant(offering)
-    await until(lambda: len(hearer.frames) == 2)
-    assert isinstance(hearer.frames[1][0], Sent)
+    await until(lambda: len(ends.hearer.frames) == 2)
+    assert isinstance(ends.hearer.frames[1][0], Sent)
 
 
 async def test_a_part_that_lands_after_the_grant_is_sent(ends: Ends) -> None:
-    stream, hearer, _ = ends
-    offering = make_offer(stream.link, stream, leased(LARGE, complete=False))
+    offering = make_offer(ends.stream.link, ends.stream, leased(LARGE, complete=False))
     ends.receive(offering.transfer)
     ends.grant(offering)
     offering.part_landed(0)
-    await until(lambda: len(hearer.frames) == 2)
-    assert isinstance(hearer.frames[1][0], Sent)
+    await until(lambda: len(ends.hearer.frames) == 2)
+    assert isinstance(ends.hearer.frames[1][0], Sent)
 
 
 async def test_what_has_lost_its_memory_is_not_sent(ends: Ends) -> None:
-    stream, hearer, _ = ends
     lease = leased(LARGE, complete=False)
-    offering = make_offer(stream.link, stream, lease)
+    offering = make_offer(ends.stream.link, ends.stream, lease)
     lease.entry.drop_regions()
     ends.grant(offering)
     offering.part_landed(0)
     offering.stop()
     offering.retract()
-    await until(lambda: len(hearer.frames) == 2)
-    assert hearer.frames[1][0] == Retract(offering.transfer)
+    await until(lambda: len(ends.hearer.frames) == 2)
+    assert ends.hearer.frames[1][0] == Retract(offering.transfer)
 
 
 async def test_a_peer_is_told_that_nothing_more_comes(ends: Ends) -> None:
-    stream, hearer, _ = ends
-    offering = make_offer(stream.link, stream, leased(LARGE, complete=False))
+    offering = make_offer(ends.stream.link, ends.stream, leased(LARGE, complete=False))
     offering.completed()
-    await until(lambda: len(hearer.frames) == 2)
-    assert hearer.frames[1][0] == Complete(offering.transfer)
+    await until(lambda: len(ends.hearer.frames) == 2)
+    assert ends.hearer.frames[1][0] == Complete(offering.transfer)
 
 
 def test_only_a_writers_own_entry_is_shown_to_a_stream_early() -> None:
@@ -425,11 +418,10 @@ def test_only_a_writers_own_entry_is_shown_to_a_stream_early() -> None:
 async def test_a_part_that_broke_with_its_link_is_not_said_to_be_sent(
     ends: Ends,
 ) -> None:
-    stream, hearer, _ = ends
-    offering = make_offer(stream.link, stream, leased(LARGE, complete=False))
+    offering = make_offer(ends.stream.link, ends.stream, leased(LARGE, complete=False))
     ends.receive(offering.transfer)
     ends.grant(offering)
     offering.part_landed(0)
-    stream.link.abort()
-    await stream.link.payload.aclose()
-    assert not any(isinstance(frame, Sent) for frame, _ in hearer.frames)
+    ends.stream.link.abort()
+    await ends.stream.link.payload.aclose()
+    assert not any(isinstance(frame, Sent) for frame, _ in ends.hearer.frames)

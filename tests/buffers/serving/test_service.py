@@ -100,8 +100,14 @@ async def test_a_writer_that_says_nothing_has_failed(
     assert isinstance(error, EntryAborted) and error.reason == "producer"
 
 
-async def test_a_tensor_that_grows_is_no_silence_one_that_stands_still_is() -> None:
-    listener = Listener()
+@pytest.fixture
+async def listener() -> Listener:
+    return Listener()
+
+
+async def test_a_tensor_that_grows_is_no_silence_one_that_stands_still_is(
+    listener: Listener,
+) -> None:
     for listener.landed in ({1: 5}, {1: 7}, {1: 7, 2: 1}):
         listener.silence._fall_silent()
     assert not listener.told
@@ -110,16 +116,14 @@ async def test_a_tensor_that_grows_is_no_silence_one_that_stands_still_is() -> N
     listener.silence.stop()
 
 
-async def test_what_is_promised_and_has_no_byte_is_silence() -> None:
-    listener = Listener()
+async def test_what_is_promised_and_has_no_byte_is_silence(listener: Listener) -> None:
     listener.landed = {1: 0}
     listener.silence._fall_silent()
     assert len(listener.told) == 1
     listener.silence.stop()
 
 
-async def test_while_this_side_works_nobody_is_silent() -> None:
-    listener = Listener()
+async def test_while_this_side_works_nobody_is_silent(listener: Listener) -> None:
     for listener.is_working in (True, True, False):
         assert not listener.told
         listener.silence._fall_silent()
