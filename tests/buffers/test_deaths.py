@@ -19,8 +19,12 @@ from asynckv.testing.faults.processes import frozen_peer
 from harness.children import ask, line_of, running, tell
 from harness.gpu_processes import GpuKind, running as running_gpu
 
-MAPS = pytest.mark.skipif(not has_fd_sockets(), reason="nothing to map here")
-BY_HANDLES = pytest.mark.skipif(not has_fd_sockets(), reason="no sockets for handles")
+pytestmark = [
+    pytest.mark.multiprocess,
+    pytest.mark.slow,
+    pytest.mark.skipif(not has_fd_sockets(), reason="no sockets for handles"),
+]
+
 MIB = 2**20
 
 CONSUMER = """
@@ -98,9 +102,6 @@ async def viewing(buffer: LookupBuffer) -> AsyncIterator[asyncio.subprocess.Proc
         yield process
 
 
-@pytest.mark.multiprocess
-@pytest.mark.slow
-@MAPS
 async def test_a_consumer_that_is_killed_with_its_views_leaves_them(
     buffer: LookupBuffer,
 ) -> None:
@@ -112,9 +113,6 @@ async def test_a_consumer_that_is_killed_with_its_views_leaves_them(
         await insert(buffer, 2.0, nbytes=3 * MIB)
 
 
-@pytest.mark.multiprocess
-@pytest.mark.slow
-@MAPS
 async def test_a_consumer_that_stands_still_past_its_lease_keeps_its_bytes(
     buffer: LookupBuffer,
 ) -> None:
@@ -132,9 +130,6 @@ async def test_a_consumer_that_stands_still_past_its_lease_keeps_its_bytes(
         assert await line_of(consumer) == "LeaseLost"
 
 
-@pytest.mark.multiprocess
-@pytest.mark.slow
-@MAPS
 async def test_a_producer_that_is_killed_takes_no_view_away() -> None:
     async with running(PRODUCER) as process, asyncio.timeout(30):
         async with connect(await line_of(process), reconnect_s=0) as peer:
@@ -149,9 +144,6 @@ async def test_a_producer_that_is_killed_takes_no_view_away() -> None:
         assert view.eq(1.0).all()
 
 
-@pytest.mark.multiprocess
-@pytest.mark.slow
-@MAPS
 async def test_no_socket_has_a_file_that_could_be_left_behind(
     buffer: LookupBuffer,
 ) -> None:
@@ -224,9 +216,6 @@ async def connected(
             yield server, producer
 
 
-@pytest.mark.multiprocess
-@pytest.mark.slow
-@BY_HANDLES
 @pytest.mark.chaos
 async def test_two_processes_put_within_one_gpu(gpu_kind: GpuKind) -> None:
     async with connected(gpu_kind, "take") as (server, producer):
@@ -234,9 +223,6 @@ async def test_two_processes_put_within_one_gpu(gpu_kind: GpuKind) -> None:
         assert await ask(server, "take") == "cuda:0 2.0"
 
 
-@pytest.mark.multiprocess
-@pytest.mark.slow
-@BY_HANDLES
 @pytest.mark.trust
 async def test_a_producer_that_is_killed_while_it_is_read_leaves_nothing(
     gpu_kind: GpuKind,
@@ -249,9 +235,6 @@ async def test_a_producer_that_is_killed_while_it_is_read_leaves_nothing(
             pass
 
 
-@pytest.mark.multiprocess
-@pytest.mark.slow
-@BY_HANDLES
 @pytest.mark.trust
 async def test_a_buffer_that_is_killed_while_it_reads_fails_the_put(
     gpu_kind: GpuKind,
@@ -358,17 +341,11 @@ async def kill(
         pass
 
 
-@pytest.mark.multiprocess
-@pytest.mark.slow
-@BY_HANDLES
 async def test_two_processes_hand_an_entry_over_on_one_gpu(consume: Consume) -> None:
     async with consume("copy") as consumer:
         assert await line_of(consumer) == "1.0"
 
 
-@pytest.mark.multiprocess
-@pytest.mark.slow
-@BY_HANDLES
 @pytest.mark.chaos
 async def test_layers_are_streamed_between_two_processes_on_one_gpu(
     consume: Consume, producer: asyncio.subprocess.Process
@@ -381,9 +358,6 @@ async def test_layers_are_streamed_between_two_processes_on_one_gpu(
         assert await line_of(consumer) == "value 5.0"
 
 
-@pytest.mark.multiprocess
-@pytest.mark.slow
-@BY_HANDLES
 @pytest.mark.trust
 async def test_a_consumer_that_is_killed_in_mid_stream_leaves_the_layers(
     consume: Consume, producer: asyncio.subprocess.Process
@@ -398,9 +372,6 @@ async def test_a_consumer_that_is_killed_in_mid_stream_leaves_the_layers(
         assert layers == {"key 4.0", "value 5.0"}
 
 
-@pytest.mark.multiprocess
-@pytest.mark.slow
-@BY_HANDLES
 @pytest.mark.trust
 async def test_a_consumer_of_a_gpu_that_is_killed_with_its_views_leaves_them(
     consume: Consume, producer: asyncio.subprocess.Process
@@ -413,9 +384,6 @@ async def test_a_consumer_of_a_gpu_that_is_killed_with_its_views_leaves_them(
         assert await line_of(consumer) == "1.0"  # it came back
 
 
-@pytest.mark.multiprocess
-@pytest.mark.slow
-@BY_HANDLES
 @pytest.mark.trust
 async def test_views_outlive_an_exporter_that_is_killed(
     consume: Consume, producer: asyncio.subprocess.Process

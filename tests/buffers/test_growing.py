@@ -25,7 +25,8 @@ from asynckv.tensors.slabs import has_slabs
 from asynckv.testing.blocked import until
 from asynckv.types import TensorSpec
 
-WITH_SLABS = pytest.mark.skipif(not has_slabs(), reason="no memory files here")
+pytestmark = pytest.mark.skipif(not has_slabs(), reason="no memory files here")
+
 _MIB = 2**20
 
 
@@ -62,7 +63,6 @@ async def lookup() -> AsyncIterator[LookupBuffer]:
         yield buffer
 
 
-@WITH_SLABS
 async def test_an_insert_waits_for_its_slab_and_the_loop_does_not(
     gate: Gate, lookup: LookupBuffer
 ) -> None:
@@ -75,7 +75,6 @@ async def test_an_insert_waits_for_its_slab_and_the_loop_does_not(
     assert lookup.statistics().entries == 1
 
 
-@WITH_SLABS
 async def test_what_waits_for_a_slab_can_be_selected(
     gate: Gate, lookup: LookupBuffer
 ) -> None:
@@ -88,7 +87,6 @@ async def test_what_waits_for_a_slab_can_be_selected(
     gate.is_open.set()
 
 
-@WITH_SLABS
 async def test_inserts_that_wait_for_memory_that_is_refused_are_too_large(
     gate: Gate, lookup: LookupBuffer, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -105,7 +103,6 @@ async def test_inserts_that_wait_for_memory_that_is_refused_are_too_large(
     assert [r.levelname for r in caplog.records if "memory" in r.message] == ["WARNING"]
 
 
-@WITH_SLABS
 async def test_a_writer_that_waits_for_refused_memory_is_told(
     gate: Gate, lookup: LookupBuffer
 ) -> None:
@@ -118,7 +115,6 @@ async def test_a_writer_that_waits_for_refused_memory_is_told(
             pytest.fail("there is no room")
 
 
-@WITH_SLABS
 async def test_an_insert_behind_one_that_is_too_large_now_goes_on(
     gate: Gate, lookup: LookupBuffer
 ) -> None:
@@ -133,7 +129,6 @@ async def test_an_insert_behind_one_that_is_too_large_now_goes_on(
     await small
 
 
-@WITH_SLABS
 async def test_puts_that_wait_for_memory_that_is_refused_are_too_large(
     gate: Gate,
 ) -> None:
@@ -147,7 +142,6 @@ async def test_puts_that_wait_for_memory_that_is_refused_are_too_large(
         assert store.statistics().refused_slabs == 1
 
 
-@WITH_SLABS
 async def test_a_store_grows_before_it_drops_anything(gate: Gate) -> None:
     gate.is_open.set()
     async with StoreBuffer("64MiB") as store:
@@ -157,7 +151,6 @@ async def test_a_store_grows_before_it_drops_anything(gate: Gate) -> None:
         assert store.statistics().keys == 5
 
 
-@WITH_SLABS
 async def test_a_kept_exception_keeps_no_memory(lookup: LookupBuffer) -> None:
     errors = []
     for _ in range(10):
@@ -171,7 +164,6 @@ async def test_a_kept_exception_keeps_no_memory(lookup: LookupBuffer) -> None:
     assert lookup.statistics().pinned_bytes == 0
 
 
-@WITH_SLABS
 async def test_closing_does_not_wait_for_all_of_a_slab(gate: Gate) -> None:
     async with LookupBuffer("64MiB", drain_s=0) as lookup:
         insert = asyncio.create_task(lookup.insert([1], None, _tensor(2), None, None))
@@ -190,7 +182,6 @@ async def warm(lookup: LookupBuffer) -> LookupBuffer:
     return lookup
 
 
-@WITH_SLABS
 async def test_an_empty_tensor_is_inserted_without_a_copy(warm: LookupBuffer) -> None:
     tensor = warm.empty((40, _MIB // 4), torch.float32).fill_(3)  # not twice in 64
     assert warm.statistics().pinned_bytes == 40 * _MIB
@@ -203,7 +194,6 @@ async def test_an_empty_tensor_is_inserted_without_a_copy(warm: LookupBuffer) ->
     await warm.insert([1], None, _tensor(60), None, None)
 
 
-@WITH_SLABS
 async def test_an_empty_tensor_can_be_inserted_again(warm: LookupBuffer) -> None:
     tensor = warm.empty((20 * _MIB,), torch.uint8).fill_(3)
     for _ in range(3):
@@ -216,7 +206,6 @@ async def test_an_empty_tensor_can_be_inserted_again(warm: LookupBuffer) -> None
     assert warm.statistics().pinned_bytes == 20 * _MIB
 
 
-@WITH_SLABS
 async def test_a_cancelled_insert_leaves_an_empty_tensor_the_callers(
     warm: LookupBuffer,
 ) -> None:
@@ -232,7 +221,6 @@ async def test_a_cancelled_insert_leaves_an_empty_tensor_the_callers(
     assert bool((tensor == 3).all())
 
 
-@WITH_SLABS
 async def test_an_empty_tensor_without_room_is_an_ordinary_one(
     lookup: LookupBuffer,
 ) -> None:
@@ -243,7 +231,6 @@ async def test_an_empty_tensor_without_room_is_an_ordinary_one(
     assert isinstance(entry.key, torch.Tensor) and torch.equal(entry.key, tensor)
 
 
-@WITH_SLABS
 async def test_a_view_of_what_has_left_is_said_when_it_is_kept_long(
     warm: LookupBuffer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -257,7 +244,6 @@ async def test_a_view_of_what_has_left_is_said_when_it_is_kept_long(
     del tensor, other
 
 
-@WITH_SLABS
 async def test_the_last_consumer_gets_the_memory_itself(warm: LookupBuffer) -> None:
     await warm.insert([1], None, {"0": _tensor(20), "1": _tensor(20)}, None, None)
     used = warm.statistics().used_bytes
@@ -270,7 +256,6 @@ async def test_the_last_consumer_gets_the_memory_itself(warm: LookupBuffer) -> N
     await until(lambda: warm.statistics().handed_out_bytes == 0)
 
 
-@WITH_SLABS
 async def test_memory_comes_back_without_a_page_fault(lookup: LookupBuffer) -> None:
     source, addresses, faults = _tensor(16), set(), 0
     for _ in range(4):
@@ -285,7 +270,6 @@ async def test_memory_comes_back_without_a_page_fault(lookup: LookupBuffer) -> N
     assert faults < 16 * _MIB // 4096 // 4
 
 
-@WITH_SLABS
 async def test_nothing_waits_until_the_application_forgets_what_it_took(
     warm: LookupBuffer,
 ) -> None:
@@ -298,7 +282,6 @@ async def test_nothing_waits_until_the_application_forgets_what_it_took(
     assert warm.statistics().handed_out_bytes == 40 * _MIB
 
 
-@WITH_SLABS
 async def test_what_a_consumer_does_to_its_tensors_reaches_nobody(
     warm: LookupBuffer,
 ) -> None:
@@ -314,7 +297,6 @@ async def test_what_a_consumer_does_to_its_tensors_reaches_nobody(
         assert isinstance(key, torch.Tensor) and bool((key == value).all())
 
 
-@WITH_SLABS
 async def test_a_producer_that_keeps_its_tensor_shares_it_with_nobody(
     warm: LookupBuffer,
 ) -> None:
@@ -325,7 +307,6 @@ async def test_a_producer_that_keeps_its_tensor_shares_it_with_nobody(
     assert isinstance(key, torch.Tensor) and bool((key == 3).all())
 
 
-@WITH_SLABS
 async def test_borrowed_entries_are_copied_into_memory_that_comes_back(
     warm: LookupBuffer,
 ) -> None:
@@ -337,7 +318,6 @@ async def test_borrowed_entries_are_copied_into_memory_that_comes_back(
     assert warm.statistics().used_bytes == 0
 
 
-@WITH_SLABS
 async def test_values_are_copied_into_memory_that_comes_back() -> None:
     async with StoreBuffer("64MiB") as store:
         await store.put("a", _tensor(60))
@@ -363,7 +343,6 @@ async def peer(lookup: LookupBuffer) -> AsyncIterator[Peer]:
         yield peer
 
 
-@WITH_SLABS
 async def test_what_is_received_lands_in_memory_that_comes_back(
     lookup: LookupBuffer, peer: Peer
 ) -> None:
@@ -378,7 +357,6 @@ async def test_what_is_received_lands_in_memory_that_comes_back(
     assert addresses[1] == addresses[2] == addresses[3]
 
 
-@WITH_SLABS
 async def test_values_are_received_in_memory_that_comes_back(peer: Peer) -> None:
     addresses = []
     for value in range(4):
@@ -391,7 +369,6 @@ async def test_values_are_received_in_memory_that_comes_back(peer: Peer) -> None
     assert addresses[1] == addresses[2] == addresses[3]
 
 
-@WITH_SLABS
 async def test_a_remote_insert_sends_from_memory_that_comes_back(
     lookup: LookupBuffer, peer: Peer
 ) -> None:
@@ -408,7 +385,6 @@ async def test_a_remote_insert_sends_from_memory_that_comes_back(
     assert addresses[1] == addresses[2]
 
 
-@WITH_SLABS
 async def test_what_a_peer_computes_into_is_no_more_than_its_bound(peer: Peer) -> None:
     await _slab_is_wanted(peer)
     tensors = [peer.lookup.empty((12 * _MIB,), torch.uint8) for _ in range(9)]
@@ -417,7 +393,6 @@ async def test_what_a_peer_computes_into_is_no_more_than_its_bound(peer: Peer) -
     del tensors
 
 
-@WITH_SLABS
 async def test_what_is_not_dense_is_copied_into_memory_that_comes_back(
     lookup: LookupBuffer, peer: Peer
 ) -> None:
@@ -429,7 +404,6 @@ async def test_what_is_not_dense_is_copied_into_memory_that_comes_back(
     await until(lambda: peer.memory.arena.handed_out_bytes == 0)
 
 
-@WITH_SLABS
 async def test_what_was_received_waits_for_no_garbage_collector(
     lookup: LookupBuffer, peer: Peer, no_collector: None
 ) -> None:
@@ -450,7 +424,6 @@ def no_collector() -> Iterator[None]:
     gc.enable()
 
 
-@WITH_SLABS
 async def test_what_was_received_outlives_the_connection(
     lookup: LookupBuffer,
 ) -> None:

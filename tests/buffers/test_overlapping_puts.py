@@ -37,6 +37,8 @@ from harness.held_copies import bytes_of_tensor, held_copies
 from harness.link_pairs import landed_bytes, linked
 from harness.no_routes import NoRoutes
 
+pytestmark = pytest.mark.usefixtures("small_pieces")
+
 PIECE = MIB // 4
 
 LAYERS = {name: TensorSpec((MIB,), "uint8") for name in ("key", "value")}
@@ -81,7 +83,6 @@ def key(gpu: FakeDevice) -> torch.Tensor:
     return gpu.tensor(noise(MIB))
 
 
-@pytest.mark.usefixtures("small_pieces")
 async def test_one_tensor_is_on_the_wire_while_the_next_is_copied(
     gpu: FakeDevice,
 ) -> None:
@@ -100,7 +101,6 @@ async def test_one_tensor_is_on_the_wire_while_the_next_is_copied(
         assert is_same(only(entry.value), noise(MIB, 2))
 
 
-@pytest.mark.usefixtures("small_pieces")
 @pytest.mark.parametrize("call", ["insert", "layer", "value"])
 async def test_one_piece_is_on_the_wire_while_the_next_is_copied(
     gpu: FakeDevice, far_link: FarLink, call: str
@@ -132,7 +132,6 @@ async def send(peer: Peer, call: str, source: torch.Tensor) -> None:
             await writer.put("key", source)
 
 
-@pytest.mark.usefixtures("small_pieces")
 @pytest.mark.parametrize("lanes", [1, 2])
 async def test_what_leaves_a_gpu_takes_a_bounded_part_of_the_host(
     gpu: FakeDevice, lanes: int
@@ -149,7 +148,6 @@ async def test_what_leaves_a_gpu_takes_a_bounded_part_of_the_host(
         await until(lambda: not copies.used_bytes)
 
 
-@pytest.mark.usefixtures("small_pieces")
 async def test_what_waits_for_room_takes_no_memory_of_the_host(
     key: torch.Tensor,
     gpu: FakeDevice,
@@ -165,7 +163,6 @@ async def test_what_waits_for_room_takes_no_memory_of_the_host(
         assert is_same(only((await lookup.drop_select([1])).key), noise(MIB))
 
 
-@pytest.mark.usefixtures("small_pieces")
 async def test_what_was_given_back_on_its_way_is_read_again(
     key: torch.Tensor, gpu: FakeDevice
 ) -> None:
@@ -182,7 +179,6 @@ async def test_what_was_given_back_on_its_way_is_read_again(
         await task
 
 
-@pytest.mark.usefixtures("small_pieces")
 async def test_other_bytes_than_were_digested_are_refused(
     key: torch.Tensor, gpu: FakeDevice
 ) -> None:
@@ -205,7 +201,6 @@ async def test_other_bytes_than_were_digested_are_refused(
         assert not lookup.statistics().entries
 
 
-@pytest.mark.usefixtures("small_pieces")
 async def test_a_gpu_that_fails_between_two_pieces_withdraws_the_insert(
     key: torch.Tensor,
     gpu: FakeDevice,
@@ -223,7 +218,6 @@ async def test_a_gpu_that_fails_between_two_pieces_withdraws_the_insert(
         assert link.is_open and kept.value.__traceback__ is not None
 
 
-@pytest.mark.usefixtures("small_pieces")
 async def test_what_is_accepted_early_is_fed_no_further(
     key: torch.Tensor, gpu: FakeDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -248,7 +242,6 @@ async def test_what_is_accepted_early_is_fed_no_further(
         await until(lambda: not peer.routes.copies.used_bytes)
 
 
-@pytest.mark.usefixtures("small_pieces")
 async def test_what_is_granted_again_while_it_is_fed_is_refused(
     key: torch.Tensor,
     gpu: FakeDevice,
@@ -279,7 +272,6 @@ def tasks_of(sending: Sending) -> int:
     return 1 if outgoing is None or outgoing._tasks is None else len(outgoing._tasks)
 
 
-@pytest.mark.usefixtures("small_pieces")
 async def test_what_was_fed_whole_is_not_sent_once_the_peer_needs_it_no_more(
     gpu: FakeDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -351,7 +343,6 @@ def held_after_one(kept: GpuPair, monkeypatch: pytest.MonkeyPatch) -> Iterator[G
             gate.open()
 
 
-@pytest.mark.usefixtures("small_pieces")
 @pytest.mark.parametrize("call", ["entry", "layer"])
 @pytest.mark.parametrize("end", ["read", "cancelled"])
 async def test_what_is_kept_on_a_gpu_leaves_in_pieces(
@@ -374,7 +365,6 @@ async def test_what_is_kept_on_a_gpu_leaves_in_pieces(
         assert link.is_open
 
 
-@pytest.mark.usefixtures("small_pieces")
 @pytest.mark.parametrize("call", ["entry", "layer"])
 async def test_what_a_gpu_fails_to_send_the_rest_of_is_not_lost(
     gpus: FakeGpus,

@@ -42,7 +42,7 @@ from harness.fake_gpus import FakeGpus
 from harness.gpu_pairs import GpuPair, open_gpu_pair
 from harness.link_pairs import Hearer, name_of
 
-BY_HANDLES = pytest.mark.skipif(not has_fd_sockets(), reason="no sockets for handles")
+pytestmark = pytest.mark.skipif(not has_fd_sockets(), reason="no sockets for handles")
 
 
 def importer_of(pair: GpuPair) -> Importer:
@@ -72,7 +72,6 @@ async def offered(pair: GpuPair) -> tuple[Hearer, LinkStream, Offer, bytes]:
     return hearer, stream, offer, body
 
 
-@BY_HANDLES
 async def test_an_offer_says_where_what_does_not_ride_will_lie(pair: GpuPair) -> None:
     entry = await inserted(pair, pair.ours.tensor(noise(MIB)))
     found = show_parts(entry, importer_of(pair))
@@ -85,7 +84,6 @@ async def test_an_offer_says_where_what_does_not_ride_will_lie(pair: GpuPair) ->
     importer_of(pair).unpin(pin.number)
 
 
-@BY_HANDLES
 async def test_who_has_nothing_open_is_shown_nothing(pair: GpuPair) -> None:
     entry = await inserted(pair, noise(MIB))
     assert show_parts(entry, None) is None
@@ -94,12 +92,10 @@ async def test_who_has_nothing_open_is_shown_nothing(pair: GpuPair) -> None:
     entry.in_arena = True
 
 
-@BY_HANDLES
 async def test_what_only_rides_is_not_shown(pair: GpuPair) -> None:
     assert show_parts(await inserted(pair, noise(8)), importer_of(pair)) is None
 
 
-@BY_HANDLES
 async def test_beside_what_is_long_and_in_host_memory_nothing_is_shown(
     pair: GpuPair,
 ) -> None:
@@ -110,7 +106,6 @@ async def test_beside_what_is_long_and_in_host_memory_nothing_is_shown(
     del key
 
 
-@BY_HANDLES
 async def test_what_fits_in_no_frame_with_its_places_goes_by_lanes(
     pair: GpuPair,
 ) -> None:
@@ -133,7 +128,6 @@ async def test_what_fits_in_no_frame_with_its_places_goes_by_lanes(
     await until(lambda: not pair.buffer.statistics().leased)
 
 
-@BY_HANDLES
 async def test_parts_are_told_once_they_are_granted(pair: GpuPair) -> None:
     await inserted(pair, noise(MIB))
     hearer, stream, offer, body = await offered(pair)
@@ -154,7 +148,6 @@ async def test_parts_are_told_once_they_are_granted(pair: GpuPair) -> None:
     assert await pair.peer.lookup.peek([1]) == 0
 
 
-@BY_HANDLES
 @pytest.mark.parametrize("later", [0, 2], ids=["again", "never offered"])
 async def test_a_grant_that_makes_no_sense_ends_the_link(
     gpus: FakeGpus, later: int
@@ -167,7 +160,6 @@ async def test_a_grant_that_makes_no_sense_ends_the_link(
         await hearer.loss()
 
 
-@BY_HANDLES
 async def test_what_is_shown_may_be_wanted_by_lanes(pair: GpuPair) -> None:
     await inserted(pair, noise(MIB))
     hearer, stream, offer, _ = await offered(pair)
@@ -187,7 +179,6 @@ async def test_what_is_shown_may_be_wanted_by_lanes(pair: GpuPair) -> None:
     await until(lambda: not pair.buffer.statistics().leased)
 
 
-@BY_HANDLES
 async def test_who_closed_the_memory_before_it_is_told_is_told_so_once(
     pair: GpuPair, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -203,7 +194,6 @@ async def test_who_closed_the_memory_before_it_is_told_is_told_so_once(
     assert not pair.pinned_bytes and not pair.buffer.statistics().mapped_by
 
 
-@BY_HANDLES
 async def test_of_a_delivery_that_was_ended_so_nothing_more_is_begun(
     pair: GpuPair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -226,7 +216,6 @@ async def test_of_a_delivery_that_was_ended_so_nothing_more_is_begun(
     assert not begun
 
 
-@BY_HANDLES
 @pytest.mark.parametrize("nbytes", [8, MIB])
 async def test_a_grant_of_what_was_not_shown_ends_the_link(
     gpus: FakeGpus, nbytes: int
@@ -267,7 +256,6 @@ def on(gpu: FakeDevice) -> OpenMemory:
     return OpenMemory("lookup", gpu.process.cuda.uuid(0))
 
 
-@BY_HANDLES
 @pytest.mark.parametrize("on_gpu", [False, True])
 @pytest.mark.parametrize(
     ("said", "answer"),
@@ -285,7 +273,6 @@ async def test_who_proves_nothing_has_nothing(
         await until(lambda: buffer.exporter._door is None)
 
 
-@BY_HANDLES
 @pytest.mark.parametrize("on_gpu", [False, True])
 @pytest.mark.parametrize("again", [False, True])
 async def test_what_makes_no_sense_of_shown_memory_breaks_the_link(
@@ -303,7 +290,6 @@ async def test_what_makes_no_sense_of_shown_memory_breaks_the_link(
         assert ("maps memory once" if again else "Grant") in cause
 
 
-@BY_HANDLES
 @pytest.mark.parametrize(
     ("on_gpu", "by_gpu", "end", "why"),
     [
@@ -322,7 +308,6 @@ async def test_memory_that_is_not_shown_so_is_refused(
         assert why in str(await hearer.next())
 
 
-@BY_HANDLES
 async def test_a_process_without_files_to_spare_shows_nothing(
     monkeypatch: pytest.MonkeyPatch, gpu: FakeDevice
 ) -> None:
@@ -334,7 +319,6 @@ async def test_a_process_without_files_to_spare_shows_nothing(
         assert "no memory of a GPU" in str(await hearer.next())
 
 
-@BY_HANDLES
 async def test_a_peer_on_another_gpu_is_told_which_one_the_memory_is_on(
     gpu: FakeDevice,
 ) -> None:
