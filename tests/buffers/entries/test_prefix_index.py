@@ -371,3 +371,13 @@ def test_single_nodes_and_subtrees_are_merged_with_what_each_matches() -> None:
     frontier.add_subtree(below, 16)
     found = [(place.seq, nbytes) for place, nbytes in frontier.ascending()]
     assert found == [(1, 8), (2, 16), (3, 8)]
+
+
+def test_taking_the_lowest_leaves_the_next_of_all_below() -> None:
+    tree: PrefixTree[str] = PrefixTree()
+    one = node_with(tree, ONE, 1)
+    for key, seq in ((ONE + TWO, 3), (TWO, 2)):
+        node_with(tree, key, seq)
+    assert tree.root.lowest is not None and tree.root.lowest.seq == 1
+    take(tree.root.lowest, one)
+    assert tree.root.lowest.seq == 2
