@@ -28,13 +28,14 @@ from asynckv.protocol.frames import (
     Nack,
     Select,
 )
-from asynckv.protocol.transfer_frames import Grant, Proved
+from asynckv.protocol.transfer_frames import Grant, Proved, Sent
 from asynckv.protocol.values import Place
 from asynckv.sharing import exporter
 from asynckv.sharing.mappings import MappedMemory
 from asynckv.tensors.arena import Region
 from asynckv.tensors.shared_file import MappedFile, edges_of
 from asynckv.tensors.stitching import Claim
+from asynckv.tensors.views import bytes_of
 from asynckv.testing.blocked import until
 from harness.link_pairs import Hearer, name_of
 from harness.raw_maps import RawMapper
@@ -410,14 +411,18 @@ async def test_a_stream_gets_its_tensors_by_lanes(
     assert "mapped=None" in str(await hearer.next())
 
 
-async def test_a_grant_for_mapped_memory_breaks_the_link(
+async def test_a_grant_of_what_is_mapped_has_it_sent(
     local: LookupBuffer, mapper: RawMapper
 ) -> None:
     await local.insert([1], None, THREES, None, None)
     await mapper.map()
     hearer, stream, offer, _ = await mapper.select()
+    target, payload = torch.zeros_like(THREES), mapper.link.payload
+    payload.announce(offer.transfer)
+    payload.receive(offer.transfer, 0, bytes_of(target), lambda *_: None)
     stream.send(Grant(offer.transfer))
-    assert "Grant" in str((await hearer.loss()).__cause__)
+    assert isinstance((await hearer.next())[0], Sent)
+    await until(lambda: target.equal(THREES))
 
 
 async def test_a_peer_with_too_many_pins_gets_the_next_entry_by_its_lanes(

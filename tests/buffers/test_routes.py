@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import errno
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping
 from typing import Any, Final, TypeAlias
 
@@ -21,9 +22,11 @@ from asynckv.buffers.remote.peer import Peer, connect
 from asynckv.buffers.serve import serve
 from asynckv.buffers.store import StoreBuffer
 from asynckv.devices.arena import place_of
+from asynckv.devices.copying import CopyPool
 from asynckv.devices.cuda import DeviceMemory
 from asynckv.errors import ChecksumError, GPUFailed, PeerLost
 from asynckv.links.fd_socket import has_fd_sockets
+from asynckv.tensors.shared_file import MappedFile
 from asynckv.testing.blocked import until, until_blocked
 from asynckv.testing.cancellation import CancelMode, Outcome, sweep_cancellation
 from asynckv.testing.expectations import is_same, only
@@ -431,6 +434,40 @@ async def test_a_verb_goes_on_when_its_route_is_lost(
         await moving
         assert pair.peer.transport == "inline"
         await until(lambda: not pair.buffer.statistics().used_bytes)
+
+
+@contextlib.contextmanager
+def unreadable(route: str) -> Iterator[None]:
+    """Let what a peer shows not be read where it lies, for once."""
+    copy = CopyPool.copy
+
+    async def fail(pool: CopyPool, *args: Any, **kwargs: Any) -> Any:
+        patch.setattr(CopyPool, "copy", copy)
+        raise GPUFailed("that memory cannot be read")
+
+    def refuse(file: MappedFile) -> MappedFile:
+        raise OSError(errno.ENOMEM, "no mapping more")
+
+    with pytest.MonkeyPatch.context() as patch:
+        if ROUTES[route] == "map":
+            patch.setattr(MappedFile, "claim", lambda file, places: None)
+            patch.setattr(MappedFile, "again", refuse)
+        else:
+            patch.setattr(CopyPool, "copy", fail)
+        yield
+
+
+@pytest.mark.parametrize("verb", [drop_select, drop_select_into, borrow_into])
+@pytest.mark.parametrize("route", ["map", "map into a GPU", "cuda_ipc", "peer access"])
+async def test_what_cannot_be_read_where_it_lies_comes_by_the_next_route(
+    two_gpus: FakeGpus, route: str, verb: Verb
+) -> None:
+    async with opened(two_gpus, route) as ends:
+        await fill(ends.buffer)
+        with unreadable(route):
+            await verb(ends, ends.at_peer())
+        assert ends.buffer.statistics().given_back == 0
+        await ends.emptied()
 
 
 async def test_who_loses_its_route_keeps_its_place_in_line(two_gpus: FakeGpus) -> None:
