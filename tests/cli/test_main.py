@@ -1,13 +1,24 @@
+"""What is called from a shell, in this process and in others."""
+
 from __future__ import annotations
 
+import asyncio
+import io
 import re
+import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+import torch
 
 import asynckv
+from asynckv.cli.checking import check_config
+from asynckv.cli.document import check_writable, write_document
 from asynckv.cli.main import main
+from asynckv.cli.serving import serve
+from asynckv.errors import ConfigError
 
 
 def test_the_version_is_the_package_s(capsys: pytest.CaptureFixture[str]) -> None:
@@ -80,3 +91,182 @@ def test_help_needs_no_torch() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True)
     assert b"--model" in done.stdout
+
+
+GOOD = (
+    '{"kv_connector": "StoreConnector", "kv_role": "kv_both", '
+    '"kv_connector_extra_config": '
+    '{"store": "tcp://127.0.0.1:7000", "fingerprint": "toy"}}'
+)
+
+
+def test_a_config_that_works_is_explained(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "config.json"
+    file.write_text(GOOD)
+    monkeypatch.setattr("sys.stdin", io.StringIO(GOOD))
+    for given in (GOOD, f"@{file}", "-"):
+        assert check_config(given) == 0
+        assert "the store at tcp://127.0.0.1:7000" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ("{", "not JSON"),
+        ('{"kv_roll": "kv_both"}', "kv_role"),
+        ('{"kv_role": "kv_both"}', '{"peer_url": "tcp://HOST:PORT"}'),
+    ],
+)
+def test_what_is_wrong_is_said_and_is_the_exit_status(
+    given: str, words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert check_config(given) == 1
+    assert words in capsys.readouterr().out
+
+
+def test_the_command_takes_a_dash_for_standard_input(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO(GOOD))
+    with pytest.raises(SystemExit) as ended:
+        main(["check-config", "-"])
+    assert ended.value.code == 0
+    assert "the store at" in capsys.readouterr().out
+
+
+def test_without_one_the_environment_is_read(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("ASYNCKV_KV_ROLE", "kv_producer")
+    assert check_config() == 0
+    assert "prefills for others" in capsys.readouterr().out
+
+
+def problems_of(given: str, capsys: pytest.CaptureFixture[str]) -> list[str]:
+    assert check_config(given) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert all(line.startswith("wrong: ") for line in lines)
+    return [line.removeprefix("wrong: ") for line in lines]
+
+
+def test_a_file_that_cannot_be_read_is_named_with_the_way_out(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    binary = tmp_path / "binary"
+    binary.write_bytes(b"\xff")
+    for name, why in (
+        ("nofile.json", "No such file or directory"),
+        (str(tmp_path), "Is a directory"),
+        (str(binary), "it is not text in UTF-8"),
+        ("a\0b", "embedded null byte"),
+    ):
+        (problem,) = problems_of(f"@{name}", capsys)
+        assert problem.startswith(f"{name!r} cannot be read: {why} (write @ and the")
+
+
+def test_every_field_and_option_that_is_malformed_is_named_in_one_run(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    found = problems_of(
+        '{"kv_prt": 1, "kv_role": "producer", "kv_port": "x", "kv_rank": -1, '
+        '"kv_buffer_size": "lots", "kv_connector": "StorConnector", '
+        '"kv_buffer_device": "tpu", '
+        '"kv_connector_extra_config": {"secret": "s", "lisen": "mem://a", "ttl_s": 0, '
+        '"store": "redis://h", "store_timeout": 0, "allow_plaintext": 3}}',
+        capsys,
+    )
+    words = ("'kv_prt' is no", "kv_role is", "kv_port is", "kv_rank is -1")
+    options = ("secret is no option", "lisen is no option", "ttl_s is 0", "store: ")
+    more = ("kv_buffer_size: 'lots'", "store_timeout is 0", "allow_plaintext is 3")
+    read = ("no connector 'StorConnector'", "kv_buffer_device 'tpu'")
+    for word in (*words, *options, *more, *read):
+        assert len([one for one in found if word in one]) == 1, (word, found)
+    assert len(found) == len((*words, *options, *more, *read))
+
+
+def test_the_environment_s_malformed_fields_are_all_named_too(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("ASYNCKV_KV_PORT", "many")
+    monkeypatch.setenv("ASYNCKV_KV_ROLE", "both")
+    monkeypatch.setenv("ASYNCKV_KV_CONNECTOR_EXTRA_CONFIG", '{"local_rank": "x"}')
+    assert check_config() == 1
+    found = capsys.readouterr().out
+    for word in ("ASYNCKV_KV_PORT is 'many'", "kv_role is 'both'", "local_rank is 'x'"):
+        assert found.count(word) == 1
+
+
+def test_nothing_to_serve_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
+    assert serve() == 1
+    assert "nothing to serve" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("listen", "store"),
+    [
+        ("nonsense", "8MiB"),
+        ("tcp://127.0.0.1:0", "many"),
+        ("tcp://0.0.0.0:0", "8MiB"),
+    ],
+)
+def test_what_cannot_be_served_is_said(
+    listen: str, store: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert serve(listen=listen, store=store) == 1
+    assert "asynckv serve: " in capsys.readouterr().out
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+async def test_a_process_of_its_own_holds_what_others_put() -> None:
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-m",
+        "asynckv",
+        "serve",
+        "--listen",
+        "tcp://127.0.0.1:0",
+        "--store",
+        "8MiB",
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    try:
+        assert process.stdout is not None and process.stderr is not None
+        url = (await process.stdout.readline()).decode().strip()
+        async with asynckv.connect(url, identity="engine") as peer:
+            await peer.store.put("a", torch.ones(3))
+            assert await peer.store.match_prefix(["a", "b"]) == 1
+        process.send_signal(signal.SIGTERM)
+        assert await process.wait() == 0
+        logged = (await process.stderr.read()).decode().splitlines()
+        assert f"INFO {url}: engine connected, payload by " in logged[0]
+        assert logged[-1].endswith(f"INFO {url}: engine left")
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+
+
+@pytest.mark.parametrize("package", ["asynckv.cli.demo", "asynckv.cli.bench"])
+def test_a_document_is_whole_and_fetches_nothing(package: str) -> None:
+    document = write_document("A title", package, "<p>words</p>")
+    assert document.startswith("<!DOCTYPE html>") and document.endswith("</html>\n")
+    assert "<title>A title</title>" in document
+    assert "<main>\n<p>words</p>\n</main>" in document
+    assert ":root" in document and "http" not in document
+
+
+def test_a_path_that_can_be_written_is_let_through_and_nothing_is_created(
+    tmp_path: Path,
+) -> None:
+    check_writable(tmp_path / "page.html")
+    assert [*tmp_path.iterdir()] == []
+
+
+@pytest.mark.parametrize("name", ["", "missing/page.html"], ids=["folder", "nowhere"])
+def test_a_path_that_cannot_be_written_is_refused(tmp_path: Path, name: str) -> None:
+    with pytest.raises(ConfigError, match="cannot write"):
+        check_writable(tmp_path / name)

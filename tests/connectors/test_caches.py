@@ -3,11 +3,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from asynckv.connectors.caches import PagedCaches
+from asynckv.connectors.caches import BlockMoves, PagedCaches
+from asynckv.devices.copying import CopyPool
+from asynckv.devices.tensors import at_once
+from asynckv.errors import GPUFailed
 from asynckv.parallel.shapes import KVLayout
 from harness.engines.toy_model import ToyModel
 from harness.engines.toy_pairs import toy_shape
-from harness.fake_devices import fake_device
+from harness.fake_devices import FakeDevice, fake_device, lanes_of
 
 MODEL = ToyModel()
 
@@ -65,3 +68,104 @@ def test_caches_of_one_rank_are_on_one_device() -> None:
         there = gpu.tensor(torch.zeros(8, 3))
         with pytest.raises(ValueError, match="several devices: cpu, cuda:0"):
             PagedCaches({"a": torch.zeros(8, 3), "b": there}, None)
+
+
+async def test_blocks_of_the_host_are_copied_and_nothing_is_marked() -> None:
+    cache = torch.arange(32.0).view(8, 4)
+    moves = BlockMoves(PagedCaches({"a": cache}, None), CopyPool())
+    assert (moves.is_on_gpu, moves.mark(), moves.now()) == (False, None, None)
+    found = torch.zeros(2, 4)
+    await moves.gather([moves.caches.blocks("a", ((5, 1),))["a.key"]], [found], None)
+    assert torch.equal(found, cache[[5, 1]])
+    await moves.scatter([found], [moves.caches.blocks("a", ((0, 7),))["a.key"]], None)
+    assert torch.equal(cache[[0, 7]], found)
+
+
+async def test_a_mark_that_was_followed_is_what_counts() -> None:
+    moves = BlockMoves(PagedCaches({"a": torch.zeros(2, 2)}, None), CopyPool())
+    mark = object()
+    moves.follow(mark)
+    assert moves.now() is mark
+
+
+async def test_what_the_other_thread_had_in_place_of_a_mark_is_raised() -> None:
+    moves = BlockMoves(PagedCaches({"a": torch.zeros(2, 2)}, None), CopyPool())
+    moves.follow(GPUFailed("an illegal access"))
+    with pytest.raises(GPUFailed, match="an illegal access"):
+        moves.now()
+
+
+def moves_on(gpu: FakeDevice, cache: torch.Tensor) -> BlockMoves:
+    pool = CopyPool(lanes=lanes_of(gpu))
+    return BlockMoves(PagedCaches({"a": cache}, None), pool)
+
+
+async def test_what_is_on_the_gpu_is_fetched_and_nothing_else() -> None:
+    with fake_device() as gpu:
+        moves = moves_on(gpu, gpu.tensor(torch.zeros(8, 4)))
+        there, here = gpu.tensor(torch.arange(5000.0)), torch.ones(2)
+        found = await moves.fetch([here, there])
+        assert found[0] is here and not found[1].is_cuda
+        assert torch.equal(found[1], torch.arange(5000.0))
+        moves.pool.close()
+
+
+@pytest.mark.parametrize(
+    ("device", "fits"), [("cuda:0", True), ("cuda:1", False), ("cpu", False)]
+)
+def test_blocks_go_straight_to_a_buffer_on_their_gpu(device: str, fits: bool) -> None:
+    with fake_device() as gpu:
+        cache = gpu.tensor(torch.zeros(8, 2, 4))
+        assert moves_on(gpu, cache).fit(device) is fits
+        assert not moves_on(gpu, cache[:, 1]).fit(device)
+    host = BlockMoves(PagedCaches({"a": torch.zeros(2, 2)}, None), CopyPool())
+    assert not host.fit("cpu")
+
+
+async def test_blocks_are_gathered_in_other_memory_of_their_gpu() -> None:
+    with fake_device() as gpu:
+        cache = torch.arange(32.0).view(8, 4)
+        moves, there = moves_on(gpu, gpu.tensor(cache)), gpu.tensor(torch.zeros(2, 4))
+        blocks = moves.caches.blocks("a", ((5, 1),))["a.key"]
+        await moves.gather_there([blocks], [at_once(there, gpu.tensors).memory])
+        assert torch.equal(there.cpu(), cache[[5, 1]])
+        moves.pool.close()
+
+
+async def test_what_takes_a_gpu_its_time_is_ready_once_it_is_opened() -> None:
+    with fake_device() as gpu:
+        moves = moves_on(gpu, gpu.tensor(torch.arange(32.0).view(8, 4)))
+        await moves.open()
+        count = len(gpu.process.owned)
+        blocks = moves.caches.blocks("a", ((5, 1),))["a.key"]
+        await moves.gather([blocks], [torch.zeros(2, 4)], None)
+        assert len(gpu.process.owned) == count
+        moves.pool.close()
+    await BlockMoves(PagedCaches({"a": torch.zeros(2, 2)}, None), CopyPool()).open()
+
+
+async def test_blocks_of_the_host_are_not_gathered_on_a_gpu() -> None:
+    pool = CopyPool()
+    moves = BlockMoves(PagedCaches({"a": torch.zeros(8, 3)}, None), pool)
+    with pytest.raises(ValueError, match="on no GPU"):
+        await moves.gather_there([], [])
+
+
+async def test_a_gpu_is_made_ready_once_and_what_fails_is_for_a_transfer_to_say(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def fail(*args: object) -> None:
+        raise GPUFailed("no kernels")
+
+    with fake_device() as gpu:
+        none = moves_on(gpu, gpu.tensor(torch.zeros(0, 4)))
+        await none.open()  # no block could be gathered
+        moves = moves_on(gpu, gpu.tensor(torch.zeros(8, 4)))
+        with monkeypatch.context() as patch:
+            patch.setattr(BlockMoves, "gather", fail)
+            await moves.open_if_possible()
+        for _ in range(2):
+            await moves.open_if_possible()
+        assert gpu.process.cuda.launches == 3  # two to load, and one block
+        for one in (none, moves):
+            one.pool.close()

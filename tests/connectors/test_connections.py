@@ -8,11 +8,17 @@ import pytest
 from asynckv.buffers.lookup import LookupBuffer
 from asynckv.buffers.remote.peer import Peer
 from asynckv.buffers.serve import Server, serve
+from asynckv.buffers.store import StoreBuffer
 from asynckv.config import KVTransferConfig
 from asynckv.connectors import connections as module
-from asynckv.connectors.connections import PeerConnection, Peers, identity_of
+from asynckv.connectors.connections import (
+    PeerConnection,
+    Peers,
+    StoreConnection,
+    identity_of,
+)
 from asynckv.connectors.engine import KVEngine
-from asynckv.errors import GPUFailed, PeerLost, PeerRestarted
+from asynckv.errors import ConfigError, GPUFailed, PeerLost, PeerRestarted
 from asynckv.testing.blocked import until, until_blocked
 from harness.fake_devices import fake_device
 
@@ -222,3 +228,35 @@ async def test_what_is_pushed_to_who_has_no_name_may_lead_to_any_peers_gpu() -> 
             assert not peers.may_lead_to_gpu("P", 0, "cuda:0")
             assert peers.may_lead_to_gpu("", 0, "cuda:0")  # as the other one may
             await peers.aclose()
+
+
+def config_of(**extra: object) -> KVTransferConfig:
+    return KVTransferConfig(kv_role="kv_both", kv_connector_extra_config=extra)
+
+
+async def test_the_configured_store_is_dialled_when_it_is_needed() -> None:
+    line = StoreConnection(
+        config_of(store="mem://line", fingerprint="toy"), ENGINE, None, "0"
+    )
+    async with StoreBuffer() as store, serve("mem://line", store=store):
+        assert await (await line.store()).contains(["a"]) == (False,)
+        await line.aclose()
+
+
+async def test_a_store_that_is_given_is_used_and_left_open() -> None:
+    async with StoreBuffer() as store:
+        line = StoreConnection(config_of(), ENGINE, store, "0")
+        assert await line.store() is store
+        await line.aclose()
+        line.abort()
+        assert await store.contains([]) == ()
+
+
+def test_without_a_store_there_is_no_connector() -> None:
+    with pytest.raises(ConfigError, match=r"extra_config\.store"):
+        StoreConnection(config_of(), ENGINE, None, "0")
+
+
+def test_a_store_of_blocks_of_nobody_knows_which_model_is_not_used() -> None:
+    with pytest.raises(ConfigError, match=r"extra_config\.fingerprint"):
+        StoreConnection(config_of(store="mem://line"), ENGINE, None, "0")

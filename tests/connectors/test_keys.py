@@ -1,14 +1,19 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from asynckv.connectors.keys import (
+    EntryHeader,
     prefix_block_keys,
     prompt_digest,
     rank_block_keys,
     salt_digest,
 )
-from asynckv.types import KVFingerprint
+from asynckv.errors import IncompatiblePeer
+from asynckv.types import KVFingerprint, TensorSpec
+from harness.engines.toy_model import ToyModel
+from harness.engines.toy_pairs import toy_shape
 
 
 def test_two_prompts_share_as_many_keys_as_whole_blocks() -> None:
@@ -76,3 +81,35 @@ def test_each_token_counts_and_each_block_is_of_its_own_tokens() -> None:
         same = [a == b for a, b in zip(keys, other, strict=True)]
         assert same == [block < place // 4 for block in range(3)]
     assert len(set(prefix_block_keys([7] * 12, 4))) == 3
+
+
+def test_a_header_survives_being_a_tensor() -> None:
+    header = EntryHeader(
+        engine_id="e",
+        rank=1,
+        block_size=16,
+        layers=("a", "b"),
+        shape=toy_shape(ToyModel()),
+    )
+    assert EntryHeader.of(header.tensor()) == header
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.zeros(3, dtype=torch.uint8),
+        torch.empty(0, dtype=torch.uint8),
+        EntryHeader(engine_id="e", rank=0, block_size=1, layers=(), version=2).tensor(),
+    ],
+)
+def test_what_is_no_header_is_refused(tensor: torch.Tensor) -> None:
+    with pytest.raises(IncompatiblePeer):
+        EntryHeader.of(tensor)
+
+
+@pytest.mark.parametrize(
+    "spec", [None, TensorSpec((4,), "int32"), TensorSpec((2**21,), "uint8")]
+)
+def test_an_entry_without_a_header_is_refused_unread(spec: TensorSpec | None) -> None:
+    with pytest.raises(IncompatiblePeer, match="not inserted by a connector"):
+        EntryHeader.check_spec(spec)

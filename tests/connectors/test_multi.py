@@ -1,21 +1,44 @@
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Coroutine, Sequence
+from typing import Any
+
 import msgspec
 import pytest
+import torch
 
 from asynckv.abc import (
     KVAnswer,
     KVConnectorHandshake,
+    KVConnectorMetadata,
     KVConnectorStep,
     KVRequest,
     KVTransferResults,
 )
+from asynckv.buffers.serve import serve
+from asynckv.buffers.store import StoreBuffer
 from asynckv.config import KVTransferConfig
+from asynckv.connectors.caches import BlockMoves, PagedCaches
 from asynckv.connectors.engine import KVEngine
-from asynckv.connectors.multi import MultiMetadata, MultiScheduler
-from asynckv.connectors.registry import make_scheduler
+from asynckv.connectors.multi import MultiMetadata, MultiScheduler, MultiWorker
+from asynckv.connectors.registry import make_scheduler, make_worker
+from asynckv.connectors.requests import (
+    LoadOrder,
+    P2PMetadata,
+    StoreMetadata,
+    StoreOrder,
+)
+from asynckv.connectors.store.transfers import PackedBlocks
+from asynckv.connectors.store.worker import StoreWorker
+from asynckv.devices.cuda import Event
+from asynckv.tensors.blocks import KVBlocks
+from asynckv.testing.blocked import until_blocked
+from harness.engines.toy_model import ToyModel
+from harness.engines.toy_pairs import make_engine, pair_configs, toy_shape
 
 ENGINE = KVEngine(engine_id="E", block_size=4)
+
 BOTH = KVTransferConfig(
     kv_connector="MultiConnector",
     kv_role="kv_both",
@@ -182,3 +205,254 @@ def test_an_id_whose_blocks_one_connector_holds_is_loaded_by_no_other() -> None:
     assert scheduler.get_num_new_matched_tokens(remote("s"), 0) == (None, False)
     scheduler.update_connector_output(said_by(1, "s"))
     assert scheduler.get_num_new_matched_tokens(remote("s"), 0) == (10, True)
+
+
+MODEL = ToyModel()
+
+
+def both(config: KVTransferConfig) -> KVTransferConfig:
+    return KVTransferConfig(
+        kv_connector="MultiConnector",
+        kv_role="kv_both",
+        kv_buffer_size="16MiB",
+        kv_connector_extra_config={
+            "connectors": [
+                {
+                    "kv_connector": "P2PConnector",
+                    "kv_role": config.kv_role,
+                    "kv_connector_extra_config": config.kv_connector_extra_config,
+                },
+                {
+                    "kv_connector": "StoreConnector",
+                    "kv_connector_extra_config": {
+                        "store": "mem://multi-store",
+                        "fingerprint": "toy",
+                    },
+                },
+            ]
+        },
+    )
+
+
+async def test_what_has_ended_says_whose_it_is() -> None:
+    config = pair_configs(["mem://mE"], ["mem://no"], {"direction": "pull"})[1]
+    worker = make_worker(both(config), KVEngine(engine_id="E", block_size=16))
+    worker.register_kv_caches({"layer": torch.zeros(4, 64)})
+    load = LoadOrder("r", "t", "P", ((1,),), num_tokens=3)
+    told = (P2PMetadata(loads=(load,)), StoreMetadata())
+    async with worker:
+        parts = tuple(map(msgspec.msgpack.encode, told))
+        worker.bind_connector_metadata(MultiMetadata(parts))
+        await worker.start_load_kv()
+    results = worker.get_finished()
+    first, second = results.parts
+    assert first.failed_recving == results.failed_recving == {"r"}
+    assert first.invalid_block_ids == results.invalid_block_ids == {1}
+    assert not second
+    assert worker.get_finished().parts == ()
+
+
+async def test_a_prompt_is_saved_by_all_and_loaded_from_the_first() -> None:
+    configs = pair_configs(["mem://mP"], ["mem://mD"], {"direction": "pull"})
+    tokens, shape = list(range(70)), toy_shape(MODEL)
+    async with (
+        StoreBuffer("16MiB") as store,
+        serve("mem://multi-store", store=store),
+        make_engine("P", both(configs[0]), shape, MODEL) as prefill,
+        make_engine("D", both(configs[1]), shape, MODEL) as decode,
+    ):
+        first = await prefill.generate(
+            tokens, request_id="p", kv_transfer_params={"do_remote_decode": True}
+        )
+        worker = prefill.workers[0]
+        assert isinstance(worker, MultiWorker) and worker.wants_layers
+        spooling = worker.children[1]
+        assert isinstance(spooling, StoreWorker)
+        await spooling.flush()
+        last = await decode.generate(
+            tokens, 3, request_id="d", kv_transfer_params=first.kv_transfer_params
+        )
+        assert (last.tokens, last.external_tokens) == (MODEL.generate(tokens, 3), 70)
+        stored = await decode.generate(tokens, 3, request_id="e")
+        assert (stored.tokens, stored.external_tokens) == (last.tokens, 64)
+        assert decode.unknown_completions == 0
+        await decode.quiet()
+
+
+class Meeting(StoreWorker):
+    """Its saves take until everybody waits who is to come to ``meeting``."""
+
+    def __init__(self, meeting: asyncio.Barrier, error: Exception | None = None):
+        config = KVTransferConfig(
+            kv_connector="StoreConnector",
+            kv_role="kv_both",
+            kv_connector_extra_config={"store": "mem://no", "fingerprint": "toy"},
+        )
+        super().__init__(config, KVEngine(engine_id="E", block_size=16))
+        self.meeting, self.error = meeting, error
+
+    def begin_to_wait(self) -> Coroutine[Any, Any, None]:
+        return self._meet()
+
+    async def _meet(self) -> None:
+        if self.error is not None:
+            raise self.error
+        await self.meeting.wait()
+
+
+async def test_the_saves_of_all_are_waited_for_together() -> None:
+    meeting = asyncio.Barrier(2)
+    async with MultiWorker([Meeting(meeting), Meeting(meeting)]) as worker:
+        async with asyncio.timeout(10):
+            await worker.wait_for_save()
+
+
+async def test_where_one_fails_the_saves_of_the_others_are_waited_for() -> None:
+    meeting, error = asyncio.Barrier(2), RuntimeError("of the first")
+    workers = [Meeting(meeting, error), Meeting(meeting)]
+    async with MultiWorker(workers) as worker:
+        waiting = asyncio.create_task(worker.wait_for_save())
+        await until_blocked(waiting)
+        assert not waiting.done()
+        await meeting.wait()
+        with pytest.raises(RuntimeError, match="of the first"):
+            await waiting
+
+
+class Unbegun(Meeting):
+    """Its wait cannot even begin."""
+
+    def begin_to_wait(self) -> Coroutine[Any, Any, None]:
+        raise RuntimeError("no mark")
+
+
+async def test_where_one_cannot_begin_the_saves_of_the_others_are_waited_for() -> None:
+    meeting = asyncio.Barrier(2)
+    async with MultiWorker([Meeting(meeting), Unbegun(meeting)]) as worker:
+        waiting = asyncio.create_task(worker.wait_for_save())
+        await until_blocked(waiting)
+        assert not waiting.done()
+        await meeting.wait()
+        with pytest.raises(RuntimeError, match="no mark"):
+            await waiting
+
+
+async def test_a_cancelled_wait_leaves_nobody_waiting() -> None:
+    meeting = asyncio.Barrier(3)
+    async with MultiWorker([Meeting(meeting), Meeting(meeting)]) as worker:
+        waiting = asyncio.create_task(worker.wait_for_save())
+        await until_blocked(waiting)
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        assert not meeting.n_waiting
+
+
+async def test_a_step_that_is_cleared_once_its_wait_has_begun_is_saved_by_all() -> None:
+    engine = KVEngine(engine_id="E", block_size=4)
+    order = StoreOrder("r", ("one", "two"), ((1, 2),))
+    metadata = MultiMetadata((encoded(order), encoded(order)))
+    config = KVTransferConfig(kv_role="kv_both")
+    async with StoreBuffer("16MiB") as one, StoreBuffer("16MiB") as other:
+        children = [StoreWorker(config, engine, store) for store in (one, other)]
+        worker = MultiWorker(children)
+        worker.register_kv_caches({"layer": torch.ones(8, 64)})
+        async with worker:
+            worker.bind_connector_metadata(metadata)
+            saving = asyncio.create_task(worker.wait_for_save())
+            await asyncio.sleep(0)
+            worker.clear_connector_metadata()
+            await saving
+            for child in children:
+                await child.flush()
+                assert child.statistics().saved_blocks == 2
+
+
+class Noting(BlockMoves):
+    """Notes as at which marks blocks are read."""
+
+    async def gather(
+        self,
+        sources: Sequence[KVBlocks],
+        targets: Sequence[torch.Tensor],
+        mark: Event | None,
+    ) -> None:
+        self.marks = [*getattr(self, "marks", []), mark]
+        await super().gather(sources, targets, mark)
+
+
+async def test_all_save_what_there_was_when_their_wait_began() -> None:
+    order = StoreOrder("r", ("one", "two"), ((1, 2),))
+    engine = KVEngine(engine_id="E", block_size=4)
+    config = KVTransferConfig(kv_role="kv_both")
+    caches = PagedCaches({"layer": torch.ones(8, 64)}, None)
+    async with StoreBuffer("16MiB") as store:
+        children = [StoreWorker(config, engine, store) for _ in range(2)]
+        noting = [Noting(caches, child._pool) for child in children]
+        async with MultiWorker(children) as worker:
+            for child, moves in zip(children, noting, strict=True):
+                child._moves, child._packed = moves, PackedBlocks(moves)
+            worker.bind_connector_metadata(MultiMetadata((encoded(order),) * 2))
+            worker.follow("then")
+            saving = asyncio.create_task(worker.wait_for_save())
+            await asyncio.sleep(0)
+            worker.follow("later")
+            await saving
+        assert [moves.marks for moves in noting] == [["then", "then"]] * 2
+
+
+def encoded(order: StoreOrder) -> bytes:
+    return msgspec.msgpack.encode(StoreMetadata(saves=(order,)))
+
+
+class Said(StoreWorker):
+    """Says once what it was given to say."""
+
+    def __init__(self, results: KVTransferResults, preempted: list[object]) -> None:
+        config = KVTransferConfig(
+            kv_connector="StoreConnector",
+            kv_role="kv_both",
+            kv_connector_extra_config={"store": "mem://no", "fingerprint": "toy"},
+        )
+        super().__init__(config, KVEngine(engine_id="E", block_size=16))
+        self.results, self.preempted = results, preempted
+
+    def get_finished(
+        self, finished_req_ids: frozenset[str] = frozenset()
+    ) -> KVTransferResults:
+        said, self.results = self.results, KVTransferResults()
+        return said
+
+    def handle_preemptions(self, metadata: KVConnectorMetadata) -> None:
+        self.preempted.append(metadata)
+
+
+async def test_a_save_has_failed_if_all_say_so_and_a_load_if_one_does() -> None:
+    ids = frozenset({"both", "one"})
+    said = [
+        KVTransferResults(
+            finished_sending=ids,
+            failed_sending=frozenset(failed),
+            full_sending=frozenset(failed),
+            finished_recving=frozenset(loaded),
+            failed_recving=frozenset(loaded),
+        )
+        for failed, loaded in (
+            (ids, frozenset({"l"})),
+            (frozenset({"both"}), frozenset[str]()),
+        )
+    ]
+    async with MultiWorker([Said(one, []) for one in said]) as worker:
+        results = worker.get_finished()
+        assert results.finished_sending == ids
+        assert results.failed_sending == results.full_sending == {"both"}
+        assert results.failed_recving == {"l"}
+        assert results.parts == tuple(said)
+
+
+async def test_all_are_told_what_was_preempted() -> None:
+    orders, told = [encoded(StoreOrder(n, (n,), ((1,),))) for n in "ab"], list[object]()
+    children = [Said(KVTransferResults(), told) for _ in orders]
+    async with MultiWorker(children) as worker:
+        worker.handle_preemptions(MultiMetadata(tuple(orders)))
+    assert [msgspec.msgpack.encode(one) for one in told] == orders

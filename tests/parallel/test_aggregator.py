@@ -7,7 +7,13 @@ from typing import Self
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from asynckv.parallel.aggregator import KVConnectorOutput, KVOutputAggregator
+from asynckv.parallel.aggregator import (
+    Ends,
+    KVConnectorOutput,
+    KVOutputAggregator,
+    Overdue,
+    Reports,
+)
 
 
 @dataclasses.dataclass
@@ -362,3 +368,113 @@ def test_each_request_is_emitted_once_and_only_after_every_rank(
     emitted.update(last)
     complete = {request_id for request_id, ranks in reported.items() if len(ranks) == 3}
     assert emitted == Counter(complete)
+
+
+def received(*names: str) -> KVConnectorOutput:
+    return KVConnectorOutput(finished_recving={*names})
+
+
+def inside(one: KVConnectorOutput, *before: KVConnectorOutput) -> KVConnectorOutput:
+    return KVConnectorOutput(parts=(*before, one))
+
+
+def test_connectors_in_connectors_are_counted_apart_too() -> None:
+    ends = Ends(8)
+    deep = inside(inside(received("a")))
+    ends.take(0, deep, expected=2, now_s=0)
+    nothing = ends.take(1, inside(received("a")), expected=2, now_s=0)
+    assert not nothing.finished_recving
+    ended = ends.take(1, deep, expected=2, now_s=0)
+    assert ended.finished_recving == {"a"}
+    assert ended.parts[0].parts[0].finished_recving == {"a"}
+    assert (ends.unfinished, ends.late, ends.duplicates) == (1, 0, 0)
+
+
+def test_what_is_complete_is_forgotten_in_each_connector() -> None:
+    ends = Ends(8)
+    for _ in range(2):
+        ended = ends.take(0, inside(received("a")), expected=1, now_s=0)
+        assert ended.finished_recving == {"a"}
+        ends.forget(["a"])
+    assert ends.late == 0
+
+
+def test_of_what_is_over_only_the_last_are_remembered() -> None:
+    ends = Ends(8)
+    for number in range(9):
+        ends.take(0, received(f"r{number}"), expected=1, now_s=0)
+    assert not ends.take(0, received("r8", "r1"), expected=1, now_s=0).finished_recving
+    again = ends.take(0, received("r0"), expected=1, now_s=0)
+    assert again.finished_recving == {"r0"}
+
+
+def test_of_failures_without_an_end_only_the_last_are_remembered() -> None:
+    ends, names = Ends(8), {f"r{number}" for number in range(9)}
+    for name in sorted(names):
+        ends.note_failures(KVConnectorOutput(failed_recving={name}))
+    ended = ends.take(0, received(*names), expected=1, now_s=0)
+    assert ended.failed_recving == names - {"r0"}
+
+
+@pytest.mark.parametrize(
+    "output",
+    [
+        KVConnectorOutput(finished_sending={"a"}),
+        KVConnectorOutput(finished_recving={"a"}),
+        KVConnectorOutput(failed_recving={"a"}),
+        KVConnectorOutput(invalid_block_ids={0}),
+    ],
+)
+def test_an_output_with_anything_in_it_is_not_empty(output: KVConnectorOutput) -> None:
+    assert not output.is_empty()
+
+
+def test_an_output_without_members_is_empty() -> None:
+    assert KVConnectorOutput(
+        finished_sending=set(), expected_finished_count=2
+    ).is_empty()
+
+
+def test_ends_are_added_part_by_part() -> None:
+    one, other = KVConnectorOutput(), KVConnectorOutput(finished_sending={"a"})
+    one.add_ends(KVConnectorOutput(parts=(other,)))
+    one.add_ends(KVConnectorOutput(parts=(KVConnectorOutput(), other)))
+    assert [part.finished_sending for part in one.parts] == [{"a"}, {"a"}]
+    assert one.finished_sending is None
+
+
+def test_a_request_is_complete_with_its_last_rank() -> None:
+    reports = Reports("sending", max_done=8)
+    assert not reports.add("a", 0, expected=2, now_s=0)
+    assert len(reports) == 1
+    assert reports.add("a", 5, expected=9, now_s=0)
+    assert len(reports) == 0
+
+
+def test_what_is_remembered_of_complete_requests_is_bounded() -> None:
+    reports = Reports("sending", max_done=2)
+    for name in "abc":
+        assert reports.add(name, 0, expected=1, now_s=0)
+    assert not reports.add("b", 0, expected=1, now_s=0)
+    assert reports.add("a", 0, expected=1, now_s=0)
+    assert reports.late == 1
+
+
+def test_only_what_is_past_the_deadline_is_overdue() -> None:
+    reports = Reports("sending", max_done=2)
+    for now_s, name in enumerate("abc"):
+        reports.add(name, now_s, expected=2, now_s=now_s)
+    found = list(reports.overdue(world_size=3, now_s=6, deadline_s=5))
+    assert found == [
+        Overdue("a", "sending", (0,), (1, 2), 1, 6),
+        Overdue("b", "sending", (1,), (0, 2), 1, 5),
+    ]
+
+
+def test_only_complete_requests_are_forgotten() -> None:
+    reports = Reports("sending", max_done=2)
+    reports.add("a", 0, expected=2, now_s=0)
+    reports.add("b", 0, expected=1, now_s=0)
+    reports.forget(["a", "b", "unknown"])
+    assert reports.is_open("a") and not reports.is_done("b")
+    assert reports.add("a", 1, expected=2, now_s=0)

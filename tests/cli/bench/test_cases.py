@@ -5,9 +5,21 @@ from collections.abc import Awaitable, Callable
 import pytest
 
 from asynckv.cli.bench.baselines import name_of_streams
-from asynckv.cli.bench.cases import open_fetching, open_moving, pull
+from asynckv.cli.bench.cases import (
+    EDGES_MS,
+    open_fetching,
+    open_lag,
+    open_moving,
+    open_outstanding,
+    open_pairs,
+    open_ping,
+    open_tail,
+    pull,
+    tick,
+)
 from asynckv.cli.bench.report import Subject
 from asynckv.cli.bench.rig import Rig, make_memory
+from asynckv.cli.bench.rounds import Case
 
 Counter = Callable[[], Awaitable[int]]
 
@@ -59,3 +71,99 @@ async def test_each_fetch_is_timed(rig: Rig) -> None:
         ours, raw = await case.ours(), await case.baselines["raw TCP, 1 stream"]()
     assert (len(ours.calls), len(raw.calls)) == (3, 3)
     assert ours.value == sorted(ours.calls)[1]
+
+
+async def calls_of(case: Case) -> list[int]:
+    """How many calls each contender timed, asynckv first."""
+    if case.together is None:
+        samples = [await case.ours()]
+        samples += [await one() for one in case.baselines.values()]
+    else:
+        found = await case.together()
+        samples = [
+            found.ours,
+            *(one for pair in found.baselines.values() for one in pair),
+        ]
+    assert min(sample.value for sample in samples) > 0
+    return [len(sample.calls) for sample in samples]
+
+
+async def test_a_ping_takes_as_many_entries_as_it_times(
+    rig: Rig, any_left: Counter
+) -> None:
+    subject = Subject("ping", "ping", "latency", "us", False, 64)
+    async with open_ping(rig, subject, 25) as case:
+        assert await calls_of(case) == [25, 20, 20]
+        assert (await case.ours()).value > 0
+    assert await any_left() == 0
+
+
+async def test_as_many_requests_are_made_whatever_is_outstanding(
+    rig: Rig, any_left: Counter
+) -> None:
+    for outstanding in (1, 3, 100):
+        subject = Subject(
+            "n", "n", "concurrency", "requests/s", True, 100, outstanding=outstanding
+        )
+        async with open_outstanding(rig, subject, 7) as case:
+            assert await calls_of(case) == [7, 7]
+    assert await any_left() == 0
+
+
+async def test_a_server_that_is_no_bench_is_asked_with_nothing_beside_it(
+    plain_rig: Rig,
+) -> None:
+    subject = Subject("ping", "ping", "latency", "us", False, 64)
+    async with open_ping(plain_rig, subject, 5) as case:
+        assert await calls_of(case) == [5]
+    async with open_outstanding(plain_rig, subject, 5) as case:
+        assert await calls_of(case) == [5]
+    assert await plain_rig.lookup.peek(plain_rig.prefix) == 0
+
+
+async def test_a_pair_is_measured_beside_two_echoes(
+    rig: Rig, any_left: Counter
+) -> None:
+    subject = Subject("pairs", "pairs", "rate", "pairs/s", True, 64)
+    async with open_pairs(rig, subject, 4) as case:
+        assert await calls_of(case) == [4, 10, 10]
+    assert await any_left() == 0
+
+
+async def test_a_server_that_is_no_bench_takes_pairs_too(plain_rig: Rig) -> None:
+    subject = Subject("pairs", "pairs", "rate", "pairs/s", True, 64)
+    async with open_pairs(plain_rig, subject, 4) as case:
+        assert await calls_of(case) == [4]
+
+
+async def test_every_tick_is_noted() -> None:
+    assert len(await tick(4)) == 4
+
+
+async def test_payload_moves_for_as_long_as_the_ticker_runs(
+    rig: Rig, any_left: Counter
+) -> None:
+    subject = Subject("lag", "lag", "lag", "ms", False, 70_000, 2)
+    async with open_lag(rig, subject, 5) as case:
+        ours, idle = await case.ours(), await case.baselines["idle loop"]()
+    assert (len(ours.calls), len(idle.calls)) == (5, 5)
+    assert ours.nbytes >= 140_000
+    assert idle.nbytes == 0
+    assert ours.value == max(ours.calls)
+    assert await any_left() == 0
+
+
+def test_the_bins_grow() -> None:
+    assert list(EDGES_MS) == sorted(set(EDGES_MS))
+
+
+async def test_every_layer_arrives_and_leaves_nothing_behind(
+    rig: Rig, any_left: Counter
+) -> None:
+    subject = Subject("tail", "tail", "tail", "ms", False, 70_000, 3)
+    async with open_tail(rig, subject, 0.0) as case:
+        ours = await case.ours()
+        raw, bulk = [await one() for one in case.baselines.values()]
+    assert (ours.nbytes, raw.nbytes, bulk.nbytes) == (210_000, 70_000, 210_000)
+    assert min(ours.value, raw.value, bulk.value) > 0
+    assert await any_left() == 0

@@ -4,12 +4,23 @@ import importlib.util
 import sys
 
 import pytest
+import torch
 
+import asynckv
 from asynckv.cli.bench.command import bench
-from asynckv.cli.bench.device import DeviceRow, device_number, run_device_bench
+from asynckv.cli.bench.device import (
+    DevicePair,
+    DeviceRow,
+    device_number,
+    run_device_bench,
+)
+from asynckv.cli.bench.device_server import TOKENS, content_of
+from asynckv.cli.bench.rig import WrongBytes
+from asynckv.cli.bench.server import own_child
 from asynckv.devices.cupy import open_cuda
 from asynckv.devices.names import Device
 from asynckv.errors import GPUUnavailable
+from asynckv.testing.expectations import is_same
 from asynckv.transports.nccl.api import open_nccl
 from harness.fake_devices import fake_device
 from harness.gpu_processes import BEGIN
@@ -83,3 +94,49 @@ async def test_every_case_has_its_row(used_gpu: None) -> None:
     rows: list[DeviceRow] = []
     await run_device_bench(Device(0), rows.append, blocks=256, ticks=200)
     assert rows[-1].name == "NCCL, to itself" and all(row.value > 0 for row in rows)
+
+
+async def test_a_wrong_byte_ends_the_measurement() -> None:
+    async with (
+        asynckv.LookupBuffer("1MiB") as buffer,
+        asynckv.serve("mem://wrong-byte", lookup=buffer) as server,
+        asynckv.connect(server.url) as peer,
+    ):
+        for content in (content_of(4), content_of(4).flip(0)):
+            await buffer.insert(TOKENS, None, content, None, None)
+        with pytest.raises(WrongBytes, match="another process"):
+            await DevicePair(peer, {"map": peer}, 4, 1).check()
+
+
+async def test_parts_are_counted() -> None:
+    async with (
+        asynckv.LookupBuffer("1MiB") as buffer,
+        asynckv.serve("mem://parts", lookup=buffer) as server,
+        asynckv.connect(server.url) as peer,
+    ):
+        for _ in range(3):
+            await buffer.insert(TOKENS, None, content_of(4), None, None)
+        assert await DevicePair(peer, {"map": peer}, 6, 3).parts_s("map") > 0
+        assert await peer.lookup.peek(TOKENS) == 0
+
+
+CODE = """
+from asynckv.cli.bench.device_server import serve_gpu
+asyncio.run(serve_gpu(open_device(), 2**20, 4))
+"""
+
+
+def test_every_byte_of_an_entry_has_its_value() -> None:
+    assert content_of(258).tolist() == [*range(256), 0, 1]
+
+
+@pytest.mark.multiprocess
+@pytest.mark.chaos
+async def test_entries_are_there_again_whenever_they_were_taken() -> None:
+    async with own_child("-c", BEGIN + CODE, "fake") as line:
+        for url, nbytes in zip(line.split(), (2**20, 2**18), strict=True):
+            async with asynckv.connect(url) as peer:
+                for _ in range(3):
+                    entry = await peer.lookup.drop_select(TOKENS)
+                    assert isinstance(entry.key, torch.Tensor)
+                    assert is_same(entry.key, content_of(nbytes))

@@ -16,9 +16,27 @@ from asynckv.cli.bench.report import (
     Row,
     Spread,
     Subject,
+    Unit,
+    histogram_of,
+    percentile,
+    percentiles_of,
+    spread_of,
+)
+from asynckv.cli.bench.wording import (
+    write_comparison,
+    write_cpu,
+    write_direction,
+    write_duration,
+    write_nbytes,
+    write_number,
+    write_spread,
+    write_summary,
+    write_value,
+    write_verdict,
 )
 
 PAGE = Path(__file__).parents[3] / "docs" / "bench.md"
+
 STRUCTS = (
     Baseline,
     BenchReport,
@@ -48,3 +66,116 @@ def test_every_field_is_documented(struct: type[msgspec.Struct]) -> None:
     missing = [f for f in struct.__struct_fields__ if f"`{f}`" not in page]
     assert missing == []
     assert FORMAT in page
+
+
+def test_a_spread_is_median_least_and_most() -> None:
+    assert spread_of([3.0, 1.0, 2.0]) == Spread(2.0, 1.0, 3.0)
+
+
+def test_a_percentile_is_one_of_the_values() -> None:
+    values = [float(value) for value in range(100)]
+    assert (percentile(values, 0.5), percentile(values, 0.99)) == (50.0, 99.0)
+    assert percentile(values, 1.0) == 99.0
+
+
+def test_percentiles_count_the_calls() -> None:
+    found = percentiles_of([4.0, 1.0])
+    assert (found.count, found.p50, found.most) == (2, 4.0, 4.0)
+
+
+def test_every_value_is_in_one_bin_and_those_outside_in_the_outermost() -> None:
+    found = histogram_of([-1.0, 0.0, 1.0, 9.0, 10.0, 99.0], (0.0, 1.0, 10.0))
+    assert found == Histogram((0.0, 1.0, 10.0), (2, 4))
+
+
+def test_no_values_have_no_figures() -> None:
+    for function in (spread_of, percentiles_of):
+        with pytest.raises(ValueError, match="no values"):
+            function([])
+    with pytest.raises(ValueError, match="no values"):
+        percentile([], 0.5)
+
+
+def test_bytes_are_written_in_the_largest_unit() -> None:
+    sizes = (64, 1024, 18 * 2**10, 2**26, 3 * 2**29)
+    assert [write_nbytes(size) for size in sizes] == [
+        "64 bytes",
+        "1 KiB",
+        "18 KiB",
+        "64 MiB",
+        "1.5 GiB",
+    ]
+
+
+def test_numbers_have_three_digits_or_all_before_the_point() -> None:
+    numbers = (0.04321, 3.14159, 999.9, 12345.6)
+    assert [write_number(one) for one in numbers] == [
+        "0.0432",
+        "3.14",
+        "1,000",
+        "12,346",
+    ]
+
+
+def test_a_row_is_written_with_unit_and_spread(sample_report: BenchReport) -> None:
+    row = sample_report.rows[0]
+    assert row.ours is not None
+    assert write_spread(row.ours.value) == "3 [2.7-3.3]"
+    assert write_value(row) == "3 [2.7-3.3] GB/s"
+    assert write_verdict(row) == "ok"
+    assert write_cpu(row) == "CPU: 0.45 s a GB; raw TCP: 0.40 s"
+
+
+def test_a_void_row_shouts_and_says_why(void_row: Row) -> None:
+    words = write_comparison(void_row.subject, void_row.baselines[0])
+    assert words.endswith("(void: its turns differ by 40%)")
+    assert write_verdict(void_row) == "VOID: turns of raw TCP differ by 40%"
+
+
+@pytest.mark.parametrize(
+    ("unit", "ratio", "words"),
+    [
+        ("GB/s", Spread(2.74, 2.5, 2.9), "2.7 times faster than it [2.5-2.9]"),
+        ("GB/s", Spread(0.05, 0.04, 0.1), "20 times slower than it [10-25]"),
+        ("us", Spread(28, 25, 31), "28 times slower than it [25-31]"),
+        ("us", Spread(0.5, 0.4, 0.8), "2.0 times faster than it [1.2-2.5]"),
+        (
+            "us",
+            Spread(1.01, 0.5, 1.25),
+            "as fast as it [1.2 times slower to 2.0 times faster]",
+        ),
+    ],
+)
+def test_a_comparison_says_in_words_which_way_is_better(
+    unit: Unit, ratio: Spread, words: str
+) -> None:
+    subject = Subject("c", "c", "latency", unit, unit == "GB/s", 1)
+    baseline = Baseline("it", Measured(ratio), ratio, 1.0, False)
+    assert write_comparison(subject, baseline) == words
+    assert words.startswith(write_direction(subject, baseline))
+
+
+def test_lag_and_tail_have_words_of_their_own(sample_report: BenchReport) -> None:
+    lag = sample_report.rows[3]
+    assert write_direction(lag.subject, lag.baselines[0]).startswith("9.0 times later")
+
+
+def test_a_failed_row_has_a_reason_and_no_figure(sample_report: BenchReport) -> None:
+    row = sample_report.rows[-1]
+    assert (write_value(row), write_cpu(row)) == ("", "")
+    assert write_verdict(row) == "FAILED: PeerLost: the peer is gone"
+
+
+def test_the_summary_counts_what_does_not_count(sample_report: BenchReport) -> None:
+    assert write_summary(sample_report) == (
+        "3 ok, 1 void (do not quote these), 1 failed"
+    )
+    quick = msgspec.structs.replace(sample_report, quick=True)
+    assert "say little" in write_summary(quick)
+    plain = msgspec.structs.replace(sample_report, is_bench=False)
+    assert "the server is no bench" in write_summary(plain)
+
+
+def test_a_duration_is_said_as_people_say_it() -> None:
+    told = [write_duration(seconds) for seconds in (0.2, 12.4, 47.0, 115.0)]
+    assert told == ["1 s", "12 s", "50 s", "2 minutes"]

@@ -1,6 +1,17 @@
 from __future__ import annotations
 
-from asynckv.cli.bench.rounds import Case, Measurement, Round, Sample, measure
+import pytest
+
+from asynckv.cli.bench.report import Spread, Subject
+from asynckv.cli.bench.rounds import (
+    Case,
+    Measurement,
+    Round,
+    Sample,
+    failed_row,
+    judge,
+    measure,
+)
 
 
 def noting(name: str, order: list[str]) -> Measurement:
@@ -88,3 +99,94 @@ async def test_what_takes_turns_is_measured_together() -> None:
 
     case = Case(noting("never", []), {}, together=together)
     assert await measure(case, 2, no_cpu, no_progress) == [both, both]
+
+
+SUBJECT = Subject("entry", "an entry", "throughput", "GB/s", True, 1000)
+
+
+def round_of(ours: float, first: float, second: float) -> Round:
+    raw = (Sample(first, 1000, cpu_s=2e-6), Sample(second, 1000, cpu_s=2e-6))
+    copied = (Sample(8.0), Sample(2.0))
+    mine = Sample(ours, 1000, (1.0, 3.0), 1e-6)
+    return Round(mine, {"raw TCP": raw, "memcpy": copied})
+
+
+def test_a_ratio_is_of_its_own_round_between_both_turns_of_the_baseline() -> None:
+    rounds = [round_of(1.0, 1.0, 1.0), round_of(2.0, 3.0, 5.0), round_of(3.0, 1.0, 1.0)]
+    row = judge(SUBJECT, rounds)
+    assert row.baselines[0].ratio == Spread(1.0, 0.5, 3.0)
+    assert row.ours is not None
+    assert row.ours.value == Spread(2.0, 1.0, 3.0)
+
+
+def test_cpu_is_counted_in_seconds_a_gigabyte() -> None:
+    row = judge(SUBJECT, [round_of(1.0, 1.0, 1.0)])
+    assert row.ours is not None
+    assert row.ours.cpu_s_per_gb == pytest.approx(1.0)
+    assert row.baselines[0].measured.cpu_s_per_gb == pytest.approx(2.0)
+    assert row.baselines[1].measured.cpu_s_per_gb is None
+
+
+@pytest.mark.parametrize(
+    ("first", "verdict"), [(0.86, "ok"), (1.14, "ok"), (0.84, "void"), (1.16, "void")]
+)
+def test_a_row_whose_baseline_differs_from_itself_is_void(
+    first: float, verdict: str
+) -> None:
+    # Whichever turn comes first, one of the two is always less.
+    rounds = [round_of(1.0, first, 1.0), round_of(1.0, 1.0, first)] * 3
+    row = judge(SUBJECT, rounds)
+    assert row.verdict == verdict
+    assert bool(row.reason) == (verdict == "void")
+
+
+def test_what_a_turn_s_place_does_is_no_difference_from_itself() -> None:
+    row = judge(SUBJECT, [round_of(1.0, 1.0, 0.5)] * 6)
+    raw = row.baselines[0]
+    assert row.verdict == "ok"
+    assert raw.a_a == pytest.approx(1.0)
+    assert raw.second_turn == pytest.approx(0.5)
+
+
+def test_another_baseline_may_be_void_without_the_row() -> None:
+    row = judge(SUBJECT, [round_of(1.0, 1.0, 1.0)])
+    assert (row.verdict, row.baselines[1].is_void) == ("ok", True)
+
+
+def test_only_cases_with_edges_have_a_histogram() -> None:
+    rounds = [round_of(1.0, 1.0, 1.0)]
+    with_edges = judge(SUBJECT, rounds, (0.0, 2.0, 4.0)).ours
+    without = judge(SUBJECT, rounds).ours
+    assert with_edges is not None and with_edges.histogram is not None
+    assert with_edges.histogram.counts == (1, 1)
+    assert without is not None and without.histogram is None
+
+
+@pytest.mark.parametrize(("last", "verdict"), [(2.9, "ok"), (3.1, "void")])
+def test_a_row_whose_rounds_differ_too_much_from_each_other_is_void(
+    last: float, verdict: str
+) -> None:
+    row = judge(SUBJECT, [round_of(1.0, 1.0, 1.0), round_of(last, 1.0, 1.0)])
+    assert row.verdict == verdict
+    assert ("rounds differ by a factor of 3.1" in row.reason) == (verdict == "void")
+
+
+def test_rounds_may_differ_as_long_as_the_baseline_does_likewise() -> None:
+    rounds = [round_of(1.0, 1.0, 1.0), round_of(9.0, 9.0, 9.0)]
+    assert judge(SUBJECT, rounds).verdict == "ok"
+
+
+def test_a_row_without_a_baseline_is_judged_by_its_own_rounds() -> None:
+    steady = [Round(Sample(value), {}) for value in (1.0, 2.0)]
+    assert judge(SUBJECT, steady).verdict == "ok"
+    assert judge(SUBJECT, [*steady, Round(Sample(9.0), {})]).verdict == "void"
+
+
+def test_a_failed_row_has_its_reason_and_no_figures() -> None:
+    row = failed_row(SUBJECT, "gone")
+    assert (row.verdict, row.reason, row.ours, row.baselines) == (
+        "failed",
+        "gone",
+        None,
+        (),
+    )

@@ -12,6 +12,7 @@ from asynckv.cli.demo.models import (
     load_model,
     loading,
     prepare_model,
+    read_prompt,
 )
 from asynckv.errors import ConfigError
 
@@ -78,3 +79,37 @@ def test_what_was_loaded_is_never_collected_again() -> None:
         assert gc.get_freeze_count() > before
     finally:
         gc.unfreeze()
+
+
+def test_the_shipped_prompt_is_a_story_and_two_questions_about_it() -> None:
+    prompt = read_prompt()
+    assert prompt.document.startswith("The Two Kitchens of Ferrow")
+    assert prompt.question == "Explain what Ansa did."
+    assert prompt.second_question.endswith("?")
+    assert len(prompt.document.split()) > 1300  # more than 1,500 tokens for SmolLM2
+
+
+def test_a_file_of_one_s_own_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "mine.txt"
+    path.write_text("  Größe\n", encoding="utf-8")
+    assert read_prompt(path).document == "Größe"
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b" \n", r"mine\.txt holds no text"),
+        (b"\x89PNG\r\n", r"mine\.txt is no text in UTF-8"),
+        (b"a\0b", r"mine\.txt holds no text"),
+        (None, r"cannot read the prompt .*mine\.txt: No such file"),
+    ],
+    ids=["empty", "a picture", "zeros", "missing"],
+)
+def test_what_is_no_text_is_refused(
+    tmp_path: Path, content: bytes | None, words: str
+) -> None:
+    path = tmp_path / "mine.txt"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(ValueError, match=words):
+        read_prompt(path)

@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from asynckv.cli.demo.messages import (
@@ -11,14 +12,22 @@ from asynckv.cli.demo.messages import (
     Filled,
     KeptEntry,
     Landed,
+    Load,
+    Note,
+    Order,
+    Prefill,
     Progress,
     ReadBack,
+    Sampled,
+    SelectSlowly,
     Text,
     WaitReturned,
+    decode_note,
+    decode_order,
+    encode_line,
 )
 from asynckv.cli.demo.processes import Worker, WorkerEnded, WorkerFailed
-
-pytestmark = pytest.mark.multiprocess
+from asynckv.cli.demo.report import BackpressureSample
 
 ECHO = """
 import asyncio, sys
@@ -53,11 +62,13 @@ async def worker(
     await worker.stop()
 
 
+@pytest.mark.multiprocess
 async def test_a_worker_answers_and_its_prints_do_no_harm(worker: Worker) -> None:
     assert await worker.ask(ReadBack((1, 2)), Text) == Text("3")
     assert await worker.ask(ReadBack((3,)), Text) == Text("3")
 
 
+@pytest.mark.multiprocess
 async def test_progress_is_told_before_the_answer(worker: Worker) -> None:
     told: list[Progress] = []
     worker.progress = told.append
@@ -65,16 +76,19 @@ async def test_progress_is_told_before_the_answer(worker: Worker) -> None:
     assert told == [Landed(2)]
 
 
+@pytest.mark.multiprocess
 async def test_what_a_worker_cannot_do_is_raised_here(worker: Worker) -> None:
     with pytest.raises(WorkerFailed, match="LookupError: nothing is kept"):
         await worker.ask(WaitReturned(), KeptEntry)
 
 
+@pytest.mark.multiprocess
 async def test_a_worker_that_dies_is_noticed(worker: Worker) -> None:
     with pytest.raises(WorkerEnded, match="(?s)status 1.*last words"):
         await worker.ask(FillBuffer(("a",)), Filled)
 
 
+@pytest.mark.multiprocess
 async def test_a_killed_worker_answers_nothing_any_more(worker: Worker) -> None:
     worker.kill()
     with pytest.raises(WorkerEnded, match="status -9"):
@@ -83,11 +97,13 @@ async def test_a_killed_worker_answers_nothing_any_more(worker: Worker) -> None:
         await worker.ask(ReadBack((1,)), Text)
 
 
+@pytest.mark.multiprocess
 async def test_stopping_twice_is_once(worker: Worker) -> None:
     await worker.stop()
     await worker.stop()
 
 
+@pytest.mark.multiprocess
 async def test_a_cancelled_question_can_be_asked_again(worker: Worker) -> None:
     asking = asyncio.create_task(worker.ask(ReadBack((1,)), Text))
     await asyncio.sleep(0)
@@ -95,3 +111,36 @@ async def test_a_cancelled_question_can_be_asked_again(worker: Worker) -> None:
     await asyncio.wait({asking})
     assert asking.cancelled()
     assert (await worker.ask(ReadBack((5,)), Text)).text in {"1", "5"}
+
+
+@pytest.mark.parametrize(
+    "order",
+    [
+        Prefill("layerwise", "a"),
+        Load("/folder", "tcp://here", (1, 2), (1, 3), 10),
+        SelectSlowly(3, 0.5),
+    ],
+)
+def test_an_order_survives_its_line(order: Order) -> None:
+    line = encode_line(order)
+    assert line.count(b"\n") == 1
+    assert decode_order(line) == order
+
+
+@pytest.mark.parametrize(
+    "note",
+    [
+        Landed(4),
+        Text("two\nlines"),
+        Sampled(BackpressureSample(1.5, 2, 3, 4), 5),
+    ],
+)
+def test_a_note_survives_its_line(note: Note) -> None:
+    line = encode_line(note)
+    assert line.count(b"\n") == 1
+    assert decode_note(line) == note
+
+
+def test_a_note_is_no_order() -> None:
+    with pytest.raises(msgspec.MsgspecError):
+        decode_order(encode_line(Landed(4)))

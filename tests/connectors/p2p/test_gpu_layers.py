@@ -1,546 +1,509 @@
-"""What is pushed leaves the GPU where it was computed, and comes to the peer's."""
+"""The layers of one save on a GPU, and targets that take them as a test says."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
+import dataclasses
 import functools
-from collections.abc import AsyncIterator, Iterator
-from typing import Any
+import threading
+import weakref
+from collections.abc import AsyncIterator, Iterator, Sequence
 
-import msgspec
 import pytest
 import torch
 
-from asynckv.buffers.lookup import LookupBuffer
-from asynckv.buffers.remote.insert import RemoteWriter
-from asynckv.buffers.remote.peer import Peer
-from asynckv.connectors.caches import BlockMoves
-from asynckv.connectors.p2p.gpu_layers import GpuLayers
-from asynckv.connectors.p2p.worker import P2PWorker
-from asynckv.errors import GPUFailed
-from asynckv.links.link import Link
-from asynckv.sharing import exporter
-from asynckv.tensors.paged_arena import PagedArena
+from asynckv.connectors.caches import BlockMoves, PagedCaches
+from asynckv.connectors.p2p.gpu_layers import GpuLayers, LayerGathering, Staging
+from asynckv.devices.arena import DeviceArena
+from asynckv.devices.copying import CopyPool
+from asynckv.devices.cuda import Event
+from asynckv.tensors.blocks import KVBlocks, KVMemory
 from asynckv.testing.blocked import until, until_blocked
-from asynckv.transfers.routes import GpuRoutes
+from asynckv.transfers.source import StagedTensor
+from asynckv.transfers.staging import StagingWriter
 from asynckv.types import TensorSpec
-from harness.cancellations.connectors.grounds import (
-    LARGE,
-    P2PGround,
-    open_p2p,
-    until_saved,
-)
-from harness.engines.toy_model import ToyModel
+from harness.device_memory import open_device_arena, region_in
+from harness.fake_devices import FakeDevice, fake_device, lanes_of
 from harness.fake_gpus.gates import Gate
-from harness.shared_puts import SharedPuts
 
-CHAOS = pytest.mark.chaos
-ONE = ToyModel(layers=1, head_dim=96)
-DEEP = ToyModel(layers=5, head_dim=768)
-ENDS_S = 20
-"""Far more than the fake takes, piece by piece, on a busy machine."""
-DEEP_NBYTES = 2 * 3 * 16 * 4 * 768 * 4
-LARGE_NBYTES = 2 * 3 * 16 * 4 * 96 * 4
-"""Keys and values of three blocks, in a layer."""
-APART = pytest.mark.parametrize(
-    "are_apart",
-    [pytest.param(False, id="one"), pytest.param(True, id="two", marks=CHAOS)],
-)
+POOL = torch.arange(32.0).view(8, 4)
+
+BLOCKS = {layer: {f"{layer}.key": KVBlocks(POOL, (5, 1))} for layer in "ab"}
+
+NBYTES = 2 * 2 * 16
 
 
-@contextlib.asynccontextmanager
-async def pushing(
-    are_apart: bool = False, model: ToyModel = LARGE, **options: Any
-) -> AsyncIterator[P2PGround]:
-    """Yield engines whose link was dialled: the first save does not wait for that."""
-    places: Any = {"on_gpus": True, "are_buffers_there": True, "are_apart": are_apart}
-    opening: Any = open_p2p("unix", "push", model=model, **places, **options)
-    async with opening as ground:
-        yield ground
+def moves_of() -> BlockMoves:
+    return BlockMoves(PagedCaches({"a": POOL}, None), CopyPool())
 
 
-def worker_of(ground: P2PGround) -> P2PWorker:
-    (worker,) = ground.prefill.workers
-    return worker
+async def test_copies_are_what_the_blocks_were() -> None:
+    staging, pool = Staging(NBYTES), POOL.clone()
+    blocks = {"a": {"a.key": KVBlocks(pool, (5, 1))}}
+    copy = await staging.copy(blocks, moves_of())
+    assert copy is not None
+    pool.zero_()
+    assert copy.tensor("a", "a.key").tolist() == POOL[[5, 1]].tolist()
 
 
-def peer_of(ground: P2PGround) -> Peer:
-    (line,) = worker_of(ground).routes.peers._lines.values()
-    assert line._peer is not None
-    return line._peer
+async def test_what_does_not_fit_is_not_copied_until_something_is_dropped() -> None:
+    staging, moves = Staging(NBYTES), moves_of()
+    copy = await staging.copy(BLOCKS, moves)
+    assert copy is not None and staging.used_bytes == NBYTES
+    assert await staging.copy(BLOCKS, moves) is None
+    copy.drop("a")
+    copy.drop("a")
+    assert staging.used_bytes == NBYTES // 2
+    assert await staging.copy(BLOCKS, moves) is None
+    copy.drop()
+    assert staging.used_bytes == 0
+    assert await staging.copy(BLOCKS, moves) is not None
+    assert staging.copies == 2
 
 
-def has_gone_by_gpu(peer: Peer) -> bool:
-    if peer.transport == "cuda_ipc":
-        return SharedPuts(peer).has_shown
-    way = peer.routes.nccl(peer._linked())
-    return way is not None and way.transport.sender._sending._next > 0
+async def test_megabytes_that_are_dropped_are_not_freed_on_the_loop() -> None:
+    large, moves, freed_by = torch.zeros(4, 2**20), moves_of(), list[int]()
+    copy = await Staging(2**30).copy({"a": {"a.key": KVBlocks(large, (3, 0))}}, moves)
+    assert copy is not None
+    weakref.finalize(
+        copy.tensor("a", "a.key"), lambda: freed_by.append(threading.get_ident())
+    )
+    copy.drop()
+    await until(lambda: bool(freed_by))
+    assert freed_by != [threading.get_ident()]
+    moves.pool.close()
 
 
-def taken_on_gpu(ground: P2PGround) -> int:
-    return SharedPuts(peer_of(ground)).staged_bytes
+class Stuck(BlockMoves):
+    """Gathers until it is cancelled."""
+
+    async def gather(
+        self,
+        sources: Sequence[KVBlocks],
+        targets: Sequence[torch.Tensor],
+        mark: Event | None,
+    ) -> None:
+        await asyncio.Event().wait()
 
 
-def staged_in_host(ground: P2PGround) -> int:
-    return worker_of(ground).statistics().staged_saves
+async def test_a_cancelled_copy_takes_no_room() -> None:
+    staging, stuck = Staging(NBYTES), Stuck(moves_of().caches, CopyPool())
+    copying = asyncio.create_task(staging.copy(BLOCKS, stuck))
+    await until_blocked(copying)
+    assert staging.used_bytes == NBYTES
+    copying.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await copying
+    assert await staging.copy(BLOCKS, moves_of()) is not None
+    assert staging.copies == 1
 
 
-def hold_blocks(ground: P2PGround) -> P2PWorker:
-    """Let the engine leave the blocks of saves alone, as vLLM does."""
-    worker = worker_of(ground)
-    engine = msgspec.structs.replace(worker.engine, holds_saved_blocks=True)
-    worker._saving.engine = engine
-    return worker
+async def test_who_waits_for_room_is_told_of_what_is_dropped() -> None:
+    staging = Staging(NBYTES)
+    copy = await staging.copy(BLOCKS, moves_of())
+    assert copy is not None
+    before = staging.more_room
+    copy.drop("a")
+    assert before.is_set() and not staging.more_room.is_set()
 
 
-@APART
-async def test_no_layer_comes_to_the_host_on_its_way(are_apart: bool) -> None:
-    async with pushing(are_apart) as ground:
-        before = staged_in_host(ground)
-        await ground.hand_over()
-        assert staged_in_host(ground) == before
-        peer = peer_of(ground)
-        assert peer.transport == ("nccl" if are_apart else "cuda_ipc")
-        assert has_gone_by_gpu(peer)
-        await until(lambda: not taken_on_gpu(ground))
+IDS = ((5, 1),)
+
+SMALL = 2 * 4 * 4
 
 
-@APART
-async def test_layers_follow_each_other_through_little_memory(are_apart: bool) -> None:
-    size = 2 * 2**20
-    async with pushing(are_apart, DEEP, push_buffer_size=size) as ground:
-        before, taken, arena = staged_in_host(ground), [0], peer_of(ground).on_gpu
-        assert arena is not None and isinstance(arena.arena, PagedArena)
-        gather = BlockMoves.gather_there
-
-        async def looking(moves: BlockMoves, *args: Any) -> None:
-            taken.append(taken_on_gpu(ground))
-            await gather(moves, *args)
-
-        hold_blocks(ground)  # so that no step says when it is enough
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(BlockMoves, "gather_there", looking)
-            await ground.hand_over()
-        assert DEEP_NBYTES <= max(taken) <= arena.arena.pages.nbytes <= size
-        assert (staged_in_host(ground), len(taken)) == (before, 1 + DEEP.layers)
-        await until(lambda: not taken_on_gpu(ground))
+@pytest.fixture
+def slow() -> Iterator[FakeDevice]:
+    with fake_device(seed=5, max_delay=2) as slow:
+        yield slow
 
 
-@CHAOS
-async def test_a_layer_that_never_fits_comes_by_the_host(
-    caplog: pytest.LogCaptureFixture,
+@pytest.fixture
+async def few(slow: FakeDevice) -> AsyncIterator[BlockMoves]:
+    pool = CopyPool(lanes=lanes_of(slow))
+    pools = {layer: slow.tensor(torch.arange(32.0).view(8, 4)) for layer in "ab"}
+    yield (few := BlockMoves(PagedCaches(pools, None), pool))
+    few.close()
+    pool.close()
+    await until(lambda: not any("asynckv-" in t.name for t in threading.enumerate()))
+
+
+def gathering_of(few: BlockMoves, room: int, came: list[str]) -> LayerGathering:
+    blocks_of = functools.partial(few.caches.blocks, block_ids=IDS)
+    return LayerGathering(few, Staging(room), blocks_of, came.append)
+
+
+async def waiting_for_room(
+    few: BlockMoves, came: list[str]
+) -> tuple[LayerGathering, asyncio.Task[None]]:
+    """Gather two layers where there is room for one: the second waits."""
+    gathering = gathering_of(few, SMALL, came)
+    for layer in "ab":
+        gathering.offer(layer, None)
+    gathering.finish()
+    running = asyncio.create_task(gathering.run())
+    await until(lambda: gathering.is_waiting_for_room)
+    return gathering, running
+
+
+async def test_layers_come_in_the_order_of_their_offers(
+    few: BlockMoves,
 ) -> None:
-    huge = ToyModel(layers=1, head_dim=2048)
-    async with pushing(model=huge, push_buffer_size=2**21) as ground:
-        before = staged_in_host(ground)
-        for _ in range(2):
-            await ground.hand_over()
-        assert staged_in_host(ground) == before + 2
-        assert caplog.text.count("leave through host memory") == 1
+    came: list[str] = []
+    gathering = gathering_of(few, 2 * SMALL, came)
+    for layer in "ba":
+        gathering.offer(layer, few.now())
+    gathering.finish()
+    await gathering.run()
+    assert came == ["b", "a"]
+    found = gathering.copy_of("a").tensor("a", "a.key")
+    assert found.tolist() == torch.arange(32.0).view(8, 4)[[5, 1]].tolist()
+    gathering.drop()
+    assert gathering._staging.used_bytes == 0
 
 
-async def test_a_gpu_without_memory_pushes_by_the_host(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+async def test_where_there_is_no_room_it_waits_until_a_layer_is_dropped(
+    few: BlockMoves,
 ) -> None:
-    async with pushing() as ground:
-        assert ground.prefill.gpu is not None
-        cuda, line = ground.prefill.gpu.process.cuda, next(iter(lines_of(ground)))
-
-        def refuse(nbytes: int) -> None:
-            raise GPUFailed("out of memory", code=2)
-
-        peer_of(ground).abort()
-        monkeypatch.setattr(cuda, "malloc", refuse)
-        before = staged_in_host(ground)
-        for _ in range(2):
-            await ground.hand_over()
-        assert line.device is None and caplog.text.count("out of memory") == 1
-        assert staged_in_host(ground) == before + 2 * LARGE.layers
+    came: list[str] = []
+    gathering, running = await waiting_for_room(few, came)
+    assert came == ["a"]
+    gathering.drop("a")
+    await running
+    assert (came, gathering.is_waiting_for_room) == (["a", "b"], False)
 
 
-async def test_a_gpu_is_asked_for_memory_again_when_the_link_was_lost(
-    monkeypatch: pytest.MonkeyPatch,
+async def test_a_layer_that_nobody_needs_any_more_is_not_waited_for(
+    few: BlockMoves,
 ) -> None:
-    async with pushing() as ground:
-        line, device = next(iter(lines_of(ground))), worker_of(ground).routes.peers
-        nbytes = line.max_bytes
-        line._do_without(line.device, GPUFailed("out of memory"))
-        assert line.device is None
-        peer_of(ground).abort()
-        await ground.hand_over()  # the first one waits for no dialling
-        assert (line.device, line.max_bytes) == (device.device, nbytes)
-        before = staged_in_host(ground)
-        await ground.hand_over()
-        assert staged_in_host(ground) == before
+    came: list[str] = []
+    gathering, running = await waiting_for_room(few, came)
+    gathering.drop("b")
+    await running
+    assert (came, gathering._staging.copies) == (["a", "b"], 1)
+    gathering.drop()
 
 
-async def test_kernels_are_ready_before_the_first_peer_is_dialled(
-    monkeypatch: pytest.MonkeyPatch,
+async def test_a_layer_that_nobody_needs_when_it_is_there_is_dropped(
+    few: BlockMoves, slow: FakeDevice
 ) -> None:
-    async with pushing() as ground:
-        worker, connected, ready = worker_of(ground), list[int](), BlockMoves.open
-
-        async def get_ready(moves: BlockMoves) -> None:
-            connected.append(worker.routes.peers.connected)
-            await ready(moves)
-
-        monkeypatch.setattr(BlockMoves, "open", get_ready)
-        worker._registered().close()
-        worker.register_kv_caches(ground.prefill.caches[0].layers)  # after start()
-        peer_of(ground).abort()
-        for _ in range(2):
-            await ground.hand_over()
-        assert connected == [0]
+    gate = Gate()
+    slow.tensors.stream(0).add(gate)
+    came: list[str] = []
+    gathering = gathering_of(few, SMALL, came)
+    gathering.offer("a", few.now())
+    gathering.finish()
+    running = asyncio.create_task(gathering.run())
+    await until_blocked(running)
+    gathering.drop("a")
+    gate.open()
+    await running
+    assert (came, gathering._staging.used_bytes) == (["a"], 0)
 
 
-def lines_of(ground: P2PGround) -> Any:
-    return worker_of(ground).routes.peers._lines.values()
-
-
-@contextlib.contextmanager
-def puts_held(monkeypatch: pytest.MonkeyPatch, at: int = 1) -> Any:
-    """Yield what lets puts from the GPU go on, from the one with that number on."""
-    go_on, count, put = asyncio.Event(), [0], RemoteWriter.put_staged
-
-    async def held(writer: RemoteWriter, *args: Any) -> None:
-        count[0] += 1
-        if count[0] >= at:
-            await go_on.wait()
-        await put(writer, *args)
-
-    monkeypatch.setattr(RemoteWriter, "put_staged", held)
-    yield go_on
-
-
-async def test_a_step_does_not_wait_until_layers_have_left_the_gpu(
-    monkeypatch: pytest.MonkeyPatch,
+async def test_it_fails_for_want_of_room_when_no_step_waits(
+    few: BlockMoves,
 ) -> None:
-    async with pushing() as ground:
-        before = staged_in_host(ground)
-        with puts_held(monkeypatch) as go_on:
-            ground.begin_save(name := ground.new_name())
-            await worker_of(ground).wait_for_save()
-            ground.prefill.caches[0].spoil()
-            assert worker_of(ground).statistics().saving == 1
-            assert taken_on_gpu(ground) == LARGE.layers * LARGE_NBYTES
-            go_on.set()
-        await ended(ground, name)
-        assert staged_in_host(ground) == before
-        await ground.load(name)
+    gathering = gathering_of(few, SMALL - 1, [])
+    gathering.may_wait_for_room = False
+    gathering.offer("a", None)
+    with pytest.raises(TimeoutError, match="no room"):
+        await gathering.run()
 
 
-async def ended(ground: P2PGround, name: str, *, failed: bool = False) -> None:
-    worker = worker_of(ground)
-    await until_saved(worker)
-    results = worker.get_finished()
-    assert results.failed_sending == ({f"p {name}"} if failed else frozenset())
-    ground.prefill.clear()
-    await until(lambda: not worker.statistics().staged_bytes)
-
-
-@CHAOS
-async def test_what_finds_no_room_when_its_step_is_over_goes_on_from_the_host(
-    monkeypatch: pytest.MonkeyPatch,
+async def test_cancelled_while_the_engine_computes_it_keeps_no_room(
+    few: BlockMoves, slow: FakeDevice
 ) -> None:
-    async with pushing(model=DEEP, push_buffer_size=5 * 2**19) as ground:
-        before = staged_in_host(ground)
-        with puts_held(monkeypatch) as go_on:
-            ground.begin_save(name := ground.new_name())
-            async with asyncio.timeout(ENDS_S):
-                await worker_of(ground).wait_for_save()
-            ground.prefill.caches[0].spoil()
-            assert taken_on_gpu(ground) == 2 * DEEP_NBYTES
-            assert staged_in_host(ground) == before + DEEP.layers - 2
-            go_on.set()
-        await ended(ground, name)
-        await ground.load(name)
+    gate = Gate()
+    slow.tensors.stream(0).add(gate)
+    gathering = gathering_of(few, SMALL, [])
+    gathering.offer("a", few.now())
+    running = asyncio.create_task(gathering.run())
+    await until_blocked(running)
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    assert (gathering._staging.used_bytes, slow.process.cuda.launches) == (0, 0)
+    gate.open()
 
 
-@CHAOS
-async def test_an_engine_that_holds_blocks_has_them_leave_within_the_gpu(
-    monkeypatch: pytest.MonkeyPatch,
+async def test_nothing_is_scattered_before_what_the_stream_still_reads(
+    few: BlockMoves, slow: FakeDevice
 ) -> None:
-    async with pushing(model=DEEP, push_buffer_size=5 * 2**19) as ground:
-        worker, before = hold_blocks(ground), staged_in_host(ground)
-        with puts_held(monkeypatch) as go_on:
-            ground.begin_save(name := ground.new_name())
-            waiting = asyncio.create_task(worker.wait_for_save())
-            with pytest.raises(TimeoutError):
-                async with asyncio.timeout(0.4):  # longer than a step may wait
-                    await asyncio.shield(waiting)
-            go_on.set()
-            await waiting
-        await ended(ground, name)
-        assert staged_in_host(ground) == before
-        await ground.load(name)
+    gate = Gate()
+    slow.tensors.stream(0).add(gate)
+    blocks = few.caches.blocks("a", IDS)["a.key"]
+    scattering = few.scatter([torch.zeros(2, 4)], [blocks], few.now())
+    running = asyncio.create_task(scattering)
+    await until_blocked(running)
+    others = few.caches.blocks("b", IDS)["b.key"]
+    for _ in range(3):
+        await few.scatter([torch.ones(2, 4)], [others], None)
+    assert few.caches.pools("a")[0].cpu()[5].tolist() == [20, 21, 22, 23]
+    gate.open()
+    await running
+    assert not few.caches.pools("a")[0].cpu()[[5, 1]].any()
 
 
-@CHAOS
-async def test_blocks_that_are_wanted_back_go_on_from_the_host(
-    monkeypatch: pytest.MonkeyPatch,
+async def test_it_waits_for_room_no_longer_when_it_copies(
+    few: BlockMoves, slow: FakeDevice
 ) -> None:
-    async with pushing(model=DEEP, push_buffer_size=5 * 2**19) as ground:
-        worker = hold_blocks(ground)
-        with puts_held(monkeypatch) as go_on:
-            ground.begin_save(name := ground.new_name())
-            waiting = asyncio.create_task(worker.wait_for_save())
-            await until_blocked(waiting)
-            worker.let_go_of_blocks({f"p {name}"})
-            async with asyncio.timeout(ENDS_S):
-                await waiting
-            ground.prefill.caches[0].spoil()
-            go_on.set()
-        await ended(ground, name)
-        await ground.load(name)
+    gate = Gate()
+    gathering = gathering_of(few, SMALL, [])
+    gathering.offer("a", None)
+    slow.tensors.stream(0).add(gate)
+    gathering.offer("b", few.now())
+    gathering.finish()
+    running = asyncio.create_task(gathering.run())
+    await until(lambda: gathering.is_waiting_for_room)
+    gathering.drop("a")
+    await until(lambda: gathering._staging.used_bytes > 0)
+    assert not gathering.is_waiting_for_room
+    gate.open()
+    await running
 
 
-@contextlib.asynccontextmanager
-async def one_of_two_by_host(patch: pytest.MonkeyPatch) -> AsyncIterator[P2PGround]:
-    """Yield engines where nothing leads to the second rank's GPU any more, and there is
-    no room for what leaves for the first's, until puts may go on."""
-    async with pushing(model=ToyModel(layers=3, head_dim=192), sizes=(1, 2)) as ground:
-        first, second = [line._peer.routes for line in lines_of(ground)]
-        staging = GpuRoutes.staging
+WIDTH = 32 * 2**10
 
-        def of_first(routes: GpuRoutes, link: Link | None, nbytes: int) -> Any:
-            return None if routes is second else staging(routes, link, nbytes)
+LAYER_NBYTES = 2 * WIDTH * 4
 
-        patch.setattr(GpuRoutes, "staging", of_first)
-        spec = TensorSpec((first.room._growth.arena.pages.free_bytes,), "uint8")
-        (filler,) = await first.room.take([spec], set())
-        yield ground
-        filler.release()
+AMPLE = 10 * LAYER_NBYTES
 
 
-@CHAOS
-@pytest.mark.parametrize("is_held", [False, True])
-async def test_blocks_are_not_left_while_one_target_takes_what_came_to_the_host(
-    monkeypatch: pytest.MonkeyPatch, is_held: bool
-) -> None:
-    async with one_of_two_by_host(monkeypatch) as ground:
-        worker = hold_blocks(ground) if is_held else worker_of(ground)
-        (first, _) = [line._peer.routes for line in lines_of(ground)]
-        ground.begin_save(name := ground.new_name())
-        async with asyncio.timeout(ENDS_S):
-            await worker.wait_for_save()
-        assert not first.room._line  # what is there is not gathered any more
-        ground.prefill.caches[0].spoil()
-        await ended(ground, name)
-        assert worker.statistics().late_saves == 0
-        await ground.load(name)
+@pytest.fixture
+def gpu() -> Iterator[FakeDevice]:
+    with fake_device(seed=5) as gpu:
+        yield gpu
 
 
-@contextlib.contextmanager
-def layers_of(ground: P2PGround) -> Iterator[GpuLayers]:
-    """Yield what nobody runs yet, of a save to one target."""
-    worker = worker_of(ground)
-    moves, changed = worker._registered(), asyncio.Event().set
-    blocks_of = functools.partial(moves.caches.blocks, block_ids=((5, 2, 7),))
-    layers = GpuLayers(moves, worker._staging, blocks_of, changed, by_host=False)
-    layers.begin(1)
-    yield layers
-    layers.drop()
-    assert not worker._staging.used_bytes
+@pytest.fixture
+def arena(gpu: FakeDevice) -> Iterator[DeviceArena]:
+    with open_device_arena(gpu) as arena:
+        yield arena
 
 
-async def test_a_layer_that_is_copied_for_nobody_is_still_read() -> None:
-    async with pushing(model=ONE) as ground:
-        with layers_of(ground) as layers:
-            assert ground.prefill.gpu is not None
-            gate = Gate()
-            ground.prefill.gpu.tensors.stream(0).add(gate)
-            layer = ONE.layer_names[0]
-            layers.offer(layer, worker_of(ground)._registered().now())
-            layers.leave_gpu()
-            running = asyncio.create_task(layers.run())
-            await until(lambda: worker_of(ground)._staging.used_bytes > 0)
-            layers._done_with(layer)  # in the same moment it was there on the GPU
-            assert layers.are_read
-            gate.open()
-            await until(lambda: not layers.are_read)
-            assert not worker_of(ground)._staging.used_bytes
-            layers.finish()
-            await running
+@pytest.fixture
+async def moves(gpu: FakeDevice) -> AsyncIterator[BlockMoves]:
+    pool = CopyPool(lanes=lanes_of(gpu))
+    content = torch.arange(8.0 * WIDTH).view(8, WIDTH)
+    pools = {layer: gpu.tensor(content + number) for number, layer in enumerate("ab")}
+    yield (moves := BlockMoves(PagedCaches(pools, None), pool))
+    moves.close()
+    pool.close()
+    await until(lambda: not any("asynckv-" in t.name for t in threading.enumerate()))
 
 
-async def test_layers_leave_the_gpu_in_the_order_in_which_they_are_put() -> None:
-    async with pushing() as ground:
-        with layers_of(ground) as layers:
-            names = [*reversed(LARGE.layer_names)]
-            for name in names:
-                layers.offer(name, None)
-            layers.leave_gpu()
-            layers.finish()
-            await layers.run()
-            assert [*layers._gathering._copies] == names
+class Target(StagingWriter):
+    """Takes what is put; there is memory of the GPU for that while ``has_room``."""
+
+    def __init__(self, gpu: FakeDevice, arena: DeviceArena) -> None:
+        self.entry_id = "entry"
+        self.has_room = asyncio.Event()
+        self.has_room.set()
+        self.leads_there = True
+        self.error: Exception | None = None
+        self.waiting = self.asked = 0
+        self.by_gpu: list[str] = []
+        self.found: dict[str, list[float]] = {}
+        self._gpu, self._arena = gpu, arena
+
+    async def put(self, name: str, tensor: KVMemory) -> None:
+        assert isinstance(tensor, torch.Tensor)
+        self.found[name] = tensor[:, 0].tolist()
+
+    async def room(self, specs: Sequence[TensorSpec]) -> list[StagedTensor] | None:
+        self.asked += 1
+        if self.error is not None:
+            raise self.error
+        if not self.leads_there:
+            return None
+        self.waiting += 1
+        try:
+            await self.has_room.wait()
+        finally:
+            self.waiting -= 1
+        return [StagedTensor(region_in(self._arena, s.nbytes), s) for s in specs]
+
+    async def put_staged(self, name: str, staged: StagedTensor) -> None:
+        self.by_gpu.append(name)
+        view = self._gpu.process.cuda.view(staged.place())
+        self.found[name] = view.view("float32").reshape(2, WIDTH)[:, 0].tolist()
+
+    def check(self) -> None:
+        """It has the blocks of all layers, as they are in the caches."""
+        starts = [5.0 * WIDTH, 1.0 * WIDTH]
+        assert self.found == {"a.key": starts, "b.key": [one + 1 for one in starts]}
 
 
-async def test_no_memory_is_taken_for_what_is_not_computed() -> None:
-    async with pushing() as ground:
-        assert ground.prefill.gpu is not None
-        gate = Gate()
-        ground.prefill.gpu.tensors.stream(0).add(gate)
-        ground.begin_save(name := ground.new_name())
-        waiting = asyncio.create_task(worker_of(ground).wait_for_save())
-        await until_blocked(waiting)
-        assert not taken_on_gpu(ground)
-        gate.open()
-        await waiting
-        await ended(ground, name)
-        await ground.load(name)
+@dataclasses.dataclass
+class Save:
+    """A save whose layers are put at ``targets``; all of them are offered."""
 
+    moves: BlockMoves
+    targets: list[Target]
+    staging: Staging = dataclasses.field(default_factory=lambda: Staging(AMPLE))
+    by_host: bool = False
+    first_layers: int = 2
+    """So many are put at first."""
 
-@pytest.mark.parametrize("number", [1, 2, 4])
-@APART
-async def test_a_peer_that_is_lost_keeps_no_memory(
-    monkeypatch: pytest.MonkeyPatch, are_apart: bool, number: int
-) -> None:
-    async with pushing(are_apart) as ground:
-        with puts_held(monkeypatch, number):
-            ground.begin_save(name := ground.new_name())
-            await until(lambda: taken_on_gpu(ground) > 0)
-            peer = peer_of(ground)
-            ground.decode.workers[0].abort()
-            await worker_of(ground).wait_for_save()
-            worker_of(ground)._transfers.cancel(f"p {name}", "send")
-            await until_saved(worker_of(ground))
-            assert worker_of(ground).get_finished().failed_sending == {f"p {name}"}
-            await until(lambda: not SharedPuts(peer).staged_bytes)
-
-
-@pytest.mark.parametrize("number", [1, 3])
-async def test_a_save_that_is_given_up_keeps_no_memory(
-    monkeypatch: pytest.MonkeyPatch, number: int
-) -> None:
-    async with pushing() as ground:
-        with puts_held(monkeypatch, number):
-            ground.begin_save(name := ground.new_name())
-            await worker_of(ground).wait_for_save()
-            assert taken_on_gpu(ground) > 0
-            worker_of(ground)._transfers.cancel(f"p {name}", "send")
-            await ended(ground, name, failed=True)
-        await until(lambda: not taken_on_gpu(ground))
-
-
-async def test_a_link_that_is_lost_ends_the_wait_for_room(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    async with pushing(model=DEEP, push_buffer_size=2**21) as ground:
-        other, peer = ground.new_name(), peer_of(ground)
-        specs = worker_of(ground)._registered().caches.specs(((5, 2, 7),))
-        async with contextlib.AsyncExitStack() as stack:
-            opening = peer.lookup.open_insert([1], None, specs, entry_id=other)
-            writer = await stack.enter_async_context(opening)
-            assert isinstance(writer, RemoteWriter)
-            some = list(specs.values())[:2]
-            taken = await writer.room(some)
-            assert taken is not None
-            waiting = asyncio.create_task(writer.room(some))
-            await until_blocked(waiting)
-            peer._linked().abort()
-            with pytest.raises(Exception, match="lost|aborted|closed"):
-                await waiting
-            for one in taken:
-                one.release()
-            with pytest.raises(Exception, match="lost|aborted|closed"):
-                await writer.room(some)
-            with pytest.raises(Exception, match="lost|aborted|closed"):
-                await stack.aclose()
-
-
-async def test_a_gpu_that_fails_to_gather_fails_the_save(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    async with pushing() as ground:
-
-        async def fail(*args: object) -> None:
-            raise GPUFailed("an illegal access")
-
-        with monkeypatch.context() as patch:
-            patch.setattr(BlockMoves, "gather_there", fail)
-            ground.begin_save(name := ground.new_name())
-            await worker_of(ground).wait_for_save()
-            await ended(ground, name, failed=True)
-        assert not taken_on_gpu(ground)
-        order = ground.load_order(name)
-        with pytest.raises(AssertionError, match="an illegal access"):
-            await ground.begin_load(order)
-            await ground.end_load(order)
-        ground.decode.clear()
-        await ground.hand_over()
-
-
-async def test_what_was_on_its_way_by_nccl_goes_on_by_the_host(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    async with pushing(True) as ground:
-        with puts_held(monkeypatch, 2) as go_on:
-            ground.begin_save(name := ground.new_name())
-            await until(lambda: taken_on_gpu(ground) > 0)
-            peer = peer_of(ground)
-            way = peer.routes.nccl(peer._linked())
-            assert way is not None
-            way._on_lost(GPUFailed("the way was lost"))
-            go_on.set()
-            await worker_of(ground).wait_for_save()
-        ground.prefill.caches[0].spoil()
-        await ended(ground, name)
-        await ground.load(name)
-        before = staged_in_host(ground)
-        await ground.hand_over()
-        assert staged_in_host(ground) == before + LARGE.layers
-        await until(lambda: not taken_on_gpu(ground))
-
-
-@pytest.mark.parametrize("sizes", [(2, 1), pytest.param((1, 2), marks=CHAOS)])
-@APART
-async def test_heads_of_several_ranks_come_to_where_they_belong(
-    are_apart: bool, sizes: tuple[int, int]
-) -> None:
-    model = ToyModel(layers=3, head_dim=192)
-    async with pushing(are_apart, model, sizes=sizes) as ground:
-        before = [w.statistics().staged_saves for w in ground.prefill.workers]
-        await ground.hand_over()
-        after = [w.statistics().staged_saves for w in ground.prefill.workers]
-        assert after == before
-
-
-async def test_a_buffer_that_is_full_takes_no_memory_of_the_gpu(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    may_wait, leave_gpu = list[bool](), GpuLayers.leave_gpu
-
-    def looking(layers: GpuLayers) -> None:
-        may_wait.append(layers._gathering.may_wait_for_room)
-        leave_gpu(layers)
-
-    monkeypatch.setattr(GpuLayers, "leave_gpu", looking)
-    async with pushing() as ground:
-        may_wait.clear()
-        (buffer,) = ground.buffers().values()
-        assert isinstance(buffer, LookupBuffer)
-        room, before = buffer.statistics().max_bytes - 2**17, staged_in_host(ground)
-        filler = await buffer.insert(
-            [0], None, torch.zeros(room, dtype=torch.uint8), None, None
+    async def __aenter__(self) -> GpuLayers:
+        blocks_of = functools.partial(self.moves.caches.blocks, block_ids=IDS)
+        self.layers = layers = GpuLayers(
+            *(self.moves, self.staging, blocks_of, lambda: None), by_host=self.by_host
         )
-        ground.begin_save(name := ground.new_name())
-        await worker_of(ground).wait_for_save()
-        ground.prefill.caches[0].spoil()
-        assert not taken_on_gpu(ground)
-        assert staged_in_host(ground) == before + LARGE.layers
-        assert may_wait[0]  # it left before steps could wait no longer
-        assert worker_of(ground).statistics().late_saves == 0
-        await buffer.withdraw(filler)
-        await ended(ground, name)
-        await ground.load(name)
+        layers.begin(len(self.targets))
+        self.running = asyncio.create_task(layers.run())
+        mark, self.puts = self.moves.now(), list[asyncio.Task[None]]()
+        for layer in "ab":
+            layers.offer(layer, mark)
+        self.queues = [asyncio.Queue[str]() for _ in self.targets]
+        self._offer(slice(0, self.first_layers))
+        for target, queue in zip(self.targets, self.queues, strict=True):
+            self.puts.append(asyncio.create_task(layers.put(target, queue)))
+        return layers
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        for task in (*self.puts, self.running):
+            task.cancel()
+        await asyncio.wait((*self.puts, self.running))
+        self.layers.drop()
+        await until(lambda: not self.staging.used_bytes)
+
+    def _offer(self, some: slice) -> None:
+        for queue, order in zip(self.queues, ("ab", "ba"), strict=False):
+            for layer in order[some]:
+                queue.put_nowait(layer)
+
+    async def end(self) -> None:
+        """Wait until all is put, and look at every target."""
+        self._offer(slice(self.first_layers, None))
+        async with asyncio.timeout(20):
+            await asyncio.gather(*self.puts)
+        for target in self.targets:
+            target.check()
+        assert not self.layers.are_read
 
 
-async def test_who_decodes_is_closed_without_waiting_for_those_who_push(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.fixture
+def target(gpu: FakeDevice, arena: DeviceArena) -> Target:
+    return Target(gpu, arena)
+
+
+@pytest.fixture
+def other(gpu: FakeDevice, arena: DeviceArena) -> Target:
+    return Target(gpu, arena)
+
+
+async def test_what_waits_for_memory_of_the_gpu_says_so(
+    moves: BlockMoves, target: Target
 ) -> None:
-    monkeypatch.setattr(exporter, "_LEAVE_S", 3600.0)
-    async with pushing() as ground, asyncio.timeout(5):
-        await ground.hand_over()
-        (worker,) = ground.decode.workers
-        await worker.aclose()
+    target.has_room.clear()
+    save = Save(moves, [target])
+    async with save as layers:
+        await until(lambda: target.waiting > 0)
+        assert layers.wait_for_room and not layers.wait_for_nobody
+        target.has_room.set()
+        await save.end()
+        assert not layers.wait_for_room and target.by_gpu == ["a.key", "b.key"]
+
+
+async def test_what_waits_for_host_memory_waits_for_somebody(
+    moves: BlockMoves, target: Target
+) -> None:
+    save = Save(moves, [target], Staging(LAYER_NBYTES - 1), by_host=True)
+    async with save as layers:
+        await until(lambda: layers.wait_for_room)
+        assert not layers.wait_for_nobody
+        save.staging.max_bytes = AMPLE
+        save.staging.release(0)
+        await save.end()
+        assert layers.wait_for_nobody
+
+
+async def test_every_target_gets_what_came_to_the_host_once(
+    moves: BlockMoves, target: Target, other: Target
+) -> None:
+    save = Save(moves, [target, other], by_host=True)
+    async with save as layers:
+        await save.end()
+        assert save.staging.copies == 2 and not save.staging.used_bytes
+        assert layers.nbytes == 4 * LAYER_NBYTES
+
+
+async def test_who_waits_for_memory_of_the_gpu_ends_that_when_it_is_to_leave(
+    moves: BlockMoves, target: Target
+) -> None:
+    target.has_room.clear()
+    save = Save(moves, [target], Staging(LAYER_NBYTES - 1))
+    async with save as layers:
+        await until(lambda: target.waiting > 0)
+        layers.leave_gpu()
+        await until(lambda: not target.waiting)  # though the host has no room yet
+        save.staging.max_bytes = AMPLE
+        save.staging.release(0)
+        await save.end()
+        assert not target.by_gpu
+
+
+async def test_what_is_put_does_not_come_to_the_host_any_more(
+    moves: BlockMoves, target: Target
+) -> None:
+    save = Save(moves, [target])
+    async with save as layers:
+        await save.end()
+        layers.leave_gpu()
+        layers.finish()
+        await save.running
+        assert (save.staging.copies, layers.are_read) == (0, False)
+
+
+async def test_in_a_hurry_it_does_not_wait_for_host_memory(
+    moves: BlockMoves, target: Target
+) -> None:
+    target.has_room.clear()
+    save = Save(moves, [target], Staging(0))
+    async with save as layers:
+        await until(lambda: target.waiting > 0)
+        layers.hurry()
+        with pytest.raises(TimeoutError, match="no room"):
+            async with asyncio.timeout(20):
+                await asyncio.shield(save.running)
+
+
+async def test_a_layer_that_comes_to_the_host_ends_no_other_ones_wait(
+    moves: BlockMoves, target: Target, other: Target
+) -> None:
+    target.leads_there = False
+    other.has_room.clear()
+    save = Save(moves, [target, other], first_layers=1)
+    async with save:
+        await until(lambda: "a.key" in target.found and other.waiting > 0)
+        await until_blocked(*save.puts)
+        assert other.waiting == 1  # for the layer that it begins with, the last one
+        other.has_room.set()
+        await save.end()
+        assert other.by_gpu[0] == "b.key"
+
+
+async def test_a_target_that_takes_too_long_fails_and_is_not_served_by_the_host(
+    moves: BlockMoves, target: Target
+) -> None:
+    target.error = TimeoutError("the peer does not answer")
+    save = Save(moves, [target])
+    async with save:
+        with pytest.raises(TimeoutError, match="does not answer"):
+            await save.end()
+        assert not save.staging.copies
+
+
+async def test_nobody_is_asked_for_memory_before_a_layer_is_computed(
+    moves: BlockMoves, gpu: FakeDevice, target: Target
+) -> None:
+    gate = Gate()
+    gpu.tensors.stream(0).add(gate)
+    save = Save(moves, [target])
+    async with save as layers:
+        await until_blocked(*save.puts)
+        assert layers.are_read and target.asked == 0
+        gate.open()
+        await save.end()

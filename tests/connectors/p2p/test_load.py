@@ -1,9 +1,12 @@
+"""A peer that is gone fails what waits for it, at once, and nothing else."""
+
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import functools
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import msgspec
@@ -11,25 +14,43 @@ import pytest
 import torch
 
 from asynckv.abc import SelectStream
+from asynckv.buffers.local.writer import LocalViews
 from asynckv.buffers.lookup import LookupBuffer
+from asynckv.buffers.remote.peer import connect
+from asynckv.buffers.serve import serve
 from asynckv.connectors.assembly import Assembly
 from asynckv.connectors.caches import BlockMoves, PagedCaches
 from asynckv.connectors.engine import KVEngine
 from asynckv.connectors.keys import HEADER, EntryHeader, NotSaved, prompt_digest
-from asynckv.connectors.p2p.load import P2PLoad, release
+from asynckv.connectors.options import Direction
+from asynckv.connectors.p2p.load import P2PLoad, WholeEntry, open_entry, release
+from asynckv.connectors.p2p.loading import P2PLoading
 from asynckv.connectors.p2p.save import report_failure
 from asynckv.connectors.requests import LoadOrder, P2PMetadata
 from asynckv.devices.copying import CopyPool
 from asynckv.errors import IncompatiblePeer
 from asynckv.testing.blocked import until, until_blocked
+from asynckv.testing.expectations import is_same
+from asynckv.testing.lookup_checks.values import MIB, noise
 from asynckv.types import TensorSpec
-from harness.cancellations.connectors.grounds import open_p2p
+from harness.cancellations.connectors.grounds import (
+    P2PGround,
+    open_p2p,
+    until_loaded,
+    until_saved,
+)
+from harness.engines.toy_parts import ToyParts, open_toy_parts
+from harness.fake_gpus import FakeGpus
+from harness.gpu_pairs import GpuPair, open_gpu_pair
 
 TOKENS = list(range(6))
+
 ENGINE = KVEngine(engine_id="E", block_size=4)
+
 ORDER = LoadOrder(
     "r", "t", "", ((3, 1),), num_tokens=6, digest=prompt_digest(TOKENS, 6)
 )
+
 SPECS = {name: TensorSpec((2, 5), "float32") for name in ("a.key", "b.key")}
 
 
@@ -228,3 +249,242 @@ async def test_an_entry_that_was_acknowledged_is_not_released_again(
         with pytest.raises(TimeoutError):
             await loading
         assert load.untaken_sources == ()
+
+
+@pytest.fixture
+async def pair(gpus: FakeGpus) -> AsyncIterator[GpuPair]:
+    async with open_gpu_pair(gpus) as pair:
+        await pair.buffer.insert(
+            [1], None, {"a": noise(MIB)}, None, noise(8), entry_id="e"
+        )
+        yield pair
+
+
+async def test_on_the_same_gpu_its_tensors_are_views(pair: GpuPair) -> None:
+    async with open_entry(pair.peer.lookup, "e") as entry:
+        assert isinstance(entry, WholeEntry)
+        found = {name: one.is_cuda async for name, one in entry}
+        assert found == {"a.key": True, "hidden": True} == dict.fromkeys(found, True)
+        assert is_same((await entry.wait_for("a.key")).cpu(), noise(MIB))
+        assert entry.specs["a.key"].nbytes == MIB and pair.peer.on_gpu is not None
+        assert not pair.peer.on_gpu.arena.used_bytes
+    await until(lambda: not pair.buffer.statistics().used_bytes)
+
+
+async def test_elsewhere_it_comes_as_it_lands() -> None:
+    async with LookupBuffer("4MiB") as buffer:
+        await buffer.insert([1], None, noise(8), None, None, entry_id="e")
+        async with open_entry(buffer, "e") as entry:
+            assert not isinstance(entry, WholeEntry)
+            assert is_same(await entry.wait_for("key"), noise(8))
+        assert not buffer.statistics().entries
+
+
+async def test_on_the_buffers_own_gpu_it_is_seen_as_it_lands(pair: GpuPair) -> None:
+    async with open_entry(pair.buffer, "e") as entry:
+        assert isinstance(entry, LocalViews)
+        assert is_same((await entry.wait_for("a.key")).cpu(), noise(MIB))
+    assert not pair.buffer.statistics().used_bytes
+
+
+async def read_and_fail(entry: SelectStream) -> None:
+    kept = await entry.wait_for("a.key")
+    raise ValueError(f"no use for {kept.nbytes} bytes")
+
+
+@pytest.mark.parametrize("is_own", [True, False])
+async def test_an_error_that_is_kept_keeps_no_memory(
+    pair: GpuPair, is_own: bool
+) -> None:
+    buffer = pair.buffer if is_own else pair.peer.lookup
+    with pytest.raises(ValueError, match="no use") as kept:
+        async with open_entry(buffer, "e") as entry:
+            await read_and_fail(entry)
+    await until(lambda: not pair.buffer.statistics().leased)
+    assert await pair.buffer.withdraw("e")
+    await until(lambda: not pair.buffer.statistics().used_bytes)
+    assert kept.value.__traceback__ is not None
+
+
+async def test_an_error_of_who_has_copies_is_left_as_it_is() -> None:
+    async with LookupBuffer("4MiB") as buffer:
+        await buffer.insert([1], None, {"a": noise(8)}, None, None, entry_id="e")
+        with pytest.raises(ValueError, match="no use") as kept:
+            async with open_entry(buffer, "e") as entry:
+                await read_and_fail(entry)
+        assert "kept" in kept.traceback[-1].locals
+        assert await buffer.withdraw("e")
+
+
+AWAITED = LoadOrder("r", "t", "P", ((1, 2),), is_async=False)
+
+
+@pytest.fixture
+async def parts() -> AsyncIterator[ToyParts]:
+    async with open_toy_parts("D") as parts:
+        yield parts
+
+
+@pytest.fixture
+def loading(parts: ToyParts) -> P2PLoading:
+    return P2PLoading(*parts.all, moves=parts.moves)
+
+
+async def test_a_load_that_cannot_begin_fails_and_nothing_is_raised(
+    loading: P2PLoading, parts: ToyParts
+) -> None:
+    parts.registered = None
+    loading.begin(AWAITED)
+    results = parts.transfers.results()
+    assert results.failed_recving == {"r"}
+    assert results.invalid_block_ids == {1, 2}
+    assert loading.awaited == ()
+
+
+async def test_a_step_waits_for_its_loads_until_it_is_over(
+    loading: P2PLoading, parts: ToyParts
+) -> None:
+    loading.begin(AWAITED)
+    assert [load.order for load in loading.awaited] == [AWAITED]
+    loading.clear()
+    assert loading.awaited == ()
+    assert parts.transfers.count("recv") == 1
+
+
+async def test_what_nobody_loads_is_released_beside_the_loads(
+    loading: P2PLoading, parts: ToyParts
+) -> None:
+    loading.begin(LoadOrder("r", "t", "P", ()))
+    assert (parts.transfers.count("recv"), parts.transfers.others) == (0, 1)
+    await until(lambda: not parts.transfers.others)  # nobody serves there
+
+
+async def test_a_request_is_loaded_once_at_a_time(
+    loading: P2PLoading, parts: ToyParts
+) -> None:
+    for _ in range(2):
+        loading.begin(AWAITED)
+    assert len(loading.awaited) == 1
+    assert parts.transfers.count("recv") == 1
+
+
+async def test_a_load_fails_with_the_rank_that_it_is_from_and_no_other(
+    parts: ToyParts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[Callable[[str], None]] = []
+    monkeypatch.setattr(parts.routes, "call_when_lost", told.append)
+    loading = P2PLoading(*parts.all, moves=parts.moves)
+    async with serve("mem://toy-parts-P", lookup=LookupBuffer(), identity="P/0"):
+        loading.begin(AWAITED)
+        await until(lambda: all(load.has_begun for load in loading.awaited))
+        for lost in ("Q/0", "P/1"):
+            told[0](lost)
+            assert not parts.transfers.results().failed_recving
+        told[0]("P/0")
+        await until(lambda: not parts.transfers.count("recv"))
+        results = parts.transfers.results()
+        assert results.failed_recving == {"r"} and "P/0 is gone" in results.reasons["r"]
+        await parts.transfers.aclose()
+        await parts.routes.peers.aclose()
+
+
+async def begin_load(ground: P2PGround) -> LoadOrder:
+    order = ground.load_order(ground.new_name())
+    await ground.begin_load(order)
+    assert ground.decode.workers[0].statistics().loading == 1
+    return order
+
+
+async def expect_failed(ground: P2PGround, order: LoadOrder) -> None:
+    for worker in ground.decode.workers:
+        await until_loaded(worker)
+        results = worker.get_finished()
+        assert results.failed_recving == {order.request_id}
+        assert results.invalid_block_ids == {*order.block_ids[0]}
+        assert results.reasons[order.request_id].startswith(
+            ("PeerLost", "EntryAborted", "BufferClosed")
+        )
+
+
+@pytest.mark.parametrize("sizes", [(1, 1), (2, 1), (1, 2)])
+@pytest.mark.parametrize("direction", ["pull", "push"])
+async def test_loads_of_a_rank_that_dies_fail_with_their_blocks(
+    direction: Direction, sizes: tuple[int, int]
+) -> None:
+    async with open_p2p("tcp", direction, sizes) as ground:
+        order = await begin_load(ground)
+        ground.prefill.workers[-1].routes.abort()
+        await expect_failed(ground, order)
+
+
+def without_peer(ground: P2PGround) -> LoadOrder:
+    return msgspec.structs.replace(ground.load_order(ground.new_name()), peer="")
+
+
+async def test_a_load_that_names_no_peer_fails_with_the_last_that_may_send() -> None:
+    async with open_p2p("tcp", "push") as ground:
+        server = ground.decode.workers[0].routes.server
+        assert server is not None
+        async with connect(server.url, identity="Q/1"):  # sends another rank's part
+            order = without_peer(ground)
+            await ground.begin_load(order)
+            ground.prefill.workers[0].routes.abort()
+            await expect_failed(ground, order)
+
+
+async def test_a_load_that_names_no_peer_waits_for_those_that_are_left() -> None:
+    async with open_p2p("tcp", "push") as ground, another_prefill(ground) as left:
+        await left.hand_over()
+        ground.decode.caches[0].spoil()
+        order = without_peer(ground)
+        await ground.begin_load(order)
+        links = ground.decode.workers[0].statistics().links
+        ground.prefill.workers[0].routes.abort()
+        await until(lambda: ground.decode.workers[0].statistics().links < links)
+        await left.save(order.transfer_id)
+        await ground.end_load(order)
+
+
+@contextlib.asynccontextmanager
+async def another_prefill(ground: P2PGround) -> AsyncIterator[P2PGround]:
+    """Yield the same with Q for P, beside it."""
+    side = ground.prefill
+    engine = msgspec.structs.replace(side.workers[0].engine, engine_id="Q")
+    async with side.new_worker(side.config, engine) as worker:
+        worker.register_kv_caches(side.caches[0].layers)
+        await worker.start()
+        prefill = dataclasses.replace(side, workers=(worker,))
+        yield dataclasses.replace(ground, prefill=prefill)
+
+
+async def test_what_a_peer_had_sent_before_it_died_is_loaded() -> None:
+    async with open_p2p("mem", "push") as ground:
+        name = ground.new_name()
+        await ground.save(name)
+        ground.prefill.workers[0].routes.abort()
+        await ground.load(name)
+
+
+async def test_a_peer_that_is_sending_fails_what_it_has_begun() -> None:
+    async with open_p2p("unix", "push") as ground:
+        order = await begin_load(ground)
+        worker = ground.prefill.workers[0]
+        save = ground.save_order(order.transfer_id)
+        worker.bind_connector_metadata(P2PMetadata(saves=(save,)))
+        worker.save_kv_layer(ground.model.layer_names[0])
+        (load,) = ground.decode.workers[0]._loading._loads
+        await until(lambda: load.unseen_rank("P/0") is None)
+        worker.routes.abort()
+        await worker.wait_for_save()
+        await until_saved(worker)
+        assert worker.get_finished().failed_sending == {save.request_id}
+        await expect_failed(ground, order)
+
+
+async def test_another_peer_that_dies_fails_nothing() -> None:
+    async with open_p2p("mem", "push") as ground:
+        order = await begin_load(ground)
+        ground.decode.workers[0]._loading._on_lost("P/1")
+        ground.decode.workers[0]._loading._on_lost("Q/0")
+        await ground.save(order.transfer_id)
+        await ground.end_load(order)

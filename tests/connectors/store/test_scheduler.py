@@ -1,9 +1,13 @@
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import logging
 import threading
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 
 import pytest
+import torch
 
 from asynckv.abc import (
     KVAnswer,
@@ -12,13 +16,27 @@ from asynckv.abc import (
     KVScheduled,
     KVTransferResults,
 )
+from asynckv.buffers.serve import serve
+from asynckv.buffers.store import StoreBuffer
 from asynckv.config import KVTransferConfig
 from asynckv.connectors.engine import KVEngine
+from asynckv.connectors.keys import prefix_block_keys, rank_block_keys
 from asynckv.connectors.requests import StoreMetadata
+from asynckv.connectors.store.lookup import (
+    SHAPE_KEY,
+    PrefixLookup,
+    StoredShape,
+    StorePins,
+    namespace_of,
+)
 from asynckv.connectors.store.scheduler import StoreScheduler
-from asynckv.errors import WrongLoop
+from asynckv.errors import PeerLost, WrongLoop
+from asynckv.testing.blocked import until
+from harness.engines.toy_model import ToyModel
+from harness.engines.toy_pairs import toy_shape
 
 REQUEST = KVRequest("r", tuple(range(10)))
+
 ENGINE = KVEngine(engine_id="E", block_size=4, tp_size=2)
 
 
@@ -226,3 +244,195 @@ def test_what_was_found_long_ago_and_is_there_no_more_is_saved_from_its_start(
         scheduler.get_num_new_matched_tokens(REQUEST, 0)
     (save,) = orders(scheduler, KVScheduled("r", ((7, 8, 9),), 0, 10)).saves
     assert (save.first_block, save.block_ids) == (0, ((7, 8),))
+
+
+class StalledStore(StoreBuffer):
+    """Answers when it is told that it may."""
+
+    def __init__(self) -> None:
+        super().__init__("1MiB")
+        self.goes_on = asyncio.Event()
+        self.asked = 0
+
+    async def contains(self, keys: Sequence[str]) -> tuple[bool, ...]:
+        self.asked += 1
+        await self.goes_on.wait()
+        return await super().contains(keys)
+
+    async def match_prefix(self, block_keys: Sequence[str]) -> int:
+        return sum(await self.contains(block_keys))
+
+
+KEYS = prefix_block_keys(range(10), ENGINE.block_size)
+
+
+@contextlib.asynccontextmanager
+async def finding() -> AsyncIterator[tuple[PrefixLookup, StoreBuffer]]:
+    async with StoreBuffer("1MiB") as store:
+        finder = PrefixLookup(KVTransferConfig(kv_role="kv_both"), ENGINE, store)
+        try:
+            yield finder, store
+        finally:
+            await finder.aclose()
+
+
+def keys_of(rank: int, count: int) -> list[str]:
+    return rank_block_keys(KEYS[:count], namespace_of(ENGINE), rank)
+
+
+async def test_a_block_is_there_when_every_rank_s_part_is() -> None:
+    async with finding() as (finder, store):
+        assert await finder.find(KEYS) == 0
+        for key in (*keys_of(0, 2), *keys_of(1, 1)):
+            await store.put(key, torch.ones(1))
+        assert await finder.find(KEYS) == 1
+
+
+async def test_blocks_of_an_engine_that_is_cut_otherwise_are_refused_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async with finding() as (finder, store):
+        other = KVEngine(engine_id="O", block_size=8, tp_size=2)
+        await store.put(SHAPE_KEY, StoredShape.of(other).tensor())
+        for _ in range(2):
+            assert await finder.find(KEYS) == 0
+        assert finder.refused == "block_size=8 there and 4 here"
+        assert len(caplog.messages) == 1 and "8 there and 4 here" in caplog.text
+
+
+async def test_what_was_found_stays_until_its_load_can_begin() -> None:
+    async with finding() as (finder, store):
+        for key in (*keys_of(0, 2), *keys_of(1, 2)):
+            await store.put(key, torch.zeros(2**16, dtype=torch.uint8))
+        assert await finder.find(KEYS) == 2
+        for number in range(40):
+            filler = torch.zeros(2**16, dtype=torch.uint8)
+            await store.put(f"filler {number}", filler)
+        assert await finder.find(KEYS) == 2
+
+
+async def test_a_silent_store_is_waited_for_once_until_it_answers(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO)
+    async with StalledStore() as store:
+        config = KVTransferConfig(kv_connector_extra_config={"lookup_timeout_s": 0.01})
+        finder = PrefixLookup(config, ENGINE, store)
+        with pytest.raises(TimeoutError):
+            await finder.find(KEYS)
+        for _ in range(3):
+            with pytest.raises(PeerLost, match="has been silent"):
+                await finder.find(KEYS)
+        await until(lambda: store.asked == 2)  # and once beside all lookups
+        assert not finder.line.is_reachable
+        store.goes_on.set()
+        await until(lambda: finder.line.is_reachable)
+        assert await finder.find(KEYS) == 0
+        lost, back = caplog.messages
+        assert "no answer within 0.01 s (lookup_timeout_s)" in lost
+        assert "answers again" in back
+        await finder.aclose()
+
+
+async def test_a_store_that_dies_and_comes_back_is_logged_once_each(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO, "asynckv.connectors")
+    extra: dict[str, object] = {"store": "mem://mortal", "fingerprint": "toy"}
+    finder = PrefixLookup(
+        KVTransferConfig(kv_connector_extra_config=extra), ENGINE, None
+    )
+    for _ in range(2):
+        with pytest.raises(PeerLost):
+            await finder.find(KEYS)
+    async with StoreBuffer() as store, serve("mem://mortal", store=store):
+        assert await finder.find(KEYS) == 0  # at once: it was not silent
+    with pytest.raises(PeerLost):
+        await finder.find(KEYS)
+    await finder.aclose()
+    assert [" lost " in f" {line}" for line in caplog.messages] == [True, False, True]
+    assert "mem://mortal: nobody serves" in caplog.messages[0]
+
+
+async def test_the_store_is_dialled_before_the_first_prompt() -> None:
+    extra: dict[str, object] = {"store": "mem://early", "fingerprint": "toy"}
+    finder = PrefixLookup(
+        KVTransferConfig(kv_connector_extra_config=extra), ENGINE, None
+    )
+    async with StoreBuffer() as store, serve("mem://early", store=store):
+        finder.start()
+        await until(lambda: finder.line.is_reachable)
+        await finder.aclose()
+
+
+async def fill(store: StoreBuffer) -> None:
+    """Put so much that all that can be dropped is."""
+    for number in range(40):
+        await store.put(f"filler {number}", torch.zeros(2**17, dtype=torch.uint8))
+
+
+async def test_what_is_held_is_not_evicted_and_what_is_let_go_is() -> None:
+    holds = StorePins(3600, 8)
+    async with StoreBuffer("2MiB") as store:
+        await store.put("a", torch.zeros(2**17, dtype=torch.uint8))
+        assert await holds.hold(store, ["a", "b"]) == (True, False)
+        await fill(store)
+        assert await store.contains(["a"]) == (True,)
+        await holds.release()
+        await fill(store)
+        assert await store.contains(["a"]) == (False,)
+        assert await holds.hold(store, ["a"]) == (False,)
+        await holds.aclose()
+        assert not len(holds)
+        with pytest.raises(PeerLost):
+            await holds.hold(store, ["a"])
+
+
+async def test_it_holds_so_many_at_once_and_for_so_long() -> None:
+    async with StoreBuffer() as store:
+        holds = StorePins(3600, 2)
+        for _ in range(5):
+            await holds.hold(store, ["a"])
+            await asyncio.sleep(0)
+        assert len(holds) <= 2
+        holds.abort()
+        await holds.aclose()
+        short = StorePins(0, 2)
+        await short.hold(store, ["a"])
+        await until(lambda: not len(short))
+
+
+MODEL = ToyModel()
+
+
+def engine(tp_size: int = 1, block_size: int = 16, heads: int = 4) -> KVEngine:
+    shape = toy_shape(ToyModel(heads=heads), tp_size=tp_size, block_size=block_size)
+    return KVEngine(engine_id="E", block_size=block_size, tp_size=tp_size, shape=shape)
+
+
+@pytest.mark.parametrize(
+    ("other", "difference"),
+    [
+        (engine(), ""),
+        (engine(2), "tp_size=2 there and 1 here"),
+        (engine(2, 32), "tp_size=2 there and 1 here, block_size=32 there and 16 here"),
+        (engine(heads=8), "heads, layers or layout are others"),
+    ],
+)
+def test_it_is_said_in_what_engines_differ(other: KVEngine, difference: str) -> None:
+    stored = StoredShape.read(StoredShape.of(other).tensor())
+    assert stored is not None and stored.differs_from(engine()) == difference
+    assert (namespace_of(other) == namespace_of(engine())) == (not difference)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        None,
+        torch.zeros(4),
+        torch.zeros(4, dtype=torch.uint8),
+        torch.zeros(2**17, dtype=torch.uint8),
+    ],
+)
+def test_what_says_nothing_is_nothing(value: torch.Tensor | None) -> None:
+    assert StoredShape.read(value) is None

@@ -2,23 +2,44 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
+import logging
 import random
-from collections.abc import AsyncIterator
+import threading
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 
+import msgspec
+import pytest
+import torch
+
+from asynckv.abc import KVTransferResults
 from asynckv.buffers.serve import serve
 from asynckv.buffers.store import StoreBuffer
-from asynckv.config import KVTransferConfig
+from asynckv.config import KVRole, KVTransferConfig
+from asynckv.connectors.caches import BlockMoves, PagedCaches
+from asynckv.connectors.engine import KVEngine
+from asynckv.connectors.keys import rank_block_keys
+from asynckv.connectors.requests import StoreMetadata, StoreOrder
+from asynckv.connectors.store import transfers as store_saving
 from asynckv.connectors.store.lookup import namespace_of
+from asynckv.connectors.store.transfers import PackedBlocks, StoreRank
 from asynckv.connectors.store.worker import StoreWorker, StoreWorkerStatistics
+from asynckv.devices.copying import CopyPool
+from asynckv.errors import PeerLost
+from asynckv.testing.blocked import until
 from harness.engines.toy_engine import ToyEngine
 from harness.engines.toy_model import ToyModel
 from harness.engines.toy_pairs import make_engine, toy_shape
+from harness.fake_devices import FakeDevice, fake_device, lanes_of
 
 MODEL = ToyModel()
+
 BLOCK_NBYTES = 4 * 2 * 16 * 4 * 8 * 4
+
 """Layers, keys and values, tokens, heads, and four bytes of each dimension."""
+
 NAMES = itertools.count()
 
 
@@ -116,3 +137,297 @@ async def test_what_was_loaded_and_saved_is_counted_in_bytes_of_whole_blocks() -
     assert saved.saved_blocks == loaded.loaded_blocks == 4
     assert saved.saved_bytes == loaded.loaded_bytes
     assert 0 <= loaded.loaded_bytes - 4 * BLOCK_NBYTES < 1024  # each has a mark
+
+
+CONFIG = KVTransferConfig(kv_role="kv_both")
+
+ENGINE = KVEngine(engine_id="E", block_size=16)
+
+
+async def test_a_load_that_cannot_begin_has_failed_and_says_why() -> None:
+    order = StoreOrder("r", ("key",), ((3,),))
+    async with StoreBuffer() as store, StoreWorker(CONFIG, ENGINE, store) as worker:
+        worker.bind_connector_metadata(StoreMetadata(loads=(order,)))
+        await worker.start_load_kv()
+        results = worker.get_finished()
+    assert results.failed_recving == {"r"} and results.invalid_block_ids == {3}
+    assert "register_kv_caches() comes first" in results.reasons["r"]
+
+
+async def load(worker: StoreWorker, *keys: str) -> KVTransferResults:
+    order = StoreOrder("r", keys, (tuple(range(len(keys))),))
+    worker.bind_connector_metadata(StoreMetadata(loads=(order,)))
+    await worker.start_load_kv()
+    await until(lambda: not worker.statistics().loading)
+    return worker.get_finished()
+
+
+async def test_a_load_that_lacks_a_block_reads_none_and_says_how_many() -> None:
+    async with StoreBuffer() as store, StoreWorker(CONFIG, ENGINE, store) as worker:
+        worker.register_kv_caches({"a": torch.zeros(4, 16, 2)})
+        order = StoreOrder("s", ("one",), ((3,),))
+        worker.bind_connector_metadata(StoreMetadata(saves=(order,)))
+        await worker.wait_for_save()
+        await worker.flush()
+        results = await load(worker, "one", "two", "three")
+        assert results.failed_recving == {"r"}
+        assert "2 of 3 blocks are not stored" in results.reasons["r"]
+        assert worker.statistics().loaded_blocks == 0
+        assert not (await load(worker, "one")).failed_recving
+        statistics = worker.statistics()
+        assert (statistics.saved_blocks, statistics.loaded_blocks) == (1, 1)
+        assert statistics.loaded_bytes == statistics.saved_bytes >= 128
+
+
+class SlowStore(StoreBuffer):
+    """One that stores blocks when its gate is open, and some never."""
+
+    def __init__(self) -> None:
+        super().__init__("16MiB")
+        self.gate = asyncio.Event()
+        self.refused = ""
+        self.error: OSError = OSError("no room")
+
+    async def put(self, key: str, value: torch.Tensor | None) -> None:
+        await self.gate.wait()
+        await asyncio.sleep(0)
+        if self.refused and key.startswith(self.refused):
+            raise self.error
+        await super().put(key, value)
+
+
+@asynccontextmanager
+async def saving_to(
+    store: SlowStore, role: KVRole = "kv_both"
+) -> AsyncIterator[StoreWorker]:
+    config = KVTransferConfig(kv_role=role)
+    worker = StoreWorker(config, KVEngine(engine_id="E", block_size=16), store)
+    worker.register_kv_caches({"layer": torch.ones(16, 64)})
+    async with store, worker:
+        yield worker
+
+
+async def save(worker: StoreWorker, name: str, first: int, end: int) -> list[bool]:
+    """Save these blocks of a prompt; say of all its blocks whether they are stored."""
+    keys = tuple(f"{name}{number}" for number in range(first, end))
+    order = StoreOrder(name, keys, (tuple(range(first, end)),), first)
+    worker.bind_connector_metadata(StoreMetadata(saves=(order,)))
+    await worker.wait_for_save()
+    worker.clear_connector_metadata()
+    return await stored(worker, name, end)
+
+
+async def stored(worker: StoreWorker, name: str, end: int) -> list[bool]:
+    store = await worker._line.store()
+    keys = [f"{name}{number}" for number in range(end)]
+    namespace = namespace_of(worker.engine)
+    return list(await store.contains(rank_block_keys(keys, namespace, 0)))
+
+
+@pytest.fixture
+def two_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store_saving, "_STAGED_BLOCKS", 2)
+    monkeypatch.setattr(store_saving, "_STAGED_BYTES", 1)
+
+
+@pytest.mark.usefixtures("two_at_once")
+async def test_of_a_long_prompt_all_is_stored_if_the_store_goes_on() -> None:
+    store = SlowStore()
+    store.gate.set()
+    async with saving_to(store) as worker:
+        await save(worker, "r", 0, 12)
+        await worker.flush()
+        assert await stored(worker, "r", 12) == [True] * 12
+        assert worker.statistics().skipped_blocks == 0
+
+
+@pytest.mark.usefixtures("two_at_once")
+async def test_nothing_is_stored_behind_a_gap(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store_saving, "_WAIT_S", 0.001)
+    store = SlowStore()
+    async with saving_to(store) as worker:
+        await save(worker, "r", 0, 5)
+        assert worker.statistics().skipped_blocks == 3
+        # It is not waited for again before it has stored something.
+        monkeypatch.setattr(store_saving, "_WAIT_S", 3600)
+        await save(worker, "s", 0, 1)
+        store.gate.set()
+        await worker.flush()
+        await save(worker, "r", 5, 7)
+        await worker.flush()
+        assert await stored(worker, "r", 7) == [True] * 2 + [False] * 5
+        assert worker.statistics().skipped_blocks == 6
+        # Begun again from there, or before, it is stored.
+        await save(worker, "r", 2, 7)
+        await worker.flush()
+        assert await stored(worker, "r", 7) == [True] * 7
+
+
+async def test_nothing_follows_a_block_that_could_not_be_stored() -> None:
+    store = SlowStore()
+    store.gate.set()
+    store.refused = "r1/"
+    async with saving_to(store) as worker:
+        await save(worker, "r", 0, 2)
+        await worker.flush()
+        await save(worker, "r", 2, 4)
+        await worker.flush()
+        assert await stored(worker, "r", 4) == [True, False, False, False]
+
+
+async def test_blocks_that_take_long_to_copy_are_saved_though_their_step_is_over() -> (
+    None
+):
+    engine = KVEngine(engine_id="E", block_size=4)
+    order = StoreOrder("r", ("one", "two", "three"), ((1, 2, 3),))
+    async with StoreBuffer("16MiB") as store:
+        worker = StoreWorker(KVTransferConfig(kv_role="kv_both"), engine, store)
+        worker.register_kv_caches({"layer": torch.ones(8, 65536)})
+        async with worker:
+            worker.bind_connector_metadata(StoreMetadata(saves=(order,)))
+            saving = asyncio.create_task(worker.wait_for_save())
+            await asyncio.sleep(0)
+            worker.clear_connector_metadata()
+            worker.bind_connector_metadata(StoreMetadata())
+            await saving
+            await worker.flush()
+            assert worker.statistics().saved_blocks == 3
+            digest_nbytes = 64
+            nbytes = 3 * (4 * 65536 + digest_nbytes)
+            assert worker.statistics().saved_bytes == nbytes
+            await store.aclose()
+            worker.bind_connector_metadata(StoreMetadata(saves=(order,)))
+            await worker.wait_for_save()
+            await worker.flush()
+            assert worker.statistics().unsaved_blocks == 3
+
+
+@pytest.mark.parametrize(("role", "lines"), [("kv_producer", 2), ("kv_both", 0)])
+async def test_who_never_looks_up_says_once_that_the_store_is_lost_and_is_back(
+    role: KVRole, lines: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "asynckv.connectors")
+    async with saving_to(SlowStore(), role) as worker:
+        store = await worker._line.store()
+        assert isinstance(store, SlowStore)
+        store.gate.set()
+        store.refused, store.error = "asynckv", PeerLost("it is gone")
+        for name in "ab":
+            await save(worker, name, 0, 2)
+            await worker.flush()
+        store.refused = ""
+        await save(worker, "c", 0, 2)
+        await worker.flush()
+    said = [line for line in caplog.messages if "the store" in line]
+    assert len(said) == lines
+    assert not said or ("it is gone" in said[0] and "answers again" in said[1])
+
+
+RANKS = KVEngine(engine_id="E", block_size=16, tp_size=2)
+
+
+async def rank_of(engine: KVEngine) -> StoreRank:
+    config = KVTransferConfig(kv_role="kv_both")
+    async with StoreBuffer() as store, StoreWorker(config, engine, store) as worker:
+        rank = worker._loading._rank
+        assert worker._saving._rank is rank
+        return rank
+
+
+async def test_each_rank_has_its_own_keys_of_a_block() -> None:
+    order, name = StoreOrder("r", ("a", "b"), ((3, 4),)), namespace_of(RANKS)
+    for number in range(2):
+        rank = await rank_of(msgspec.structs.replace(RANKS, rank=number))
+        assert rank.keys_of(order) == [f"a/{name}/{number}", f"b/{name}/{number}"]
+
+
+async def test_ranks_of_another_shape_have_no_key_in_common() -> None:
+    order = StoreOrder("r", ("a",), ((3,),))
+    one, other = [
+        await rank_of(msgspec.structs.replace(RANKS, tp_size=size)) for size in (1, 2)
+    ]
+    assert one.keys_of(order) != other.keys_of(order)
+
+
+@pytest.fixture
+def gpu() -> Iterator[FakeDevice]:
+    with fake_device(seed=3, max_delay=2) as gpu:
+        yield gpu
+
+
+def spool_of(
+    pools: dict[str, torch.Tensor], groups: dict[str, int] | None = None
+) -> PackedBlocks:
+    return PackedBlocks(BlockMoves(PagedCaches(pools, None, groups), CopyPool()))
+
+
+async def test_a_block_of_all_layers_goes_out_and_in_again() -> None:
+    pools = {name: torch.randn(6, 3) for name in "abc"}
+    packed = spool_of(pools, {"c": 1})
+    before = {name: pool.clone() for name, pool in pools.items()}
+    value = await packed.gather(((4, 2), (1, 5)), 1)
+    assert value.nbytes == packed.block_nbytes == 64 + 3 * 12
+    for pool in pools.values():
+        pool.zero_()
+    await packed.scatter(value, ((0,), (3,)), 0)
+    assert torch.equal(pools["a"][0], before["a"][2])
+    assert torch.equal(pools["c"][3], before["c"][5])
+    assert not pools["c"][0].any()
+
+
+async def test_layers_of_several_lengths_and_dtypes_lie_one_behind_the_other() -> None:
+    pools = {
+        "a": torch.randn(6, 4),
+        "b": torch.randn(6, 5, dtype=torch.float64),
+        "c": torch.randn(6, 4, dtype=torch.bfloat16),
+    }
+    packed = spool_of(pools)
+    value = await packed.gather(((4,),), 0)
+    blocks = [pool[4].contiguous().view(torch.uint8) for pool in pools.values()]
+    assert torch.equal(value[64:], torch.cat(blocks))
+    before = {name: pool[4].clone() for name, pool in pools.items()}
+    await packed.scatter(value, ((1,),), 0)
+    assert all(torch.equal(pool[1], before[name]) for name, pool in pools.items())
+
+
+async def test_a_value_of_another_size_is_refused() -> None:
+    packed = spool_of({"a": torch.zeros(6, 3)})
+    with pytest.raises(ValueError, match="no block of 76"):
+        await packed.scatter(torch.zeros(11, dtype=torch.uint8), ((0,),), 0)
+
+
+@pytest.mark.parametrize(
+    "others",
+    [
+        {"b": torch.ones(6, 2, 3)},
+        {"a": torch.ones(6, 3, 2)},
+        {"a": torch.ones(6, 2, 3, dtype=torch.int32)},
+    ],
+)
+async def test_a_value_of_other_caches_is_refused_although_it_is_as_large(
+    others: dict[str, torch.Tensor],
+) -> None:
+    pools = {"a": torch.zeros(6, 2, 3)}
+    value = await spool_of(others).gather(((0,),), 0)
+    packed = spool_of(pools)
+    assert value.nbytes == packed.block_nbytes
+    with pytest.raises(ValueError, match="other layers"):
+        await packed.scatter(value, ((0,),), 0)
+    assert not pools["a"].any()
+
+
+async def test_a_value_on_the_gpu_of_the_blocks_goes_to_them_there(
+    gpu: FakeDevice,
+) -> None:
+    host = {name: torch.randn(6, 256) for name in "ab"}
+    value = await spool_of(host).gather(((4,),), 0)
+    pools = {name: gpu.tensor(torch.zeros(6, 256)) for name in "ab"}
+    moves = BlockMoves(PagedCaches(pools, None), CopyPool(lanes=lanes_of(gpu)))
+    packed = PackedBlocks(moves)
+    await packed.scatter(gpu.tensor(value), ((2,),), 0)
+    assert all(torch.equal(pools[n].cpu()[2], host[n][4]) for n in "ab")
+    with pytest.raises(ValueError, match="other layers"):
+        await packed.scatter(gpu.tensor(torch.zeros_like(value)), ((0,),), 0)
+    moves.pool.close()
+    await until(lambda: not any("asynckv-" in t.name for t in threading.enumerate()))
+    assert all(one.device >= 0 for one in gpu.process.space.allocations())

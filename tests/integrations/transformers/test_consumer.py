@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -27,6 +28,7 @@ from asynckv.integrations.transformers.forward import ForwardStopped
 from asynckv.testing import use_across_tasks
 
 Model = Callable[..., PreTrainedModel]
+
 GREEDY: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False}
 
 
@@ -281,3 +283,10 @@ async def test_a_layer_that_cannot_come_fails_who_waits_for_it(
             with pytest.raises(EntryAborted):
                 await handoff.landed()
             await continue_from(handoff, use_carried=False, **GREEDY)
+
+
+def test_an_event_is_now_unless_told_otherwise() -> None:
+    before = time.monotonic()
+    event = LayerEvent(3, "landed")
+    assert before <= event.at <= time.monotonic()
+    assert LayerEvent(3, "landed", at=1.0).at == 1.0

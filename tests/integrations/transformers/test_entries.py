@@ -1,23 +1,44 @@
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import DynamicCache, PreTrainedModel, StaticCache
+from safetensors.torch import save_file
+from transformers import (
+    AutoModel,
+    DynamicCache,
+    LlamaConfig,
+    PreTrainedModel,
+    StaticCache,
+)
 
-from asynckv.abc import KVLookupBuffer
+from asynckv.abc import KVEntry, KVLookupBuffer
 from asynckv.errors import ConfigError, IncompatiblePeer
 from asynckv.integrations.transformers import (
     Carried,
+    continue_from,
     entry_of,
     export,
+    from_blocks,
     generate_from,
+    handoff_of,
+    load_entry,
+    prefill,
+    save_entry,
+    swap_heads_and_tokens,
+    to_blocks,
 )
+from asynckv.integrations.transformers.entries import DEFAULT_CARRY
+from asynckv.types import TensorSpec
 
 Model = Callable[..., PreTrainedModel]
+
 Tokens = Callable[..., torch.Tensor]
+
 GREEDY: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False}
 
 
@@ -124,3 +145,105 @@ def test_a_static_cache_is_refused_by_name(
     cache = StaticCache(config=model.config, max_cache_len=64)
     with pytest.raises(ConfigError, match="layer 0 is 'StaticLayer'"):
         entry_of(model, cache, prompt)
+
+
+LOGITS = torch.tensor([[0.0, 2.0, 1.0], [3.0, 0.0, 1.0]], dtype=torch.bfloat16)
+
+
+def test_the_first_token_is_the_greedy_one() -> None:
+    carried = Carried.of(LOGITS, None, DEFAULT_CARRY)
+    assert carried.first_token is not None
+    assert carried.first_token.tolist() == [1, 0]
+    assert carried.logits is None
+    assert list(carried.tensors()) == ["extras.first_token"]
+
+
+def test_all_that_was_asked_for_is_declared_as_it_will_be(
+    model: PreTrainedModel,
+) -> None:
+    assert Carried.specs(model, 2, ("first_token", "logits", "hidden")) == {
+        "extras.first_token": TensorSpec((2,), "int64"),
+        "extras.logits": TensorSpec((2, 128), "float32"),
+        "hidden": TensorSpec((2, 1, 32), "float32"),
+    }
+
+
+def test_what_cannot_be_carried_is_refused(model: PreTrainedModel) -> None:
+    unknown: Any = ("first_token", "mood")
+    with pytest.raises(ValueError, match="mood"):
+        Carried.specs(model, 1, unknown)
+
+
+def test_a_model_without_a_head_is_refused() -> None:
+    config = LlamaConfig(hidden_size=8, num_hidden_layers=1, num_attention_heads=1)
+    config.vocab_size = 8
+    with pytest.raises(ConfigError, match="no language model head"):
+        Carried.specs(AutoModel.from_config(config), 1, ())
+
+
+async def test_an_entry_continues_from_a_file(
+    model: PreTrainedModel,
+    lookup: KVLookupBuffer,
+    prompt: torch.Tensor,
+    reference: Any,
+    tmp_path: Path,
+) -> None:
+    await prefill(model, prompt, lookup, carry=("first_token", "hidden"))
+    selected = await lookup.drop_select(prompt[0])
+    await asyncio.to_thread(save_entry, selected, tmp_path / "prompt")
+    entry = await asyncio.to_thread(load_entry, tmp_path / "prompt")
+    done = await continue_from(
+        handoff_of(model, entry, prompt), max_new_tokens=8, do_sample=False
+    )
+    assert torch.equal(done.sequences, reference(model, prompt))
+
+
+def test_every_part_comes_back(tmp_path: Path) -> None:
+    part = torch.ones(2, 2, dtype=torch.bfloat16).t()
+    entry = KVEntry(
+        torch.arange(4), torch.ones(4), {"a.b": part}, {"a.b": part}, part, {"x": part}
+    )
+    save_entry(entry, tmp_path / "entry")
+    back = load_entry(tmp_path / "entry")
+    assert [path.name for path in tmp_path.iterdir()] == ["entry"]
+    assert isinstance(back.key, dict)
+    assert isinstance(back.value, dict)
+    assert back.hidden is not None
+    parts = (back.key["a.b"], back.value["a.b"], back.hidden, back.extras["x"])
+    assert all(torch.equal(found, part) for found in parts)
+    assert back.input_tokens is not None
+    assert back.input_tokens.tolist() == [0, 1, 2, 3]
+
+
+def test_what_is_no_entry_is_refused(tmp_path: Path) -> None:
+    save_file({"weights": torch.ones(1)}, tmp_path / "model")
+    with pytest.raises(ValueError, match="'weights' is none of its names"):
+        load_entry(tmp_path / "model")
+
+
+STATES = torch.arange(2 * 7 * 3).reshape(2, 7, 3).float()
+
+
+def test_heads_and_tokens_change_places_without_a_copy() -> None:
+    swapped = swap_heads_and_tokens(STATES)
+    assert swapped.shape == (7, 2, 3)
+    assert swapped.data_ptr() == STATES.data_ptr()
+    assert torch.equal(swap_heads_and_tokens(swapped), STATES)
+
+
+def test_blocks_hold_the_tokens_in_order_and_zeros_at_the_end() -> None:
+    blocks = to_blocks(STATES, 4)
+    assert blocks.shape == (2, 2, 4, 3)
+    assert torch.equal(blocks[0], STATES[:, :4])
+    assert torch.equal(blocks[1, :, :3], STATES[:, 4:])
+    assert not blocks[1, :, 3].any()
+
+
+@pytest.mark.parametrize("block_size", [1, 3, 7, 16])
+def test_blocks_are_put_together_again(block_size: int) -> None:
+    assert torch.equal(from_blocks(to_blocks(STATES, block_size), 7), STATES)
+
+
+def test_blocks_that_hold_too_little_are_refused() -> None:
+    with pytest.raises(ValueError, match="2 blocks of 4"):
+        from_blocks(to_blocks(STATES, 4), 9)

@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from asynckv import StoreBuffer, serve
+from asynckv.integrations.bridge import Bridge
 from harness.vllm_engines import (
     Engine,
     Pair,
@@ -18,6 +28,7 @@ from harness.vllm_engines import (
     random_prompt,
     transfer,
 )
+from harness.vllm_engines.commands import OPTIONS, Command, get
 
 pytestmark = [
     pytest.mark.vllm,
@@ -158,3 +169,236 @@ def test_wrong_kv_makes_wrong_tokens(
                 assert consumer.external_hits() == len(prompt)
     finally:
         make_tiny_model(model)
+
+
+def test_each_rank_is_sent_to_its_own_and_other_numbers_are_refused(
+    start_engine: StartEngine,
+) -> None:
+    url = free_url()
+    prompts = [random_prompt(length, seed=length) for length in (5, 96, 150)]
+    produce = transfer("kv_producer", listen=url)
+    consume = transfer("kv_consumer", "recompute", peers=[url])
+    with (
+        start_engine(produce, tensor_parallel_size=2) as producer,
+        start_engine(consume, tensor_parallel_size=2) as consumer,
+        start_engine(consume) as single,
+    ):
+        pair = Pair(producer.wait_ready(), consumer.wait_ready())
+        single.wait_ready()
+        for prompt in prompts:
+            assert pair.ask(prompt).tokens == single.ask(prompt).tokens
+        assert consumer.external_hits() == sum(map(len, prompts))
+        metrics = consumer.state()["metrics"]
+        assert metrics["vllm:asynckv_loads"] == len(prompts)
+        prompt = random_prompt(80, seed=80)
+        refused = single.ask(prompt, params=pair.prefill(prompt))
+        assert refused.tokens == pair.consumer.ask(prompt).tokens
+        assert single.state()["metrics"]["vllm:asynckv_failed_loads"] == 1
+        why = single.why_not_loaded()
+        assert "ranks: 1" in why
+        assert "ranks: 2" in why
+
+
+class Shared:
+    """A store that this process serves."""
+
+    def __init__(self, bridge: Bridge[None]) -> None:
+        self.url = free_url()
+        self.buffer = StoreBuffer("64MiB")
+        bridge.enter(lambda: self.buffer, timeout_s=10)
+        bridge.enter(lambda: serve(self.url, store=self.buffer), timeout_s=10)
+        self._bridge = bridge
+
+    def wait_for(self, keys: int) -> None:
+        """Wait until so many blocks are stored."""
+        deadline = time.monotonic() + 20
+        while self._bridge.run(self._count, timeout_s=5) < keys:
+            assert time.monotonic() < deadline, "blocks are not stored"
+            threading.Event().wait(0.01)
+
+    async def _count(self) -> int:
+        return self.buffer.statistics().keys
+
+
+@pytest.fixture
+def shared() -> Iterator[Shared]:
+    bridge = Bridge[None]("store")
+    yield Shared(bridge)
+    bridge.shutdown()
+
+
+def test_what_one_engine_has_computed_another_need_not(
+    start_engine: StartEngine, shared: Shared
+) -> None:
+    config = transfer("kv_both", "recompute", mode="store", store=shared.url)
+    prompt, other = random_prompt(200, seed=1), random_prompt(200, seed=2)
+    with (
+        start_engine() as alone,
+        start_engine(config) as first,
+        start_engine(config) as second,
+    ):
+        for engine in (alone, first, second):
+            engine.wait_ready()
+        right = alone.ask(prompt).tokens
+        assert first.ask(prompt).tokens == right
+        assert first.external_hits() == 0
+        shared.wait_for(200 // BLOCK)
+        assert second.ask(prompt).tokens == right
+        assert second.external_hits() == 200 // BLOCK * BLOCK
+        assert second.ask(other).tokens == alone.ask(other).tokens
+        assert second.external_hits() == 200 // BLOCK * BLOCK
+
+
+EXAMPLE = Path(__file__).parents[3] / "examples" / "vllm_prefill_decode"
+
+PREFILL, DECODE, PROXY = (f"http://127.0.0.1:{port}" for port in (8100, 8200, 8000))
+
+
+@pytest.fixture
+def prefill(model: Path, tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """The first engine, of all that the example starts."""
+    commands = {
+        PREFILL: [str(EXAMPLE / "prefill.sh"), str(model), *OPTIONS],
+        DECODE: [str(EXAMPLE / "decode.sh"), str(model), *OPTIONS],
+        PROXY: [sys.executable, str(EXAMPLE / "proxy.py")],
+    }
+    with contextlib.ExitStack() as stack:
+        started = {
+            url: stack.enter_context(Command(command, tmp_path / f"{number}.log"))
+            for number, (url, command) in enumerate(commands.items())
+        }
+        for url, command in started.items():
+            command.wait_ready(url + ("/openapi.json" if url == PROXY else "/health"))
+        yield started[PREFILL].process
+
+
+@pytest.mark.timeout(400)
+def test_requests_go_through_both_engines_and_one_is_enough(
+    prefill: subprocess.Popen[bytes],
+    start_engine: StartEngine,
+    model: Path,
+    record_property: Callable[[str, object], None],
+) -> None:
+    prompts = [random_prompt(length, seed=length) for length in (100, 33, 64, 50)]
+    with start_engine() as alone:
+        alone.wait_ready()
+        right = [list(alone.ask(prompt).tokens) for prompt in prompts]
+    began = time.monotonic()
+    assert [_complete(model, prompt) for prompt in prompts[:2]] == right[:2]
+    assert _stream(model, prompts[2]) == right[2]
+    took = time.monotonic() - began
+    assert _metric("vllm:external_prefix_cache_hits_total") == 100 + 33 + 64
+    assert _metric("vllm:asynckv_loads_total") == 3
+    ratio = _samples_cost(model)
+    os.killpg(prefill.pid, signal.SIGKILL)
+    prefill.wait()
+    loaded = _metric("vllm:asynckv_loads_total")
+    assert _complete(model, prompts[3]) == right[3]
+    assert _metric("vllm:asynckv_loads_total") == loaded
+    record_property(
+        "figure",
+        f"vllm serve: 197 external tokens, 3 requests in {took:.2f} s; "
+        f"n=4 takes {ratio:.2f} times as long as n=1",
+    )
+
+
+def _samples_cost(model: Path) -> float:
+    """Return how long four samples of a prompt take, by one; each loads once."""
+    loaded = _metric("vllm:asynckv_loads_total")
+    took: dict[int, list[float]] = {1: [], 4: []}
+    for seed in range(6):
+        for n in took:
+            body = _body(model, random_prompt(300, seed=100 + 10 * seed + n))
+            # vLLM refuses several greedy samples.
+            body |= {"n": n, "temperature": 1, "top_k": 1}
+            began = time.monotonic()
+            answer = json.loads(get(f"{PROXY}/v1/completions", body))
+            took[n].append(time.monotonic() - began)
+            samples = [tuple(one["token_ids"]) for one in answer["choices"]]
+            assert len(samples) == n and len(set(samples)) == 1
+    assert _metric("vllm:asynckv_loads_total") == loaded + 12
+    assert _metric("vllm:asynckv_failed_loads_total") == 0
+    ratio = min(took[4]) / min(took[1])
+    assert ratio <= 1.5, took
+    return ratio
+
+
+def _complete(model: Path, prompt: list[int]) -> list[int]:
+    answer = json.loads(get(f"{PROXY}/v1/completions", _body(model, prompt)))
+    tokens: list[int] = answer["choices"][0]["token_ids"]
+    return tokens
+
+
+def _stream(model: Path, prompt: list[int]) -> list[int]:
+    body = _body(model, prompt) | {"stream": True}
+    lines = get(f"{PROXY}/v1/completions", body).splitlines()
+    events = [line.removeprefix("data: ") for line in lines if line]
+    assert events.pop() == "[DONE]"
+    choices = [json.loads(event)["choices"][0] for event in events]
+    return [token for choice in choices for token in choice["token_ids"] or ()]
+
+
+def _body(model: Path, prompt: list[int]) -> dict[str, Any]:
+    told = {"model": str(model), "prompt": prompt, "max_tokens": 8, "temperature": 0}
+    return told | {"ignore_eos": True, "return_token_ids": True}
+
+
+def _metric(name: str) -> float:
+    """Return what the decoding engine tells of itself."""
+    for line in get(f"{DECODE}/metrics").splitlines():
+        if line.startswith(name + "{"):
+            return float(line.rpartition(" ")[2])
+    raise LookupError(name)
+
+
+PORTS = 14579, 14580
+
+TRANSFER = {
+    "kv_connector": "AsyncKVConnector",
+    "kv_connector_module_path": "asynckv.integrations.vllm",
+    "kv_role": "kv_consumer",
+    "kv_connector_extra_config": {
+        "peers": [f"tcp://127.0.0.1:{port}" for port in PORTS]
+    },
+}
+
+
+@pytest.mark.timeout(400)
+def test_a_decoder_loads_what_either_rank_has_computed(
+    model: Path, tmp_path: Path
+) -> None:
+    prefill = [str(EXAMPLE / "prefill.sh"), str(model), *OPTIONS]
+    prefill += ["--data-parallel-size", "2", "--api-server-count", "1"]
+    decode = ["vllm", "serve", str(model), *OPTIONS, "--port", "8200"]
+    decode += ["--kv-transfer-config", json.dumps(TRANSFER)]
+    with (
+        Command(prefill, tmp_path / "prefill.log") as first,
+        Command(decode, tmp_path / "decode.log") as second,
+    ):
+        first.wait_ready(f"{PREFILL}/health")
+        second.wait_ready(f"{DECODE}/health")
+        computed_at = [_transfer(model, random_prompt(100, seed=n)) for n in range(8)]
+        assert len(set(computed_at)) == 2
+        assert _loads() == 8
+
+
+def _transfer(model: Path, prompt: list[int]) -> str:
+    """Return who has computed the prompt that was decoded elsewhere."""
+    asked = {"do_remote_decode": True}
+    carried = _ask(PREFILL, model, prompt, asked)["kv_transfer_params"]
+    _ask(DECODE, model, prompt, carried)
+    peer: str = carried["peer"]
+    return peer
+
+
+def _ask(url: str, model: Path, prompt: list[int], params: Any) -> Any:
+    body = {"model": str(model), "prompt": prompt, "max_tokens": 1, "temperature": 0}
+    body["kv_transfer_params"] = params
+    return json.loads(get(f"{url}/v1/completions", body))
+
+
+def _loads() -> float:
+    name = "vllm:asynckv_loads_total{"
+    lines = get(f"{DECODE}/metrics").splitlines()
+    (found,) = [line for line in lines if line.startswith(name)]
+    return float(found.rpartition(" ")[2])
