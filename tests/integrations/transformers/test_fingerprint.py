@@ -12,11 +12,12 @@ from transformers import LlamaConfig, PreTrainedModel
 
 from asynckv.abc import KVLookupBuffer
 from asynckv.errors import ConfigError, IncompatiblePeer
-from asynckv.integrations.transformers import Prompt, fingerprint_of, load, prefill
+from asynckv.integrations.transformers import fingerprint_of, load, prefill
 from asynckv.integrations.transformers.fingerprint import (
     check_fingerprint,
     pack_fingerprint,
 )
+from asynckv.integrations.transformers.prompts import Prompt
 from asynckv.types import KVFingerprint
 
 BASE: dict[str, Any] = {
