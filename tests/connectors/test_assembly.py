@@ -115,7 +115,6 @@ def test_layers_of_a_read_are_those_of_its_stage_or_all_that_lie_together() -> N
 
 
 MODEL = ToyModel(layers=2)
-
 TOKENS = list(range(20))
 
 

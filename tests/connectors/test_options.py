@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import re
 from collections.abc import Callable
@@ -285,7 +286,6 @@ def test_a_multi_connector_of_nothing_is_refused(given: object) -> None:
 
 
 P2P = {"kv_connector": "P2PConnector"}
-
 STORE = {"kv_connector": "StoreConnector"}
 
 
@@ -320,3 +320,38 @@ def test_of_several_connectors_none_keeps_a_step_waiting_for_its_blocks() -> Non
     (child,) = worker.children
     assert isinstance(child, P2PWorker) and not child.engine.holds_saved_blocks
     worker.abort()
+
+
+@pytest.mark.parametrize(
+    ("device", "variable", "option", "caches_on", "words"),
+    [
+        ("cpu", None, None, "cpu", ""),
+        ("cuda", None, None, "cuda:3", ""),
+        ("cuda", None, 1, "cuda:1", ""),
+        ("cuda", "1", None, "cuda:1", ""),
+        ("cuda", "1", 0, "cuda:0", ""),
+        ("cuda:1", None, None, "cpu", "cuda:1, and the caches are on cpu"),
+        ("cuda", None, 1, "cpu", "cuda:1, and the caches are on cpu"),
+        ("cuda", None, 1, "cuda:0", "cuda:1, and the caches are on cuda:0"),
+        ("cuda", "1", None, "cuda:0", "cuda:1, and the caches are on cuda:0"),
+        ("cuda", "x", None, "cuda:1", "LOCAL_RANK is 'x'"),
+        *((name, None, None, None, "is unknown") for name in ("tpu", "cuda:", "CPU")),
+        ("cuda:x", None, None, None, "is unknown"),
+    ],
+)
+def test_caches_are_on_the_device_of_the_configuration(
+    monkeypatch: pytest.MonkeyPatch,
+    device: str,
+    variable: str | None,
+    option: int | None,
+    caches_on: str | None,
+    words: str,
+) -> None:
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    if variable is not None:
+        monkeypatch.setenv("LOCAL_RANK", variable)
+    extra: dict[str, object] = {} if option is None else {"local_rank": option}
+    config = KVTransferConfig(kv_buffer_device=device, kv_connector_extra_config=extra)
+    refused = pytest.raises(ConfigError, match=words) if words else None
+    with refused or contextlib.nullcontext():
+        config.check_device(caches_on)

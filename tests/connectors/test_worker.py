@@ -6,11 +6,13 @@ import asyncio
 from collections.abc import Callable, Coroutine, Iterator
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
 from asynckv.abc import (
     KVAnswer,
+    KVConnectorMetadata,
     KVConnectorScheduler,
     KVConnectorStep,
     KVConnectorWorker,
@@ -20,9 +22,11 @@ from asynckv.abc import (
 )
 from asynckv.config import KVTransferConfig
 from asynckv.connectors.engine import KVEngine
+from asynckv.connectors.multi import MultiMetadata, MultiWorker
 from asynckv.connectors.p2p.scheduler import P2PScheduler
 from asynckv.connectors.p2p.worker import P2PWorker
 from asynckv.connectors.registry import make_scheduler, make_worker
+from asynckv.connectors.requests import P2PMetadata, StoreMetadata
 from asynckv.connectors.store.scheduler import StoreScheduler
 from asynckv.connectors.store.worker import StoreWorker
 from asynckv.connectors.worker import CacheWorker
@@ -30,7 +34,6 @@ from asynckv.errors import ConfigError, WrongLoop
 from asynckv.integrations.bridge import Bridge
 
 ENGINE = KVEngine(engine_id="E", block_size=16)
-
 KINDS = pytest.mark.parametrize("kind", [P2PWorker, StoreWorker])
 
 
@@ -93,11 +96,8 @@ def test_a_worker_belongs_to_the_loop_on_which_it_was_used(
 
 
 REQUEST = KVRequest("r", tuple(range(20)))
-
 NAMES = ("P2PConnector", "StoreConnector", "MultiConnector")
-
 STORE = {"store": "mem://no-such-store", "fingerprint": "toy"}
-
 P2P = {"peers": {"P": "mem://nobody"}, "listen": "mem://wrong-loops"}
 
 
@@ -129,9 +129,17 @@ async def called(function: Callable[[], object]) -> object:
     return await result if isinstance(result, Coroutine) else result
 
 
+ORDERS: dict[type[KVConnectorWorker], KVConnectorMetadata] = {
+    P2PWorker: P2PMetadata(),
+    StoreWorker: StoreMetadata(),
+    MultiWorker: MultiMetadata(
+        tuple(map(msgspec.msgpack.encode, (P2PMetadata(), StoreMetadata())))
+    ),
+}
 WORKER_CALLS: list[Callable[[KVConnectorWorker], object]] = [
     lambda worker: worker.register_kv_caches({"layer": torch.zeros(2, 4)}),
     lambda worker: worker.start(),
+    lambda worker: worker.bind_connector_metadata(ORDERS[type(worker)]),
     lambda worker: worker.clear_connector_metadata(),
     lambda worker: worker.start_load_kv(),
     lambda worker: worker.wait_for_layer_load("layer"),

@@ -22,7 +22,6 @@ from asynckv.cli.bench.rig import Rig, make_memory
 from asynckv.cli.bench.rounds import Case
 
 Counter = Callable[[], Awaitable[int]]
-
 SUBJECT = Subject("small", "small", "blocks", "GB/s", True, 70_000, 3)
 
 

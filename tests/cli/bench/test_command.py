@@ -24,7 +24,6 @@ COMMAND = (sys.executable, "-u", "-m", "asynckv", "bench")
 
 # Whatever a shell starts in the background ignores SIGINT, and so do its children.
 HEED = ("env", "--default-signal=INT")
-
 INTERRUPTED = 130
 
 

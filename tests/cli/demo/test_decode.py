@@ -33,7 +33,6 @@ from asynckv.cli.demo.worker import Engine
 from asynckv.integrations.transformers import fingerprint_of
 
 PROMPT = tuple(range(20))
-
 SECOND = (*range(15), 7, 7, 7)
 
 
@@ -42,6 +41,7 @@ class Stage:
 
     def __init__(self, engine: Engine, lookup: LookupBuffer) -> None:
         self.told: list[Note] = []
+        self.lookup = lookup
         self.prefill = PrefillWorker(
             self.told.append, engine, ByteTokenizer(), lookup, document_tokens=15
         )

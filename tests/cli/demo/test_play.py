@@ -49,7 +49,6 @@ from asynckv.cli.demo.report import BackpressureSample, DemoReport, HandOver
 
 # Whatever a shell starts in the background ignores SIGINT, and so do its children.
 HEED = ("env", "--default-signal=INT")
-
 COMMAND = (sys.executable, "-u", "-m", "asynckv", "demo", "--model", "random-tiny")
 
 

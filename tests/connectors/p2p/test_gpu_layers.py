@@ -27,9 +27,7 @@ from harness.fake_devices import FakeDevice, fake_device, lanes_of
 from harness.fake_gpus.gates import Gate
 
 POOL = torch.arange(32.0).view(8, 4)
-
 BLOCKS = {layer: {f"{layer}.key": KVBlocks(POOL, (5, 1))} for layer in "ab"}
-
 NBYTES = 2 * 2 * 16
 
 
@@ -108,7 +106,6 @@ async def test_who_waits_for_room_is_told_of_what_is_dropped() -> None:
 
 
 IDS = ((5, 1),)
-
 SMALL = 2 * 4 * 4
 
 
@@ -264,9 +261,7 @@ async def test_it_waits_for_room_no_longer_when_it_copies(
 
 
 WIDTH = 32 * 2**10
-
 LAYER_NBYTES = 2 * WIDTH * 4
-
 AMPLE = 10 * LAYER_NBYTES
 
 

@@ -44,7 +44,6 @@ from harness.fake_gpus import FakeGpus
 from harness.gpu_pairs import GpuPair, open_gpu_pair
 
 TOKENS = list(range(6))
-
 ENGINE = KVEngine(engine_id="E", block_size=4)
 
 ORDER = LoadOrder(

@@ -36,19 +36,13 @@ from harness.fake_gpus.gates import Gate
 from harness.shared_puts import SharedPuts
 
 CHAOS = pytest.mark.chaos
-
 ONE = ToyModel(layers=1, head_dim=96)
-
 DEEP = ToyModel(layers=5, head_dim=768)
-
 ENDS_S = 20
-
 """Far more than the fake takes, piece by piece, on a busy machine."""
 
 DEEP_NBYTES = 2 * 3 * 16 * 4 * 768 * 4
-
 LARGE_NBYTES = 2 * 3 * 16 * 4 * 96 * 4
-
 """Keys and values of three blocks, in a layer."""
 
 APART = pytest.mark.parametrize(

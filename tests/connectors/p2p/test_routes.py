@@ -20,7 +20,6 @@ from harness.engines.toy_pairs import pair_configs, toy_shape
 from harness.fake_devices import fake_device
 
 MODEL = ToyModel()
-
 SAVE = SaveOrder("r", "t", "D", (1,), ((0,),))
 
 

@@ -153,11 +153,9 @@ async def test_a_save_without_room_is_given_up_in_its_time(parts: ToyParts) -> N
 
 
 SHORT_S = 2.0
-
 """Ten times what a step may wait: other things run on this machine too."""
 
 HUGE = ToyModel(layers=1, head_dim=2048)
-
 """Its layer is more than a unix socket and a proxy take in."""
 
 DIRECTIONS = pytest.mark.parametrize("direction", ["pull", "push"])

@@ -36,7 +36,6 @@ from harness.engines.toy_model import ToyModel
 from harness.engines.toy_pairs import toy_shape
 
 REQUEST = KVRequest("r", tuple(range(10)))
-
 ENGINE = KVEngine(engine_id="E", block_size=4, tp_size=2)
 
 

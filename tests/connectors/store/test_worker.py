@@ -35,9 +35,7 @@ from harness.engines.toy_pairs import make_engine, toy_shape
 from harness.fake_devices import FakeDevice, fake_device, lanes_of
 
 MODEL = ToyModel()
-
 BLOCK_NBYTES = 4 * 2 * 16 * 4 * 8 * 4
-
 """Layers, keys and values, tokens, heads, and four bytes of each dimension."""
 
 NAMES = itertools.count()
@@ -140,7 +138,6 @@ async def test_what_was_loaded_and_saved_is_counted_in_bytes_of_whole_blocks() -
 
 
 CONFIG = KVTransferConfig(kv_role="kv_both")
-
 ENGINE = KVEngine(engine_id="E", block_size=16)
 
 

@@ -31,11 +31,8 @@ from asynckv.integrations.fastapi.lifecycle import AppLifespan, status_of
 from asynckv.testing import Authority, until, use_across_tasks
 
 TOKENS = [1, 2, 3]
-
 Lookup: TypeAlias = Annotated[KVLookupBuffer, Depends(lookup)]
-
 Store: TypeAlias = Annotated[asynckv.KVStoreBuffer, Depends(store)]
-
 MakeApp: TypeAlias = Callable[[AppLifespan], Starlette]
 
 

@@ -25,7 +25,6 @@ from asynckv.integrations.fastapi import (
 from asynckv.testing import until
 
 TOKENS = [1, 2, 3]
-
 LAYER = torch.arange(2**17, dtype=torch.uint8)
 
 SPECS = {
@@ -34,7 +33,6 @@ SPECS = {
 }
 
 RunApp: TypeAlias = Callable[[Starlette], AbstractAsyncContextManager[int]]
-
 Lookup: TypeAlias = Annotated[asynckv.KVLookupBuffer, Depends(lookup)]
 
 
@@ -74,11 +72,11 @@ async def streaming_port(
     local: asynckv.LookupBuffer, run_app: RunApp
 ) -> AsyncIterator[int]:
     async with asynckv.serve("tcp://127.0.0.1:0", lookup=local) as server:
-        async with run_app(streaming_app(server.url)) as streaming_port:
-            yield streaming_port
+        async with run_app(streaming_app(server.url)) as port:
+            yield port
 
 
-def client_of(streaming_port: int) -> httpx.AsyncClient:
+def client_of(port: int) -> httpx.AsyncClient:
     return httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}")
 
 
@@ -176,7 +174,6 @@ async def test_a_server_whose_sending_fails_ends_it_too(
 
 
 KEY = torch.arange(2**20, dtype=torch.uint8)
-
 SPEC = asynckv.TensorSpec(tuple(KEY.shape), "uint8")
 
 
@@ -299,7 +296,7 @@ async def test_a_route_that_reads_a_body_is_cancelled_too(
 async def test_a_client_that_stays_gets_its_answer(
     local: asynckv.LookupBuffer, port: int
 ) -> None:
-    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as client:
+    async with client_of(port) as client:
         answer = asyncio.create_task(client.get("/await"))
         await until(lambda: local.statistics().waiting_selects == 1)
         await local.insert(TOKENS, None, KEY, None, None)
@@ -316,7 +313,7 @@ async def test_under_bare_starlette_the_route_still_reads_its_body(
     app = Starlette(routes=[Route("/", double, methods=["POST"])])
     async with (
         run_app(app) as port,
-        httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as client,
+        client_of(port) as client,
     ):
         assert (await client.post("/", json=21)).json() == 42
 

@@ -28,7 +28,6 @@ from asynckv.integrations.transformers.forward import ForwardStopped
 from asynckv.testing import use_across_tasks
 
 Model = Callable[..., PreTrainedModel]
-
 GREEDY: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False}
 
 

@@ -186,7 +186,6 @@ def test_the_dtype_that_is_given_comes_before_that_of_a_model_or_its_config(
 
 
 IDS = torch.arange(1, 11).reshape(2, 5)
-
 MASK = torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 1, 1]])
 
 

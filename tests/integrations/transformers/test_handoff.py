@@ -27,7 +27,6 @@ from asynckv.integrations.transformers.forward import Forward, ForwardStopped
 from asynckv.integrations.transformers.handoff import Landing
 
 Model = Callable[..., PreTrainedModel]
-
 Tokens = Callable[..., torch.Tensor]
 
 

@@ -250,7 +250,6 @@ def test_what_one_engine_has_computed_another_need_not(
 
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "vllm_prefill_decode"
-
 PREFILL, DECODE, PROXY = (f"http://127.0.0.1:{port}" for port in (8100, 8200, 8000))
 
 

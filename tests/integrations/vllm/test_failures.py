@@ -259,11 +259,8 @@ def _wait_for_metric(engine: Engine, name: str, value: int) -> None:
 
 
 FEW = 24
-
 TOO_FEW: Final = {"num_gpu_blocks_override": FEW, "max_model_len": 32 * (FEW - 1)}
-
 FEW_IN_PRODUCER: Final = {"producer": TOO_FEW}
-
 FEW_IN_CONSUMER: Final = {"consumer": TOO_FEW}
 
 
