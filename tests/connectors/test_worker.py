@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import Callable, Coroutine, Iterator
 from typing import Any
 
@@ -71,30 +72,6 @@ def test_caches_that_are_elsewhere_are_refused(kind: type[CacheWorker]) -> None:
         worker.register_kv_caches({"a": torch.zeros(4, 16, 2)})
 
 
-@KINDS
-def test_a_worker_belongs_to_the_loop_on_which_it_was_used(
-    kind: type[CacheWorker],
-) -> None:
-    worker, caches = kind(config_on("cpu"), ENGINE), {"a": torch.zeros(4, 16, 2)}
-
-    async def use() -> None:
-        worker.get_finished()
-
-    async def misuse() -> None:
-        with pytest.raises(WrongLoop):
-            worker.register_kv_caches(caches)
-        with pytest.raises(WrongLoop):
-            worker.register_cross_layers_kv_cache(torch.zeros(1, 4, 16, 2), ["a"])
-        with pytest.raises(WrongLoop):
-            worker.follow(None)
-        with pytest.raises(WrongLoop):
-            await worker.aclose()
-
-    asyncio.run(use())
-    asyncio.run(misuse())
-    worker.abort()
-
-
 REQUEST = KVRequest("r", tuple(range(20)))
 NAMES = ("P2PConnector", "StoreConnector", "MultiConnector")
 STORE = {"store": "mem://no-such-store", "fingerprint": "toy"}
@@ -151,12 +128,23 @@ WORKER_CALLS: list[Callable[[KVConnectorWorker], object]] = [
 ]
 
 
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("number", range(len(WORKER_CALLS)))
+CACHE_CALLS: list[Callable[[Any], object]] = [
+    lambda worker: worker.register_cross_layers_kv_cache(torch.zeros(1, 2, 4), ["a"]),
+    lambda worker: worker.follow(None),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "call"),
+    [
+        *itertools.product(NAMES, WORKER_CALLS),
+        *itertools.product(NAMES[:2], CACHE_CALLS),
+    ],
+)
 def test_a_worker_is_used_on_one_loop(
-    name: str, number: int, other: Bridge[None]
+    name: str, call: Callable[[KVConnectorWorker], object], other: Bridge[None]
 ) -> None:
-    worker, call = make_worker(config_of(name), ENGINE), WORKER_CALLS[number]
+    worker = make_worker(config_of(name), ENGINE)
     other.run(worker.start, timeout_s=5)
     try:
         with pytest.raises(WrongLoop):
@@ -201,11 +189,21 @@ def test_a_scheduler_is_used_in_one_thread(
     scheduler.shutdown()
 
 
-def test_answers_come_in_the_thread_that_takes_questions(other: Bridge[None]) -> None:
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda scheduler: scheduler.take_questions(),
+        lambda scheduler: scheduler.take_answer(KVAnswer("r", 1)),
+    ],
+    ids=["questions", "answers"],
+)
+def test_questions_and_answers_are_taken_in_one_thread(
+    call: Callable[[StoreScheduler], object], other: Bridge[None]
+) -> None:
     scheduler = StoreScheduler(config_of("StoreConnector"), ENGINE)
     scheduler.take_questions()
     with pytest.raises(WrongLoop):
-        other.run(called, lambda: scheduler.take_answer(KVAnswer("r", 1)), timeout_s=5)
+        other.run(called, lambda: call(scheduler), timeout_s=5)
 
 
 def test_questions_are_asked_on_one_loop_whatever_thread_takes_them(

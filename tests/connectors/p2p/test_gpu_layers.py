@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import functools
 import threading
@@ -109,6 +110,19 @@ IDS = ((5, 1),)
 SMALL = 2 * 4 * 4
 
 
+@contextlib.asynccontextmanager
+async def moves_on(
+    gpu: FakeDevice, *contents: torch.Tensor
+) -> AsyncIterator[BlockMoves]:
+    """Yield what moves blocks of the layers a and b, which hold these."""
+    pool = CopyPool(lanes=lanes_of(gpu))
+    pools = {layer: gpu.tensor(one) for layer, one in zip("ab", contents, strict=True)}
+    yield (moves := BlockMoves(PagedCaches(pools, None), pool))
+    moves.close()
+    pool.close()
+    await until(lambda: not any("asynckv-" in t.name for t in threading.enumerate()))
+
+
 @pytest.fixture
 def slow() -> Iterator[FakeDevice]:
     with fake_device(seed=5, max_delay=2) as slow:
@@ -117,12 +131,14 @@ def slow() -> Iterator[FakeDevice]:
 
 @pytest.fixture
 async def few(slow: FakeDevice) -> AsyncIterator[BlockMoves]:
-    pool = CopyPool(lanes=lanes_of(slow))
-    pools = {layer: slow.tensor(torch.arange(32.0).view(8, 4)) for layer in "ab"}
-    yield (few := BlockMoves(PagedCaches(pools, None), pool))
-    few.close()
-    pool.close()
-    await until(lambda: not any("asynckv-" in t.name for t in threading.enumerate()))
+    async with moves_on(slow, POOL, POOL) as moves:
+        yield moves
+
+
+def stop(gpu: FakeDevice) -> Gate:
+    """Let the engine's stream stop here."""
+    gpu.tensors.stream(0).add(gate := Gate())
+    return gate
 
 
 def gathering_of(few: BlockMoves, room: int, came: list[str]) -> LayerGathering:
@@ -184,8 +200,7 @@ async def test_a_layer_that_nobody_needs_any_more_is_not_waited_for(
 async def test_a_layer_that_nobody_needs_when_it_is_there_is_dropped(
     few: BlockMoves, slow: FakeDevice
 ) -> None:
-    gate = Gate()
-    slow.tensors.stream(0).add(gate)
+    gate = stop(slow)
     came: list[str] = []
     gathering = gathering_of(few, SMALL, came)
     gathering.offer("a", few.now())
@@ -211,8 +226,7 @@ async def test_it_fails_for_want_of_room_when_no_step_waits(
 async def test_cancelled_while_the_engine_computes_it_keeps_no_room(
     few: BlockMoves, slow: FakeDevice
 ) -> None:
-    gate = Gate()
-    slow.tensors.stream(0).add(gate)
+    gate = stop(slow)
     gathering = gathering_of(few, SMALL, [])
     gathering.offer("a", few.now())
     running = asyncio.create_task(gathering.run())
@@ -227,8 +241,7 @@ async def test_cancelled_while_the_engine_computes_it_keeps_no_room(
 async def test_nothing_is_scattered_before_what_the_stream_still_reads(
     few: BlockMoves, slow: FakeDevice
 ) -> None:
-    gate = Gate()
-    slow.tensors.stream(0).add(gate)
+    gate = stop(slow)
     blocks = few.caches.blocks("a", IDS)["a.key"]
     scattering = few.scatter([torch.zeros(2, 4)], [blocks], few.now())
     running = asyncio.create_task(scattering)
@@ -245,10 +258,9 @@ async def test_nothing_is_scattered_before_what_the_stream_still_reads(
 async def test_it_waits_for_room_no_longer_when_it_copies(
     few: BlockMoves, slow: FakeDevice
 ) -> None:
-    gate = Gate()
     gathering = gathering_of(few, SMALL, [])
     gathering.offer("a", None)
-    slow.tensors.stream(0).add(gate)
+    gate = stop(slow)
     gathering.offer("b", few.now())
     gathering.finish()
     running = asyncio.create_task(gathering.run())
@@ -279,13 +291,9 @@ def arena(gpu: FakeDevice) -> Iterator[DeviceArena]:
 
 @pytest.fixture
 async def moves(gpu: FakeDevice) -> AsyncIterator[BlockMoves]:
-    pool = CopyPool(lanes=lanes_of(gpu))
     content = torch.arange(8.0 * WIDTH).view(8, WIDTH)
-    pools = {layer: gpu.tensor(content + number) for number, layer in enumerate("ab")}
-    yield (moves := BlockMoves(PagedCaches(pools, None), pool))
-    moves.close()
-    pool.close()
-    await until(lambda: not any("asynckv-" in t.name for t in threading.enumerate()))
+    async with moves_on(gpu, content, content + 1) as moves:
+        yield moves
 
 
 class Target(StagingWriter):
@@ -494,8 +502,7 @@ async def test_a_target_that_takes_too_long_fails_and_is_not_served_by_the_host(
 async def test_nobody_is_asked_for_memory_before_a_layer_is_computed(
     moves: BlockMoves, gpu: FakeDevice, target: Target
 ) -> None:
-    gate = Gate()
-    gpu.tensors.stream(0).add(gate)
+    gate = stop(gpu)
     save = Save(moves, [target])
     async with save as layers:
         await until_blocked(*save.puts)

@@ -478,12 +478,3 @@ async def test_a_peer_that_is_sending_fails_what_it_has_begun() -> None:
         await until_saved(worker)
         assert worker.get_finished().failed_sending == {save.request_id}
         await expect_failed(ground, order)
-
-
-async def test_another_peer_that_dies_fails_nothing() -> None:
-    async with open_p2p("mem", "push") as ground:
-        order = await begin_load(ground)
-        ground.decode.workers[0]._loading._on_lost("P/1")
-        ground.decode.workers[0]._loading._on_lost("Q/0")
-        await ground.save(order.transfer_id)
-        await ground.end_load(order)

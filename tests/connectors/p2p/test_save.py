@@ -33,15 +33,22 @@ def save_of() -> tuple[P2PSave, PagedCaches]:
     return P2PSave(BlockMoves(caches, CopyPool()), ORDER, HEADER, 60), caches
 
 
+def to(buffer: LookupBuffer) -> Target:
+    async def find() -> LookupBuffer:
+        return buffer
+
+    return find, "t", 1
+
+
+def begin(save: P2PSave, *buffers: LookupBuffer) -> asyncio.Task[None]:
+    return asyncio.create_task(save.run([to(one) for one in buffers]))
+
+
 async def test_each_layer_leaves_as_soon_as_it_is_offered() -> None:
     save, _ = save_of()
     async with LookupBuffer("16MiB") as buffer:
-
-        async def find() -> LookupBuffer:
-            return buffer
-
         save.offer("b")
-        saving = asyncio.create_task(save.run([(find, "t", 1)]))
+        saving = begin(save, buffer)
         async with buffer.open_drop_select(entry_id="t") as stream:
             b = await stream.wait_for("b.key")
             assert b.tolist() == [[4, 5], [0, 1]]
@@ -56,11 +63,7 @@ async def test_each_layer_leaves_as_soon_as_it_is_offered() -> None:
 async def test_a_cancelled_save_is_no_entry() -> None:
     save, _ = save_of()
     async with LookupBuffer("16MiB") as buffer:
-
-        async def find() -> LookupBuffer:
-            return buffer
-
-        saving = asyncio.create_task(save.run([(find, "t", 1)]))
+        saving = begin(save, buffer)
         save.offer("a")
         await asyncio.sleep(0)
         saving.cancel()
@@ -77,31 +80,22 @@ async def test_nobody_to_save_for_is_no_work() -> None:
 async def test_who_waits_for_what_was_not_saved_learns_why(is_early: bool) -> None:
     async with LookupBuffer("16MiB", drain_s=0) as buffer:
 
-        async def find() -> LookupBuffer:
-            return buffer
-
         async def ask() -> None:
             async with buffer.drop_select(entry_id="t") as entry:
                 EntryHeader.of(entry.extras["asynckv"]).check_saved()
 
         asking = asyncio.create_task(ask()) if is_early else None
         await asyncio.sleep(0)
-        await report_failure((find, "t", 1), (1, 2, 3), HEADER, "too\nlarge", 60)
+        await report_failure(to(buffer), (1, 2, 3), HEADER, "too\nlarge", 60)
         with pytest.raises(NotSaved, match="P/0 has not saved it: too.*large"):
             await (asking or ask())
 
 
 async def test_what_was_saved_whole_stays_whole() -> None:
     async with LookupBuffer("16MiB", drain_s=0) as buffer:
-
-        async def find() -> LookupBuffer:
-            return buffer
-
         await buffer.insert([1, 2, 3], None, torch.ones(3), None, None, entry_id="t")
         with pytest.raises(EntryConflict):
-            await report_failure(
-                (find, "t", 1), (1, 2, 3), HEADER, "another rank failed", 60
-            )
+            await report_failure(to(buffer), (1, 2, 3), HEADER, "another failed", 60)
         assert await buffer.peek([1, 2, 3]) == 3
 
 
@@ -149,20 +143,13 @@ class SlowWriter(InsertWriter):
                 self.buffer.read[name] = tensor.tolist()
 
 
-def to(buffer: LookupBuffer) -> Target:
-    async def find() -> LookupBuffer:
-        return buffer
-
-    return find, "t", 1
-
-
 async def test_blocks_are_put_once_the_stream_has_got_to_their_layer() -> None:
     _, caches = save_of()
     marks: dict[str, Any] = {"a": "mark of a", "b": "mark of b"}
     moves = Marked(caches)
     save = P2PSave(moves, ORDER, HEADER, 60, is_on_their_gpu=True)
     async with LookupBuffer("16MiB", drain_s=0) as buffer:
-        saving = asyncio.create_task(save.run([to(buffer)]))
+        saving = begin(save, buffer)
         for layer, mark in marks.items():
             save.offer(layer, mark)
         await until_blocked(saving)
@@ -175,7 +162,7 @@ async def test_blocks_are_put_once_the_stream_has_got_to_their_layer() -> None:
 async def test_blocks_are_read_until_the_last_put_has_let_go_of_them() -> None:
     save, caches = save_of()
     async with Slow() as buffer:
-        saving = asyncio.create_task(save.run([to(buffer)]))
+        saving = begin(save, buffer)
         save.offer_rest()
         await until_blocked(saving)
         staging = Staging(2**20)
@@ -196,7 +183,7 @@ async def test_blocks_are_read_until_the_last_put_has_let_go_of_them() -> None:
 async def test_blocks_are_read_until_all_targets_have_them() -> None:
     save, _ = save_of()
     async with LookupBuffer("16MiB", drain_s=0) as quick, Slow() as slow:
-        saving = asyncio.create_task(save.run([to(quick), to(slow)]))
+        saving = begin(save, quick, slow)
         save.offer_rest()
         await until_blocked(saving)
         assert not save.quiet.is_set()
@@ -210,7 +197,7 @@ async def test_blocks_are_read_until_all_targets_have_them() -> None:
 async def test_a_save_that_has_ended_reads_nothing_and_keeps_no_copy() -> None:
     save, _ = save_of()
     async with Slow() as buffer:
-        saving = asyncio.create_task(save.run([to(buffer)]))
+        saving = begin(save, buffer)
         save.offer_rest()
         await until_blocked(saving)
         await save.stage(staging := Staging(2**20))
@@ -239,28 +226,40 @@ async def test_blocks_that_nobody_reads_yet_are_left_once_there_is_a_copy() -> N
     save.end()
 
 
-async def test_blocks_of_a_gpu_come_to_the_host_once_and_are_put_from_there() -> None:
+@contextlib.asynccontextmanager
+async def save_on_gpu(
+    room: int, *, is_local: bool = False
+) -> AsyncIterator[tuple[P2PSave, BlockMoves, Staging]]:
+    """Yield a save of blocks on a GPU; it keeps no host memory once it has ended."""
     with fake_device() as gpu:
         pool = CopyPool(lanes=lanes_of(gpu))
         layers = {one: gpu.tensor(torch.arange(8.0).view(4, 2)) for one in "ab"}
-        moves, staging = BlockMoves(PagedCaches(layers, None), pool), Staging(2**20)
-        save = P2PSave(moves, ORDER, HEADER, 60, staging=staging)
-        async with LookupBuffer("16MiB", drain_s=0) as buffer:
-            saving = asyncio.create_task(save.run([to(buffer)]))
-            for layer in layers:
-                save.offer(layer, moves.mark())
-            await asyncio.wait_for(saving, 10)
-            assert save.quiet.is_set() and save.nbytes == 32
-            entry = await buffer.drop_select(entry_id="t")
-            assert isinstance(entry.key, Mapping)
-            assert entry.key.keys() == {"a", "b"}
-            assert entry.key["b"].tolist() == [[4, 5], [0, 1]]
+        moves, staging = BlockMoves(PagedCaches(layers, None), pool), Staging(room)
+        where: Any = {"staging": staging, "is_local": is_local}
+        save = P2PSave(moves, ORDER, HEADER, 60, **where)
+        yield save, moves, staging
         save.end()
         assert staging.used_bytes == 0
         pool.close()
         await until(
             lambda: not any("asynckv-" in t.name for t in threading.enumerate())
         )
+
+
+async def test_blocks_of_a_gpu_come_to_the_host_once_and_are_put_from_there() -> None:
+    async with (
+        save_on_gpu(2**20) as (save, moves, _),
+        LookupBuffer("16MiB", drain_s=0) as buffer,
+    ):
+        saving = begin(save, buffer)
+        for layer in "ab":
+            save.offer(layer, moves.mark())
+        await asyncio.wait_for(saving, 10)
+        assert save.quiet.is_set() and save.nbytes == 32
+        entry = await buffer.drop_select(entry_id="t")
+        assert isinstance(entry.key, Mapping)
+        assert entry.key.keys() == {"a", "b"}
+        assert entry.key["b"].tolist() == [[4, 5], [0, 1]]
 
 
 @pytest.mark.parametrize("room", [0, 2**20])
@@ -270,43 +269,28 @@ async def test_a_cancelled_save_of_a_gpu_keeps_no_host_memory(room: int) -> None
             await asyncio.get_running_loop().create_future()
         return buffer
 
-    with fake_device() as gpu:
-        pool = CopyPool(lanes=lanes_of(gpu))
-        layers = {one: gpu.tensor(torch.arange(8.0).view(4, 2)) for one in "ab"}
-        moves, staging = BlockMoves(PagedCaches(layers, None), pool), Staging(room)
-        save = P2PSave(moves, ORDER, HEADER, 60, staging=staging, is_local=True)
-        async with LookupBuffer("16MiB", drain_s=0) as buffer:
-            saving = asyncio.create_task(save.run([(find, "t", 1)]))
-            save.offer("a", moves.mark())
-            await until(lambda: staging.copies == bool(room))
-            await until(lambda: buffer.statistics().entries == (not room))
-            await until_blocked(saving)
-            assert save.lacks_room() and not save.is_copying
-            saving.cancel()
-            await asyncio.wait({saving})
-            save.end()
-            assert staging.used_bytes == 0
-        pool.close()
-        await until(
-            lambda: not any("asynckv-" in t.name for t in threading.enumerate())
-        )
+    async with (
+        save_on_gpu(room, is_local=True) as (save, moves, staging),
+        LookupBuffer("16MiB", drain_s=0) as buffer,
+    ):
+        saving = asyncio.create_task(save.run([(find, "t", 1)]))
+        save.offer("a", moves.mark())
+        await until(lambda: staging.copies == bool(room))
+        await until(lambda: buffer.statistics().entries == (not room))
+        await until_blocked(saving)
+        assert save.lacks_room() and not save.is_copying
+        saving.cancel()
+        await asyncio.wait({saving})
 
 
 async def test_in_a_hurry_a_save_of_a_gpu_does_not_wait_for_host_memory() -> None:
-    with fake_device() as gpu:
-        pool = CopyPool(lanes=lanes_of(gpu))
-        layers = {"a": gpu.tensor(torch.arange(8.0).view(4, 2))}
-        moves = BlockMoves(PagedCaches(layers, None), pool)
-        save = P2PSave(moves, ORDER, HEADER, 60, staging=Staging(0))
-        async with LookupBuffer("16MiB", drain_s=0) as buffer:
-            saving = asyncio.create_task(save.run([to(buffer)]))
-            await until(lambda: buffer.statistics().entries == 1)
-            save.offer("a", moves.mark())
-            save.hurry()
-            with pytest.raises(TimeoutError, match="no room"):
-                await asyncio.wait_for(saving, 20)
-            save.end()
-        pool.close()
-        await until(
-            lambda: not any("asynckv-" in t.name for t in threading.enumerate())
-        )
+    async with (
+        save_on_gpu(0) as (save, moves, _),
+        LookupBuffer("16MiB", drain_s=0) as buffer,
+    ):
+        saving = begin(save, buffer)
+        await until(lambda: buffer.statistics().entries == 1)
+        save.offer("a", moves.mark())
+        save.hurry()
+        with pytest.raises(TimeoutError, match="no room"):
+            await asyncio.wait_for(saving, 20)

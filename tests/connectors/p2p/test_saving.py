@@ -49,11 +49,20 @@ ORDER = SaveOrder("r", "t", "D", (1, 2, 3), ((1,),))
 async def parts() -> AsyncIterator[ToyParts]:
     async with open_toy_parts("P") as parts:
         yield parts
+        parts.routes.abort()
 
 
 @pytest.fixture
 def saving(parts: ToyParts) -> P2PSaving:
     return P2PSaving(*parts.all, moves=parts.moves, staging=Staging(2**20))
+
+
+@pytest.fixture
+async def hurried(saving: P2PSaving, parts: ToyParts) -> P2PSaving:
+    """It serves, has no room for a save, and gives it up soon."""
+    saving.options = msgspec.structs.replace(parts.options, save_timeout_s=0.1)
+    await fill_parts(parts)
+    return saving
 
 
 async def test_where_nothing_is_saved_the_stream_is_not_asked(
@@ -88,9 +97,13 @@ async def fill_parts(parts: ToyParts) -> None:
     """Serve, and leave no room for a save."""
     await parts.routes.open()
     assert parts.routes.buffer is not None
-    room = parts.routes.buffer.statistics().max_bytes - 8  # its token takes some
+    await fill_buffer(parts.routes.buffer)
+
+
+async def fill_buffer(buffer: LookupBuffer) -> str:
+    room = buffer.statistics().max_bytes - 8  # its token takes some
     full = torch.zeros(room, dtype=torch.uint8)
-    await parts.routes.buffer.insert([0], None, full, None, None)
+    return await buffer.insert([0], None, full, None, None)
 
 
 async def test_blocks_that_are_held_are_left_when_the_engine_wants_them(
@@ -110,46 +123,42 @@ async def test_blocks_that_are_held_are_left_when_the_engine_wants_them(
     saving.let_go_of_blocks({"r"})
     await asyncio.wait_for(waiting, 10)
     assert staging.copies == 1
-    parts.routes.abort()
 
 
-async def test_a_save_that_nobody_wants_leaves_when_it_ends(parts: ToyParts) -> None:
-    saving = P2PSaving(*parts.all, moves=parts.moves, staging=Staging(2**20))
+async def until_left(saving: P2PSaving, parts: ToyParts) -> None:
+    """Let the step go on, and the save end."""
+    await saving.begin_to_wait()
+    await until(lambda: not parts.transfers.count("send"))
+
+
+async def test_a_save_that_nobody_wants_leaves_when_it_ends(
+    saving: P2PSaving, parts: ToyParts
+) -> None:
     await parts.routes.open()
     assert parts.routes.buffer is not None
     saving.begin(ORDER)
     saving.withdraw(ORDER)
-    await saving.begin_to_wait()
-    await until(lambda: not parts.transfers.count("send"))
+    await until_left(saving, parts)
     await parts.transfers.wait_others()
     assert parts.routes.buffer.statistics().withdrawn == 1
-    parts.routes.abort()
 
 
 async def test_of_a_failed_save_that_nobody_wants_nobody_is_told(
-    parts: ToyParts,
+    hurried: P2PSaving, parts: ToyParts
 ) -> None:
-    saving = P2PSaving(*parts.all, moves=parts.moves, staging=Staging(2**20))
-    saving.options = msgspec.structs.replace(parts.options, save_timeout_s=0.1)
-    await fill_parts(parts)
-    saving.begin(ORDER)
-    saving.withdraw(ORDER)
-    await saving.begin_to_wait()
-    await until(lambda: not parts.transfers.count("send"))
+    hurried.begin(ORDER)
+    hurried.withdraw(ORDER)
+    await until_left(hurried, parts)
     await parts.transfers.wait_others()  # a notice would wait for room
-    parts.routes.abort()
 
 
-async def test_a_save_without_room_is_given_up_in_its_time(parts: ToyParts) -> None:
-    saving = P2PSaving(*parts.all, moves=parts.moves, staging=Staging(2**20))
-    saving.options = msgspec.structs.replace(parts.options, save_timeout_s=0.1)
-    await fill_parts(parts)
-    saving.begin(ORDER)
-    await saving.begin_to_wait()
-    await until(lambda: not parts.transfers.count("send"))
+async def test_a_save_without_room_is_given_up_in_its_time(
+    hurried: P2PSaving, parts: ToyParts
+) -> None:
+    hurried.begin(ORDER)
+    await until_left(hurried, parts)
     results = parts.transfers.results()
     assert results.failed_sending == results.full_sending == {"r"}
-    parts.routes.abort()
 
 
 SHORT_S = 2.0
@@ -163,9 +172,7 @@ DIRECTIONS = pytest.mark.parametrize("direction", ["pull", "push"])
 
 async def fill(ground: P2PGround) -> tuple[LookupBuffer, str]:
     (buffer,) = ground.buffers().values()
-    room = buffer.statistics().max_bytes - 8  # its token takes some
-    full = torch.zeros(room, dtype=torch.uint8)
-    return buffer, await buffer.insert([0], None, full, None, None)
+    return buffer, await fill_buffer(buffer)
 
 
 async def step(ground: P2PGround, name: str) -> P2PWorker:

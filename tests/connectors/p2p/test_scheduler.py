@@ -19,6 +19,8 @@ from asynckv.connectors.keys import prompt_digest
 from asynckv.connectors.p2p.scheduler import P2PScheduler
 from asynckv.connectors.requests import P2PMetadata, SaveOrder
 
+ASKED = {"do_remote_prefill": True, "transfer_id": "t"}
+
 
 def make(max_bytes: int = 300, **extra: object) -> P2PScheduler:
     config = KVTransferConfig(
@@ -34,8 +36,7 @@ def make(max_bytes: int = 300, **extra: object) -> P2PScheduler:
 
 
 def load(name: str = "r", **params: object) -> KVRequest:
-    asked = {"do_remote_prefill": True, "transfer_id": "t", **params}
-    return KVRequest(name, tuple(range(10)), asked)
+    return KVRequest(name, tuple(range(10)), {**ASKED, **params})
 
 
 def save(name: str = "r", **params: object) -> KVRequest:
@@ -255,46 +256,39 @@ def test_what_could_not_be_saved_or_was_not_computed_is_not_promised() -> None:
     assert scheduler.request_finished(save("early"), ((),)) == (False, None)
 
 
+NONSENSE: list[dict[Any, Any]] = [
+    {"transfer_id": ""},
+    {"transfer_id": "x" * 300},
+    {"transfer_id": 7},
+    {"transfer_id": "\ud800"},
+    {"transfer_id": "a\nb"},
+    {"peer": "\udfff"},
+    {"incarnations": ["\ud800"]},
+    {"incarnations": ["x" * 300]},
+    {"incarnations": ["x"] * 1025},
+    {"num_tokens": float("nan")},
+    {7: 7},
+    {"peer": "tcp://169.254.169.254:80"},
+    {"shape": {"layout": {"axes": "LKBNH"}, "block_size": -1, "key_nbytes": 1}},
+    {"num_tokens": "many"},
+]
+
+
 @pytest.mark.parametrize(
     "params",
     [
-        {"transfer_id": ""},
-        {"transfer_id": "x" * 300},
-        {"transfer_id": 7},
-        {"transfer_id": "\ud800"},
-        {"transfer_id": "a\nb"},
-        {"peer": "\udfff"},
-        {"incarnations": ["\ud800"]},
-        {"incarnations": ["x" * 300]},
-        {"incarnations": ["x"] * 1025},
-        {"num_tokens": float("nan")},
-        {7: 7},
-        {"peer": "tcp://169.254.169.254:80"},
-        {"shape": {"layout": {"axes": "LKBNH"}, "block_size": -1, "key_nbytes": 1}},
-        {"num_tokens": "many"},
+        *({**ASKED, **params} for params in NONSENSE),
+        *("text", 7, ["a", "list"], {1: "one"}),
     ],
 )
-def test_parameters_from_outside_that_make_no_sense_load_nothing(
-    params: dict[Any, Any],
-) -> None:
-    scheduler = make()
-    asked = {"do_remote_prefill": True, "transfer_id": "t", **params}
-    request = KVRequest("r", tuple(range(10)), asked)
+def test_parameters_from_outside_that_make_no_sense_load_nothing(params: Any) -> None:
+    scheduler, request = make(), KVRequest("r", tuple(range(10)), params)
+    scheduler.on_new_request(request)
     assert scheduler.get_num_new_matched_tokens(request, 0) == (0, False)
     scheduler.update_state_after_alloc(request, ((7, 8, 9),), 0)
     assert scheduler.statistics().refused_params == 1
     assert msgspec.msgpack.encode(orders(scheduler))
     assert orders(scheduler).loads == ()
-
-
-@pytest.mark.parametrize("params", ["text", 7, ["a", "list"], {1: "one"}])
-def test_parameters_that_are_no_object_load_nothing(params: Any) -> None:
-    scheduler = make()
-    scheduler.on_new_request(KVRequest("r", (1, 2), params))
-    assert scheduler.get_num_new_matched_tokens(KVRequest("r", (1, 2), params), 0) == (
-        0,
-        False,
-    )
 
 
 @pytest.mark.parametrize(

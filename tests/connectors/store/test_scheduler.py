@@ -3,8 +3,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import threading
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 
 import pytest
 import torch
@@ -30,7 +29,7 @@ from asynckv.connectors.store.lookup import (
     namespace_of,
 )
 from asynckv.connectors.store.scheduler import StoreScheduler
-from asynckv.errors import PeerLost, WrongLoop
+from asynckv.errors import PeerLost
 from asynckv.testing.blocked import until
 from harness.engines.toy_model import ToyModel
 from harness.engines.toy_pairs import toy_shape
@@ -54,6 +53,15 @@ def orders(scheduler: StoreScheduler, *scheduled: KVScheduled) -> StoreMetadata:
     metadata = scheduler.build_connector_meta(KVConnectorStep(scheduled))
     assert isinstance(metadata, StoreMetadata)
     return metadata
+
+
+def loading() -> StoreScheduler:
+    """Return a scheduler that loads two blocks of the request."""
+    scheduler = make()
+    scheduler.on_new_request(REQUEST)
+    scheduler.take_answer(KVAnswer("r", 2))
+    scheduler.update_state_after_alloc(REQUEST, ((7, 8, 9),), 8)
+    return scheduler
 
 
 def test_until_its_question_is_answered_a_request_is_ask_again() -> None:
@@ -109,10 +117,7 @@ def test_what_is_stored_is_loaded_and_the_rest_is_saved_once() -> None:
 
 
 def test_an_aborted_load_holds_its_blocks() -> None:
-    scheduler = make()
-    scheduler.on_new_request(REQUEST)
-    scheduler.take_answer(KVAnswer("r", 2))
-    scheduler.update_state_after_alloc(REQUEST, ((7, 8, 9),), 8)
+    scheduler = loading()
     assert scheduler.request_finished_all_groups(REQUEST, ((7, 8, 9),)) == (True, None)
     assert orders(scheduler).aborts == ("r",)
     said = KVTransferResults(finished_recving=frozenset({"r"}))
@@ -122,10 +127,7 @@ def test_an_aborted_load_holds_its_blocks() -> None:
 
 
 def test_a_request_that_loads_nothing_does_not_take_an_id_that_is_held() -> None:
-    scheduler, short = make(), KVRequest("r", (1,))
-    scheduler.on_new_request(REQUEST)
-    scheduler.take_answer(KVAnswer("r", 2))
-    scheduler.update_state_after_alloc(REQUEST, ((7, 8, 9),), 8)
+    scheduler, short = loading(), KVRequest("r", (1,))
     scheduler.request_finished(REQUEST, ((7, 8, 9),))
     assert scheduler.get_num_new_matched_tokens(short, 0) == (None, False)
     said = KVTransferResults(finished_recving=frozenset({"r"}))
@@ -134,10 +136,7 @@ def test_a_request_that_loads_nothing_does_not_take_an_id_that_is_held() -> None
 
 
 def test_what_failed_to_load_is_saved_again_when_it_is_computed() -> None:
-    scheduler = make()
-    scheduler.on_new_request(REQUEST)
-    scheduler.take_answer(KVAnswer("r", 2))
-    scheduler.update_state_after_alloc(REQUEST, ((7, 8, 9),), 8)
+    scheduler = loading()
     lost = frozenset({"r"})
     scheduler.update_connector_output(
         KVTransferResults(finished_recving=lost, failed_recving=lost)
@@ -190,10 +189,7 @@ def test_an_answer_counts_once_and_each_question_is_another() -> None:
 
 
 def test_what_is_shut_down_has_nothing_under_way() -> None:
-    scheduler = make()
-    scheduler.on_new_request(REQUEST)
-    scheduler.take_answer(KVAnswer("r", 2))
-    scheduler.update_state_after_alloc(REQUEST, ((7, 8, 9),), 8)
+    scheduler = loading()
     scheduler.on_new_request(KVRequest("s", tuple(range(10))))
     scheduler.request_finished(REQUEST, ((7, 8, 9),))
     scheduler.shutdown()
@@ -201,33 +197,6 @@ def test_what_is_shut_down_has_nothing_under_way() -> None:
     assert not scheduler.take_questions()
     metadata = orders(scheduler)
     assert (metadata.loads, metadata.aborts) == ((), ())
-
-
-def test_a_scheduler_is_one_threads() -> None:
-    scheduler, refused = make(), list[str]()
-    scheduler.on_new_request(REQUEST)
-
-    def use(call: Callable[[], object]) -> None:
-        try:
-            call()
-        except WrongLoop as exc:
-            refused.append(str(exc))
-
-    calls: list[Callable[[], object]] = [
-        lambda: scheduler.on_new_request(REQUEST),
-        lambda: scheduler.get_num_new_matched_tokens(REQUEST, 0),
-        scheduler.take_questions,
-        lambda: scheduler.take_answer(KVAnswer("r", 1)),
-        lambda: scheduler.update_state_after_alloc(REQUEST, ((1, 2, 3),), 0),
-        lambda: scheduler.build_connector_meta(KVConnectorStep()),
-        lambda: scheduler.update_connector_output(KVTransferResults()),
-        lambda: scheduler.request_finished(REQUEST, ()),
-    ]
-    for call in calls:
-        thread = threading.Thread(target=use, args=(call,))
-        thread.start()
-        thread.join()
-    assert len(refused) == len(calls)
 
 
 def test_what_was_found_long_ago_and_is_there_no_more_is_saved_from_its_start(
