@@ -35,21 +35,23 @@ def engine_of(tp_size: int, rank: int = 0) -> KVEngine:
     )
 
 
-def test_a_rank_that_is_none_is_refused() -> None:
-    with pytest.raises(ValueError, match="rank 2 of 2"):
-        KVEngine(engine_id="e", block_size=16, rank=2, tp_size=2)
-    with pytest.raises(ValueError, match="block_size"):
-        KVEngine(engine_id="e", block_size=0)
-
-
-def test_a_shape_of_another_engine_is_refused() -> None:
-    with pytest.raises(ValueError, match="the shape is of"):
-        KVEngine(engine_id="e", block_size=32, shape=toy_shape(DEEP))
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"block_size": 16, "rank": 2, "tp_size": 2}, "rank 2 of 2"),
+        ({"block_size": 0}, "block_size"),
+        ({"block_size": 32, "shape": toy_shape(DEEP)}, "the shape is of"),
+    ],
+)
+def test_an_engine_that_cannot_be_is_refused(given: Any, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        KVEngine(engine_id="e", **given)
 
 
 def test_a_prompt_takes_whole_blocks() -> None:
     engine = engine_of(1)
     assert [engine.blocks_of(n) for n in (0, 1, 16, 17)] == [0, 1, 1, 2]
+    assert KVEngine(engine_id="e", block_size=1).blocks_of(3) == 3
     assert engine_of(2, 1).place == Rank(0, 1)
 
 
@@ -96,10 +98,6 @@ def test_ranks_that_do_not_make_stages_are_refused() -> None:
         stages_of(2, 2).shape_over(3)
     with pytest.raises(ValueError, match="5 stages"):
         stages_of(2, 2).shape_over(pp_size=5)
-
-
-def test_a_block_may_be_of_one_token() -> None:
-    assert KVEngine(engine_id="e", block_size=1).blocks_of(3) == 3
 
 
 def test_layers_of_a_read_are_those_of_its_stage_or_all_that_lie_together() -> None:
@@ -195,14 +193,17 @@ async def test_nothing_that_came_is_looked_at_on_the_loop() -> None:
     assert threading.get_ident() not in _Watched.threads
 
 
-def test_a_header_that_says_something_else_than_its_request_is_refused() -> None:
-    theirs = toy_shape(MODEL, block_size=16)
+@pytest.mark.parametrize(
+    ("block_size", "names", "field"),
+    [(32, MODEL.layer_names, "shape"), (16, ("one",), "layers")],
+)
+def test_a_header_that_says_something_else_than_its_request_is_refused(
+    block_size: int, names: tuple[str, ...], field: str
+) -> None:
+    said = toy_shape(MODEL, block_size=block_size)
     with pytest.raises(IncompatiblePeer) as caught:
-        assembly_of(theirs, toy_shape(MODEL, block_size=32), MODEL.layer_names)
-    assert caught.value.field == "shape"
-    with pytest.raises(IncompatiblePeer) as caught:
-        assembly_of(theirs, theirs, ("one",))
-    assert caught.value.field == "layers"
+        assembly_of(toy_shape(MODEL, block_size=16), said, names)
+    assert caught.value.field == field
 
 
 def test_whole_blocks_must_be_equal_and_enough() -> None:
@@ -222,28 +223,27 @@ def test_whole_blocks_must_be_equal_and_enough() -> None:
     assert Assembly(engine, scratch, header, None, good).layers == ("a",)
 
 
-@pytest.mark.parametrize("block_size", [8, 16])
-def test_a_layer_without_its_tensors_is_refused(block_size: int) -> None:
-    theirs = toy_shape(MODEL, block_size=block_size)
-    names = MODEL.layer_names
-    assembly_of(theirs, theirs, names)
-    for lacking in (f"{names[1]}.value", f"{names[0]}.key"):
-        with pytest.raises(IncompatiblePeer, match="blocks that were asked for"):
-            assembly_of(theirs, theirs, names, changes={lacking: None})
-    nothing = dict.fromkeys((f"{names[1]}.key", f"{names[1]}.value"), None)
-    with pytest.raises(IncompatiblePeer, match="blocks that were asked for"):
-        assembly_of(theirs, theirs, names, changes=nothing)
+FIRST, LAST = MODEL.layer_names
+LACKS = "blocks that were asked for"
 
 
 @pytest.mark.parametrize("block_size", [8, 16])
-def test_another_dtype_is_refused_also_where_heads_and_tokens_move(
-    block_size: int,
+@pytest.mark.parametrize(
+    ("changes", "field", "words"),
+    [
+        ({f"{LAST}.value": None}, LAST, LACKS),
+        ({f"{FIRST}.key": None}, FIRST, LACKS),
+        ({f"{LAST}.key": None, f"{LAST}.value": None}, LAST, LACKS),
+        ({f"{LAST}.value": "float32"}, "dtype", "float32"),
+    ],
+)
+def test_a_layer_without_its_tensors_or_of_another_dtype_is_refused(
+    block_size: int, changes: dict[str, str | None], field: str, words: str
 ) -> None:
     theirs = toy_shape(MODEL, block_size=block_size)
-    with pytest.raises(IncompatiblePeer) as caught:
-        name = f"{MODEL.layer_names[1]}.value"
-        assembly_of(theirs, theirs, MODEL.layer_names, changes={name: "float32"})
-    assert caught.value.field == "dtype"
+    with pytest.raises(IncompatiblePeer, match=words) as caught:
+        assembly_of(theirs, theirs, MODEL.layer_names, changes=changes)
+    assert caught.value.field == field
 
 
 def test_a_tensor_that_comes_twice_is_refused() -> None:

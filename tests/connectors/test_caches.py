@@ -81,16 +81,11 @@ async def test_blocks_of_the_host_are_copied_and_nothing_is_marked() -> None:
     assert torch.equal(cache[[0, 7]], found)
 
 
-async def test_a_mark_that_was_followed_is_what_counts() -> None:
+async def test_what_was_followed_is_what_counts() -> None:
     moves = BlockMoves(PagedCaches({"a": torch.zeros(2, 2)}, None), CopyPool())
-    mark = object()
-    moves.follow(mark)
+    moves.follow(mark := object())
     assert moves.now() is mark
-
-
-async def test_what_the_other_thread_had_in_place_of_a_mark_is_raised() -> None:
-    moves = BlockMoves(PagedCaches({"a": torch.zeros(2, 2)}, None), CopyPool())
-    moves.follow(GPUFailed("an illegal access"))
+    moves.follow(GPUFailed("an illegal access"))  # what a thread had in its place
     with pytest.raises(GPUFailed, match="an illegal access"):
         moves.now()
 

@@ -119,10 +119,16 @@ def begin_store_load(scheduler: MultiScheduler, name: str = "s") -> KVRequest:
     return plain
 
 
-def test_an_end_comes_out_once() -> None:
+def loading() -> MultiScheduler:
+    """Return a scheduler that loads a prompt from a peer."""
     scheduler = make()
     scheduler.get_num_new_matched_tokens(remote(), 0)
     scheduler.update_state_after_alloc(remote(), ((1, 2, 3),), 10)
+    return scheduler
+
+
+def test_an_end_comes_out_once() -> None:
+    scheduler = loading()
     assert scheduler.request_finished(remote(), ((1, 2, 3),)) == (True, None)
     said = said_by(0, "r", "other")
     assert scheduler.update_connector_output(said).finished_recving == {"r"}
@@ -140,9 +146,7 @@ def test_the_end_of_one_connector_is_none_of_another(failed: bool) -> None:
 
 
 def test_a_load_of_a_used_id_waits_until_the_older_one_is_quiet() -> None:
-    scheduler, plain = make(), KVRequest("r", tuple(range(10)))
-    scheduler.get_num_new_matched_tokens(remote(), 0)
-    scheduler.update_state_after_alloc(remote(), ((1, 2, 3),), 10)
+    scheduler, plain = loading(), KVRequest("r", tuple(range(10)))
     scheduler.request_finished(remote(), ((1, 2, 3),))
     scheduler.on_new_request(plain)
     scheduler.take_questions()
@@ -279,16 +283,24 @@ async def test_a_prompt_is_saved_by_all_and_loaded_from_the_first() -> None:
         await decode.quiet()
 
 
-class Meeting(StoreWorker):
-    """Its saves take until everybody waits who is to come to ``meeting``."""
+class Child(StoreWorker):
+    """One of several, which nothing is stored by."""
 
-    def __init__(self, meeting: asyncio.Barrier, error: Exception | None = None):
+    def __init__(self) -> None:
+        extra: dict[str, object] = {"store": "mem://no", "fingerprint": "toy"}
         config = KVTransferConfig(
             kv_connector="StoreConnector",
             kv_role="kv_both",
-            kv_connector_extra_config={"store": "mem://no", "fingerprint": "toy"},
+            kv_connector_extra_config=extra,
         )
         super().__init__(config, KVEngine(engine_id="E", block_size=16))
+
+
+class Meeting(Child):
+    """Its saves take until everybody waits who is to come to ``meeting``."""
+
+    def __init__(self, meeting: asyncio.Barrier, error: Exception | None = None):
+        super().__init__()
         self.meeting, self.error = meeting, error
 
     def begin_to_wait(self) -> Coroutine[Any, Any, None]:
@@ -307,33 +319,27 @@ async def test_the_saves_of_all_are_waited_for_together() -> None:
             await worker.wait_for_save()
 
 
-async def test_where_one_fails_the_saves_of_the_others_are_waited_for() -> None:
-    meeting, error = asyncio.Barrier(2), RuntimeError("of the first")
-    workers = [Meeting(meeting, error), Meeting(meeting)]
-    async with MultiWorker(workers) as worker:
-        waiting = asyncio.create_task(worker.wait_for_save())
-        await until_blocked(waiting)
-        assert not waiting.done()
-        await meeting.wait()
-        with pytest.raises(RuntimeError, match="of the first"):
-            await waiting
-
-
 class Unbegun(Meeting):
     """Its wait cannot even begin."""
 
     def begin_to_wait(self) -> Coroutine[Any, Any, None]:
-        raise RuntimeError("no mark")
+        raise RuntimeError("of one")
 
 
-async def test_where_one_cannot_begin_the_saves_of_the_others_are_waited_for() -> None:
-    meeting = asyncio.Barrier(2)
-    async with MultiWorker([Meeting(meeting), Unbegun(meeting)]) as worker:
+@pytest.mark.parametrize("can_begin", [True, False])
+@pytest.mark.parametrize("is_first", [True, False])
+async def test_where_one_fails_the_saves_of_the_others_are_waited_for(
+    can_begin: bool, is_first: bool
+) -> None:
+    meeting, error = asyncio.Barrier(2), RuntimeError("of one")
+    failing = Meeting(meeting, error) if can_begin else Unbegun(meeting)
+    children = [failing, Meeting(meeting)]
+    async with MultiWorker(children if is_first else children[::-1]) as worker:
         waiting = asyncio.create_task(worker.wait_for_save())
         await until_blocked(waiting)
         assert not waiting.done()
         await meeting.wait()
-        with pytest.raises(RuntimeError, match="no mark"):
+        with pytest.raises(RuntimeError, match="of one"):
             await waiting
 
 
@@ -405,16 +411,11 @@ def encoded(order: StoreOrder) -> bytes:
     return msgspec.msgpack.encode(StoreMetadata(saves=(order,)))
 
 
-class Said(StoreWorker):
+class Said(Child):
     """Says once what it was given to say."""
 
     def __init__(self, results: KVTransferResults, preempted: list[object]) -> None:
-        config = KVTransferConfig(
-            kv_connector="StoreConnector",
-            kv_role="kv_both",
-            kv_connector_extra_config={"store": "mem://no", "fingerprint": "toy"},
-        )
-        super().__init__(config, KVEngine(engine_id="E", block_size=16))
+        super().__init__()
         self.results, self.preempted = results, preempted
 
     def get_finished(

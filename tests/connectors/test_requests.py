@@ -104,43 +104,35 @@ def test_names_that_could_not_be_sent_or_logged_are_refused(
 
 
 SAMPLE = KVRequest("0_a", (1, 2, 3), {"do_remote_decode": True}, parent_id="a")
+SECOND = msgspec.structs.replace(SAMPLE, request_id="1_a")
 
 
 def test_samples_of_one_prompt_share_a_transfer_also_when_one_has_ended() -> None:
     prompts = SampledPrompts()
     first = prompts.join(SAMPLE, "t", "D")
     first.unfinished -= 1
-    second = msgspec.structs.replace(SAMPLE, request_id="1_a")
-    assert prompts.join(second, "u", "D") is first
+    assert prompts.join(SECOND, "u", "D") is first
     assert (first.transfer_id, first.unfinished) == ("t", 1)
 
 
 @pytest.mark.parametrize(
-    "other",
+    ("other", "peer"),
     [
-        msgspec.structs.replace(SAMPLE, request_id="1_a", token_ids=(1, 2, 4)),
-        msgspec.structs.replace(SAMPLE, request_id="1_a", salt="s"),
-        msgspec.structs.replace(SAMPLE, request_id="1_b", parent_id="b"),
-        msgspec.structs.replace(SAMPLE, request_id="1_a", parent_id=""),
-        msgspec.structs.replace(
-            SAMPLE, request_id="1_a", kv_transfer_params={"transfer_id": "u"}
-        ),
-        SAMPLE,  # again: then its siblings come again too
+        (msgspec.structs.replace(SECOND, token_ids=(1, 2, 4)), "D"),
+        (msgspec.structs.replace(SECOND, salt="s"), "D"),
+        (msgspec.structs.replace(SECOND, parent_id="b"), "D"),
+        (msgspec.structs.replace(SECOND, parent_id=""), "D"),
+        (msgspec.structs.replace(SECOND, kv_transfer_params={"transfer_id": "u"}), "D"),
+        (SECOND, "E"),
+        (SAMPLE, "D"),  # again: then its siblings come again too
     ],
 )
 def test_whatever_may_be_another_prompt_has_a_transfer_of_its_own(
-    other: KVRequest,
+    other: KVRequest, peer: str
 ) -> None:
     prompts = SampledPrompts()
     prompts.join(SAMPLE, "t", "D")
-    assert prompts.join(other, "u", "D").transfer_id == "u"
-
-
-def test_for_another_peer_it_is_another_transfer() -> None:
-    prompts = SampledPrompts()
-    prompts.join(SAMPLE, "t", "D")
-    second = msgspec.structs.replace(SAMPLE, request_id="1_a")
-    assert prompts.join(second, "u", "E").transfer_id == "u"
+    assert prompts.join(other, "u", peer).transfer_id == "u"
 
 
 def test_what_was_withdrawn_is_not_shared_with_who_comes_later() -> None:
@@ -150,8 +142,7 @@ def test_what_was_withdrawn_is_not_shared_with_who_comes_later() -> None:
     assert saved.withdraw() is None  # one may still be answered with it
     saved.unfinished -= 1
     assert (saved.withdraw(), saved.withdraw()) == (order, None)
-    late = msgspec.structs.replace(SAMPLE, request_id="1_a")
-    assert prompts.join(late, "u", "D").transfer_id == "u"
+    assert prompts.join(SECOND, "u", "D").transfer_id == "u"
 
 
 def test_prompts_are_not_remembered_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -160,22 +151,23 @@ def test_prompts_are_not_remembered_for_ever(monkeypatch: pytest.MonkeyPatch) ->
     for parent in "abc":
         sample = msgspec.structs.replace(SAMPLE, parent_id=parent)
         prompts.join(sample, parent, "D")
-    late = msgspec.structs.replace(SAMPLE, request_id="1_a")
-    assert prompts.join(late, "u", "D").transfer_id == "u"
+    assert prompts.join(SECOND, "u", "D").transfer_id == "u"
 
 
-def test_orders_cross_processes() -> None:
-    metadata = P2PMetadata(
-        loads=(LoadOrder("r", "t", "P", ((1, 2),), shape=toy_shape(ToyModel())),),
-        saves=(SaveOrder("s", "t", "", (1, 2), ((3,),)),),
-        aborts=("x",),
-    )
+BLOCKS = StoreOrder("r", ("k",), ((1,), (2,)))
+
+
+@pytest.mark.parametrize(
+    "metadata",
+    [
+        P2PMetadata(
+            loads=(LoadOrder("r", "t", "P", ((1, 2),), shape=toy_shape(ToyModel())),),
+            saves=(SaveOrder("s", "t", "", (1, 2), ((3,),)),),
+            aborts=("x",),
+        ),
+        StoreMetadata((BLOCKS,), (BLOCKS,), ("x",)),
+    ],
+)
+def test_orders_cross_processes(metadata: P2PMetadata | StoreMetadata) -> None:
     encoded = msgspec.msgpack.encode(metadata)
-    assert msgspec.msgpack.decode(encoded, type=P2PMetadata) == metadata
-
-
-def test_orders_of_a_store_cross_processes() -> None:
-    order = StoreOrder("r", ("k",), ((1,), (2,)))
-    metadata = StoreMetadata((order,), (order,), ("x",))
-    encoded = msgspec.msgpack.encode(metadata)
-    assert msgspec.msgpack.decode(encoded, type=StoreMetadata) == metadata
+    assert msgspec.msgpack.decode(encoded, type=type(metadata)) == metadata

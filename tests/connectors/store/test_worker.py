@@ -67,35 +67,37 @@ async def engines_of(
         yield one, two, store
 
 
-async def flush(engine: ToyEngine) -> None:
+async def stored_by(engine: ToyEngine) -> list[int]:
+    """Return a prompt whose blocks it has stored."""
+    first = await engine.generate(prompt(), 2, request_id="a")
+    assert first.tokens == MODEL.generate(prompt(), 2)
+    assert first.external_tokens == 0
     for worker in engine.workers:
         assert isinstance(worker, StoreWorker)
         await worker.flush()
+    return prompt()
 
 
-async def test_a_prompt_that_one_engine_computed_another_loads() -> None:
-    for tp_size in (1, 2):
-        async with engines_of(tp_size) as (one, two, _):
-            tokens = prompt()
-            first = await one.generate(tokens, 2, request_id="a")
-            assert (first.tokens, first.external_tokens) == (
-                MODEL.generate(tokens, 2),
-                0,
-            )
-            await flush(one)
-            longer = [*tokens[:50], *prompt(20)]
-            again = await two.generate(longer, 2, request_id="b")
-            assert again.tokens == MODEL.generate(longer, 2)
-            assert again.external_tokens == 48
-            await two.quiet()
+async def loaded_by(engine: ToyEngine, tokens: list[int]) -> int:
+    """Return how many tokens were not computed; what follows them is right."""
+    output = await engine.generate(tokens, 2, request_id="b")
+    assert output.tokens == MODEL.generate(tokens, 2)
+    await engine.quiet()
+    return output.external_tokens
 
 
-async def test_blocks_that_were_dropped_meanwhile_are_computed() -> None:
+@pytest.mark.parametrize("tp_size", [1, 2])
+async def test_a_prompt_that_one_engine_computed_another_loads(tp_size: int) -> None:
+    async with engines_of(tp_size) as (one, two, _):
+        tokens = await stored_by(one)
+        assert await loaded_by(two, [*tokens[:50], *prompt(20)]) == 48
+
+
+async def test_blocks_that_were_dropped_meanwhile_are_computed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     async with engines_of() as (one, two, store):
-        tokens = prompt()
-        await one.generate(tokens, request_id="a")
-        await flush(one)
-        pinned = two.workers[0]
+        tokens, (pinned,) = await stored_by(one), two.workers
         assert isinstance(pinned, StoreWorker)
         start_load_kv = pinned.start_load_kv
 
@@ -106,29 +108,21 @@ async def test_blocks_that_were_dropped_meanwhile_are_computed() -> None:
                     await store.delete(f"{key}/{namespace_of(pinned.engine)}/0")
             await start_load_kv(context, **kwargs)
 
-        pinned.start_load_kv = start_late  # type: ignore[method-assign]
-        again = await two.generate(tokens, 2, request_id="b")
-        assert again.tokens == MODEL.generate(tokens, 2)
+        monkeypatch.setattr(pinned, "start_load_kv", start_late)
+        await loaded_by(two, tokens)
         assert "not stored any more" in two.failures["b"]
-        await two.quiet()
 
 
 async def test_a_store_that_goes_away_stops_no_engine() -> None:
     async with engines_of() as (one, two, store):
-        tokens = prompt()
-        await one.generate(tokens, request_id="a")
-        await flush(one)
+        tokens = await stored_by(one)
         await store.aclose()
-        again = await two.generate(tokens, 2, request_id="b")
-        assert again.tokens == MODEL.generate(tokens, 2)
-        assert again.external_tokens == 0
+        assert await loaded_by(two, tokens) == 0
 
 
 async def test_what_was_loaded_and_saved_is_counted_in_bytes_of_whole_blocks() -> None:
     async with engines_of() as (one, two, _):
-        await one.generate(prompt(), request_id="a")
-        await flush(one)
-        await two.generate(prompt(), request_id="b")
+        await loaded_by(two, await stored_by(one))
         saved, loaded = (each.workers[0].statistics() for each in (one, two))
     assert isinstance(saved, StoreWorkerStatistics)
     assert isinstance(loaded, StoreWorkerStatistics)
@@ -204,13 +198,19 @@ async def saving_to(
         yield worker
 
 
-async def save(worker: StoreWorker, name: str, first: int, end: int) -> list[bool]:
-    """Save these blocks of a prompt; say of all its blocks whether they are stored."""
+async def save(worker: StoreWorker, name: str, first: int, end: int) -> None:
+    """Save these blocks of a prompt."""
     keys = tuple(f"{name}{number}" for number in range(first, end))
     order = StoreOrder(name, keys, (tuple(range(first, end)),), first)
     worker.bind_connector_metadata(StoreMetadata(saves=(order,)))
     await worker.wait_for_save()
     worker.clear_connector_metadata()
+
+
+async def store_all(worker: StoreWorker, name: str, first: int, end: int) -> list[bool]:
+    """Save them and wait; say of all blocks of the prompt whether they are stored."""
+    await save(worker, name, first, end)
+    await worker.flush()
     return await stored(worker, name, end)
 
 
@@ -232,9 +232,7 @@ async def test_of_a_long_prompt_all_is_stored_if_the_store_goes_on() -> None:
     store = SlowStore()
     store.gate.set()
     async with saving_to(store) as worker:
-        await save(worker, "r", 0, 12)
-        await worker.flush()
-        assert await stored(worker, "r", 12) == [True] * 12
+        assert await store_all(worker, "r", 0, 12) == [True] * 12
         assert worker.statistics().skipped_blocks == 0
 
 
@@ -250,14 +248,11 @@ async def test_nothing_is_stored_behind_a_gap(monkeypatch: pytest.MonkeyPatch) -
         await save(worker, "s", 0, 1)
         store.gate.set()
         await worker.flush()
-        await save(worker, "r", 5, 7)
-        await worker.flush()
-        assert await stored(worker, "r", 7) == [True] * 2 + [False] * 5
+        stored = await store_all(worker, "r", 5, 7)
+        assert stored == [True] * 2 + [False] * 5
         assert worker.statistics().skipped_blocks == 6
         # Begun again from there, or before, it is stored.
-        await save(worker, "r", 2, 7)
-        await worker.flush()
-        assert await stored(worker, "r", 7) == [True] * 7
+        assert await store_all(worker, "r", 2, 7) == [True] * 7
 
 
 async def test_nothing_follows_a_block_that_could_not_be_stored() -> None:
@@ -265,11 +260,8 @@ async def test_nothing_follows_a_block_that_could_not_be_stored() -> None:
     store.gate.set()
     store.refused = "r1/"
     async with saving_to(store) as worker:
-        await save(worker, "r", 0, 2)
-        await worker.flush()
-        await save(worker, "r", 2, 4)
-        await worker.flush()
-        assert await stored(worker, "r", 4) == [True, False, False, False]
+        await store_all(worker, "r", 0, 2)
+        assert await store_all(worker, "r", 2, 4) == [True, False, False, False]
 
 
 async def test_blocks_that_take_long_to_copy_are_saved_though_their_step_is_over() -> (
@@ -310,11 +302,9 @@ async def test_who_never_looks_up_says_once_that_the_store_is_lost_and_is_back(
         store.gate.set()
         store.refused, store.error = "asynckv", PeerLost("it is gone")
         for name in "ab":
-            await save(worker, name, 0, 2)
-            await worker.flush()
+            await store_all(worker, name, 0, 2)
         store.refused = ""
-        await save(worker, "c", 0, 2)
-        await worker.flush()
+        await store_all(worker, "c", 0, 2)
     said = [line for line in caplog.messages if "the store" in line]
     assert len(said) == lines
     assert not said or ("it is gone" in said[0] and "answers again" in said[1])
