@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import dataclasses
 import functools
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -50,13 +50,29 @@ ORDER = LoadOrder(
     "r", "t", "", ((3, 1),), num_tokens=6, digest=prompt_digest(TOKENS, 6)
 )
 
-SPECS = {name: TensorSpec((2, 5), "float32") for name in ("a.key", "b.key")}
-
 
 def header_of(block_size: int = 4, salt: bytes = b"") -> torch.Tensor:
     return EntryHeader(
         engine_id="P", rank=0, block_size=block_size, layers=("a", "b"), salt=salt
     ).tensor()
+
+
+SPECS = {
+    HEADER: TensorSpec(tuple(header_of().shape), "uint8"),
+    **{name: TensorSpec((2, 5), "float32") for name in ("a.key", "b.key")},
+}
+
+
+async def insert(
+    buffer: LookupBuffer,
+    kv: dict[str, torch.Tensor] | None = None,
+    tokens: Sequence[int] = TOKENS,
+    header: torch.Tensor | None = None,
+) -> None:
+    """Insert an entry of a connector's: all that is asked for, unless it is said."""
+    kv = kv or {layer: torch.ones(2, 5) for layer in "ab"}
+    extras = {HEADER.removeprefix("extras."): header_of() if header is None else header}
+    await buffer.insert(tokens, None, kv, None, None, extras=extras, entry_id="t")
 
 
 def load_of(timeout_s: float = 5) -> tuple[P2PLoad, PagedCaches]:
@@ -77,8 +93,7 @@ async def test_a_layer_is_there_before_the_next_has_come() -> None:
     load, caches = load_of()
     async with LookupBuffer("16MiB") as buffer:
         loading = asyncio.create_task(run(load, buffer))
-        specs = {HEADER: TensorSpec(tuple(header_of().shape), "uint8"), **SPECS}
-        async with buffer.open_insert(TOKENS, None, specs, entry_id="t") as writer:
+        async with buffer.open_insert(TOKENS, None, SPECS, entry_id="t") as writer:
             await writer.put(HEADER, header_of())
             await writer.put("b.key", torch.ones(2, 5))
             await load.wait_for("b")
@@ -105,8 +120,7 @@ async def test_what_is_of_no_use_is_acknowledged_and_what_is_not_ours_given_back
     load, caches = load_of()
     async with LookupBuffer("16MiB") as buffer:
         kv = {layer: torch.ones(shape) for layer in "ab"}
-        extras = {"asynckv": header_of(block_size, salt)}
-        await buffer.insert(tokens, None, kv, None, None, extras=extras, entry_id="t")
+        await insert(buffer, kv, tokens, header_of(block_size, salt))
         with pytest.raises(IncompatiblePeer):
             await run(load, buffer)
         await load.wait_for("a")
@@ -160,11 +174,7 @@ async def test_an_entry_that_lacks_a_layer_is_no_success(
     for layers in ("a", "ab"):
         async with LookupBuffer("16MiB") as buffer:
             load, _ = load_of()
-            kv = {layer: torch.ones(2, 5) for layer in layers}
-            extras = {"asynckv": header_of()}
-            await buffer.insert(
-                TOKENS, None, kv, None, None, extras=extras, entry_id="t"
-            )
+            await insert(buffer, {layer: torch.ones(2, 5) for layer in layers})
             with pytest.raises(IncompatiblePeer):
                 await run(load, buffer)
             # Whatever an entry says that it has: what did not land is missed.
@@ -205,8 +215,7 @@ async def test_a_load_may_take_any_time_while_something_comes(
     load, _ = load_of(timeout_s=100)
     async with LookupBuffer("16MiB") as buffer:
         loading = asyncio.create_task(run(load, buffer))
-        specs = {HEADER: TensorSpec(tuple(header_of().shape), "uint8"), **SPECS}
-        async with buffer.open_insert(TOKENS, None, specs, entry_id="t") as writer:
+        async with buffer.open_insert(TOKENS, None, SPECS, entry_id="t") as writer:
             await until_blocked(loading)
             await writer.put(HEADER, header_of())
             for layer in "ab":
@@ -239,9 +248,7 @@ async def test_an_entry_that_was_acknowledged_is_not_released_again(
 
     load, _ = load_of(timeout_s=100)
     async with Unanswered("16MiB", drain_s=0) as buffer:
-        kv = {layer: torch.ones(2, 5) for layer in "ab"}
-        extras = {"asynckv": header_of()}
-        await buffer.insert(TOKENS, None, kv, None, None, extras=extras, entry_id="t")
+        await insert(buffer)
         loading = asyncio.create_task(run(load, buffer))
         await left.wait()
         late_s = 200.0

@@ -221,15 +221,26 @@ async def test_a_step_does_not_wait_until_layers_have_left_the_gpu(
     async with pushing() as ground:
         before = staged_in_host(ground)
         with puts_held(monkeypatch) as go_on:
-            ground.begin_save(name := ground.new_name())
-            await worker_of(ground).wait_for_save()
-            ground.prefill.caches[0].spoil()
+            name = await step(ground)
             assert worker_of(ground).statistics().saving == 1
             assert taken_on_gpu(ground) == LARGE.layers * LARGE_NBYTES
             go_on.set()
-        await ended(ground, name)
+        await check_loads(ground, name)
         assert staged_in_host(ground) == before
-        await ground.load(name)
+
+
+async def step(ground: P2PGround) -> str:
+    """Save, and overwrite the blocks as soon as the engine may go on."""
+    ground.begin_save(name := ground.new_name())
+    async with asyncio.timeout(ENDS_S):
+        await worker_of(ground).wait_for_save()
+    ground.prefill.caches[0].spoil()
+    return name
+
+
+def begin_step(ground: P2PGround) -> tuple[str, asyncio.Task[None]]:
+    ground.begin_save(name := ground.new_name())
+    return name, asyncio.create_task(worker_of(ground).wait_for_save())
 
 
 async def ended(ground: P2PGround, name: str, *, failed: bool = False) -> None:
@@ -241,6 +252,12 @@ async def ended(ground: P2PGround, name: str, *, failed: bool = False) -> None:
     await until(lambda: not worker.statistics().staged_bytes)
 
 
+async def check_loads(ground: P2PGround, name: str) -> None:
+    """Let the save end well, and look at every byte of it where it is loaded."""
+    await ended(ground, name)
+    await ground.load(name)
+
+
 @CHAOS
 async def test_what_finds_no_room_when_its_step_is_over_goes_on_from_the_host(
     monkeypatch: pytest.MonkeyPatch,
@@ -248,15 +265,11 @@ async def test_what_finds_no_room_when_its_step_is_over_goes_on_from_the_host(
     async with pushing(model=DEEP, push_buffer_size=5 * 2**19) as ground:
         before = staged_in_host(ground)
         with puts_held(monkeypatch) as go_on:
-            ground.begin_save(name := ground.new_name())
-            async with asyncio.timeout(ENDS_S):
-                await worker_of(ground).wait_for_save()
-            ground.prefill.caches[0].spoil()
+            name = await step(ground)
             assert taken_on_gpu(ground) == 2 * DEEP_NBYTES
             assert staged_in_host(ground) == before + DEEP.layers - 2
             go_on.set()
-        await ended(ground, name)
-        await ground.load(name)
+        await check_loads(ground, name)
 
 
 @CHAOS
@@ -264,18 +277,17 @@ async def test_an_engine_that_holds_blocks_has_them_leave_within_the_gpu(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async with pushing(model=DEEP, push_buffer_size=5 * 2**19) as ground:
-        worker, before = hold_blocks(ground), staged_in_host(ground)
+        hold_blocks(ground)
+        before = staged_in_host(ground)
         with puts_held(monkeypatch) as go_on:
-            ground.begin_save(name := ground.new_name())
-            waiting = asyncio.create_task(worker.wait_for_save())
+            name, waiting = begin_step(ground)
             with pytest.raises(TimeoutError):
                 async with asyncio.timeout(0.4):  # longer than a step may wait
                     await asyncio.shield(waiting)
             go_on.set()
             await waiting
-        await ended(ground, name)
+        await check_loads(ground, name)
         assert staged_in_host(ground) == before
-        await ground.load(name)
 
 
 @CHAOS
@@ -285,16 +297,14 @@ async def test_blocks_that_are_wanted_back_go_on_from_the_host(
     async with pushing(model=DEEP, push_buffer_size=5 * 2**19) as ground:
         worker = hold_blocks(ground)
         with puts_held(monkeypatch) as go_on:
-            ground.begin_save(name := ground.new_name())
-            waiting = asyncio.create_task(worker.wait_for_save())
+            name, waiting = begin_step(ground)
             await until_blocked(waiting)
             worker.let_go_of_blocks({f"p {name}"})
             async with asyncio.timeout(ENDS_S):
                 await waiting
             ground.prefill.caches[0].spoil()
             go_on.set()
-        await ended(ground, name)
-        await ground.load(name)
+        await check_loads(ground, name)
 
 
 @contextlib.asynccontextmanager
@@ -323,14 +333,10 @@ async def test_blocks_are_not_left_while_one_target_takes_what_came_to_the_host(
     async with one_of_two_by_host(monkeypatch) as ground:
         worker = hold_blocks(ground) if is_held else worker_of(ground)
         (first, _) = [line._peer.routes for line in lines_of(ground)]
-        ground.begin_save(name := ground.new_name())
-        async with asyncio.timeout(ENDS_S):
-            await worker.wait_for_save()
+        name = await step(ground)
         assert not first.room._line  # what is there is not gathered any more
-        ground.prefill.caches[0].spoil()
-        await ended(ground, name)
+        await check_loads(ground, name)
         assert worker.statistics().late_saves == 0
-        await ground.load(name)
 
 
 @contextlib.contextmanager
@@ -383,14 +389,12 @@ async def test_no_memory_is_taken_for_what_is_not_computed() -> None:
         assert ground.prefill.gpu is not None
         gate = Gate()
         ground.prefill.gpu.tensors.stream(0).add(gate)
-        ground.begin_save(name := ground.new_name())
-        waiting = asyncio.create_task(worker_of(ground).wait_for_save())
+        name, waiting = begin_step(ground)
         await until_blocked(waiting)
         assert not taken_on_gpu(ground)
         gate.open()
         await waiting
-        await ended(ground, name)
-        await ground.load(name)
+        await check_loads(ground, name)
 
 
 @pytest.mark.parametrize("number", [1, 2, 4])
@@ -417,8 +421,7 @@ async def test_a_save_that_is_given_up_keeps_no_memory(
 ) -> None:
     async with pushing() as ground:
         with puts_held(monkeypatch, number):
-            ground.begin_save(name := ground.new_name())
-            await worker_of(ground).wait_for_save()
+            name = await step(ground)
             assert taken_on_gpu(ground) > 0
             worker_of(ground)._transfers.cancel(f"p {name}", "send")
             await ended(ground, name, failed=True)
@@ -461,8 +464,7 @@ async def test_a_gpu_that_fails_to_gather_fails_the_save(
 
         with monkeypatch.context() as patch:
             patch.setattr(BlockMoves, "gather_there", fail)
-            ground.begin_save(name := ground.new_name())
-            await worker_of(ground).wait_for_save()
+            name = await step(ground)
             await ended(ground, name, failed=True)
         assert not taken_on_gpu(ground)
         order = ground.load_order(name)
@@ -487,8 +489,7 @@ async def test_what_was_on_its_way_by_nccl_goes_on_by_the_host(
             go_on.set()
             await worker_of(ground).wait_for_save()
         ground.prefill.caches[0].spoil()
-        await ended(ground, name)
-        await ground.load(name)
+        await check_loads(ground, name)
         before = staged_in_host(ground)
         await ground.hand_over()
         assert staged_in_host(ground) == before + LARGE.layers
@@ -526,16 +527,13 @@ async def test_a_buffer_that_is_full_takes_no_memory_of_the_gpu(
         filler = await buffer.insert(
             [0], None, torch.zeros(room, dtype=torch.uint8), None, None
         )
-        ground.begin_save(name := ground.new_name())
-        await worker_of(ground).wait_for_save()
-        ground.prefill.caches[0].spoil()
+        name = await step(ground)
         assert not taken_on_gpu(ground)
         assert staged_in_host(ground) == before + LARGE.layers
         assert may_wait[0]  # it left before steps could wait no longer
         assert worker_of(ground).statistics().late_saves == 0
         await buffer.withdraw(filler)
-        await ended(ground, name)
-        await ground.load(name)
+        await check_loads(ground, name)
 
 
 async def test_who_decodes_is_closed_without_waiting_for_those_who_push(

@@ -185,6 +185,12 @@ async def step(ground: P2PGround, name: str) -> P2PWorker:
     return worker
 
 
+async def check_loads(ground: P2PGround, name: str) -> None:
+    """Look at every byte of what was saved, where it is loaded."""
+    ground.prefill.clear()
+    await ground.load(name)
+
+
 @pytest.mark.parametrize("model", [SMALL, LARGE], ids=["small", "large"])
 @DIRECTIONS
 async def test_a_save_without_room_goes_on_from_a_copy(
@@ -200,8 +206,7 @@ async def test_a_save_without_room_goes_on_from_a_copy(
         await until_saved(worker)
         assert worker.get_finished().failed_sending == frozenset()
         assert worker.statistics().staged_bytes == 0
-        ground.prefill.clear()
-        await ground.load(name)  # looks at every byte
+        await check_loads(ground, name)
 
 
 def held(ground: P2PGround, name: str) -> tuple[P2PWorker, asyncio.Task[None]]:
@@ -228,8 +233,7 @@ async def test_a_save_from_blocks_that_are_held_waits_for_room_without_a_copy(
         await saving
         await until_saved(worker)
         assert worker.statistics().staged_saves == worker.statistics().late_saves == 0
-        ground.prefill.clear()
-        await ground.load(name)  # looks at every byte
+        await check_loads(ground, name)
 
 
 @DIRECTIONS
@@ -249,8 +253,7 @@ async def test_blocks_that_are_held_no_longer_are_let_go_of(
         await buffer.withdraw(filler)
         await until_saved(worker)
         assert worker.statistics().staged_saves == 1
-        ground.prefill.clear()
-        await ground.load(name)  # looks at every byte
+        await check_loads(ground, name)
 
 
 @DIRECTIONS
