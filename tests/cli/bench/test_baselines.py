@@ -34,12 +34,17 @@ TOKEN = bytes(range(32))
 
 
 @pytest.fixture
-def raw() -> Iterator[RawConnection]:
+def server() -> Iterator[RawServer]:
     server = RawServer("127.0.0.1", TOKEN)
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def raw(server: RawServer) -> Iterator[RawConnection]:
     connection = RawConnection("127.0.0.1", server.port, TOKEN)
     yield connection
     connection.close()
-    server.close()
 
 
 def test_a_pull_fills_every_target(raw: RawConnection) -> None:
@@ -74,34 +79,24 @@ def dial(server: RawServer) -> socket.socket:
     return socket.create_connection(("127.0.0.1", server.port), 10)
 
 
-def test_who_has_another_token_is_hung_up_on() -> None:
-    server = RawServer("127.0.0.1", TOKEN)
-    try:
-        with dial(server) as stranger:
-            stranger.sendall(bytes(32))
-            assert stranger.recv(1) == b""
-    finally:
-        server.close()
+@pytest.mark.parametrize(
+    "said",
+    [bytes(32), TOKEN + ORDER.pack(What.PULL, 1, MAX_NBYTES + 1)],
+    ids=["another token", "too much"],
+)
+def test_who_has_no_token_or_asks_for_too_much_is_hung_up_on(
+    server: RawServer, said: bytes
+) -> None:
+    with dial(server) as peer:
+        peer.sendall(said)
+        assert peer.recv(1) == b""
 
 
-def test_who_asks_for_too_much_is_hung_up_on() -> None:
-    server = RawServer("127.0.0.1", TOKEN)
-    try:
-        with dial(server) as peer:
-            peer.sendall(TOKEN + ORDER.pack(What.PULL, 1, MAX_NBYTES + 1))
-            assert peer.recv(1) == b""
-    finally:
-        server.close()
-
-
-def test_closing_hangs_up_on_everybody() -> None:
-    server = RawServer("127.0.0.1", TOKEN)
-    connection = RawConnection("127.0.0.1", server.port, TOKEN)
-    connection.ping(1)
+def test_closing_hangs_up_on_everybody(server: RawServer, raw: RawConnection) -> None:
+    raw.ping(1)
     server.close()
     with pytest.raises(OSError):
-        connection.ping(1)
-    connection.close()
+        raw.ping(1)
 
 
 def test_each_connection_sends_from_another_place_of_what_it_was_given() -> None:
@@ -121,8 +116,7 @@ def test_each_connection_sends_from_another_place_of_what_it_was_given() -> None
     assert [source[0] for source in sources] == list(range(8))
 
 
-def test_there_are_only_so_many_connections() -> None:
-    server = RawServer("127.0.0.1", TOKEN)
+def test_there_are_only_so_many_connections(server: RawServer) -> None:
     held = [RawConnection("127.0.0.1", server.port, TOKEN) for _ in range(MAX_LANES)]
     for connection in held:
         connection.ping(1)
@@ -130,14 +124,6 @@ def test_there_are_only_so_many_connections() -> None:
         assert one_more.recv(1) == b""
     for connection in held:
         connection.close()
-    server.close()
-
-
-@pytest.fixture
-def server() -> Iterator[RawServer]:
-    server = RawServer("127.0.0.1", TOKEN)
-    yield server
-    server.close()
 
 
 @pytest.fixture
@@ -176,29 +162,31 @@ def test_nobody_there_is_an_error(server: RawServer) -> None:
         RawStreams("127.0.0.1", server.port, TOKEN, 2).first.ping(1)
 
 
+@contextlib.asynccontextmanager
+async def streaming(token: bytes = TOKEN) -> AsyncIterator[StreamsConnection]:
+    async with StreamsServer("127.0.0.1", TOKEN) as port:
+        connection = await StreamsConnection.open("127.0.0.1", port, token)
+        yield connection
+        connection.close()
+
+
 @pytest.mark.parametrize("outstanding", [1, 3, 10])
 async def test_every_request_is_answered_and_timed(outstanding: int) -> None:
-    async with StreamsServer("127.0.0.1", TOKEN) as port:
-        connection = await StreamsConnection.open("127.0.0.1", port, TOKEN)
-        calls = await connection.exchange(5, outstanding, 1000)
-        connection.close()
-    assert len(calls) == 5
+    async with streaming() as connection:
+        assert len(await connection.exchange(5, outstanding, 1000)) == 5
 
 
-async def test_streams_hang_up_on_who_has_another_token() -> None:
-    async with StreamsServer("127.0.0.1", TOKEN) as port:
-        connection = await StreamsConnection.open("127.0.0.1", port, bytes(32))
+@pytest.mark.parametrize(
+    ("token", "nbytes"),
+    [(bytes(32), 10), (TOKEN, 2**20 + 1)],
+    ids=["token", "too much"],
+)
+async def test_streams_hang_up_on_a_stranger_and_on_who_asks_for_too_much(
+    token: bytes, nbytes: int
+) -> None:
+    async with streaming(token) as connection:
         with pytest.raises((asyncio.IncompleteReadError, ConnectionError)):
-            await connection.exchange(1, 1, 10)
-        connection.close()
-
-
-async def test_streams_hang_up_on_who_asks_for_too_much() -> None:
-    async with StreamsServer("127.0.0.1", TOKEN) as port:
-        connection = await StreamsConnection.open("127.0.0.1", port, TOKEN)
-        with pytest.raises((asyncio.IncompleteReadError, ConnectionError)):
-            await connection.exchange(1, 1, 2**20 + 1)
-        connection.close()
+            await connection.exchange(1, 1, nbytes)
 
 
 def test_a_meeting_survives_its_way_through_a_store() -> None:
@@ -260,23 +248,15 @@ async def test_what_was_sent_comes_back(nbytes: int) -> None:
 
 
 @pytest.mark.both_loops
-async def test_an_echo_hangs_up_on_who_has_another_token() -> None:
-    async with connected(bytes(32)) as connection:
+@pytest.mark.parametrize(
+    ("token", "nbytes"), [(bytes(32), 0), (TOKEN, 2**17)], ids=["token", "too much"]
+)
+async def test_an_echo_hangs_up_on_a_stranger_and_on_who_sends_too_much(
+    token: bytes, nbytes: int
+) -> None:
+    async with connected(token) as connection:
         with pytest.raises(ConnectionError):
-            await connection.ping(b"")
-
-
-@pytest.mark.both_loops
-async def test_a_token_of_another_length_is_no_token() -> None:
-    with pytest.raises(ValueError, match="3 bytes"):
-        await EchoConnection.open("127.0.0.1", 1, b"abc")
-
-
-@pytest.mark.both_loops
-async def test_who_sends_too_much_is_hung_up_on() -> None:
-    async with connected() as connection:
-        with pytest.raises(ConnectionError):
-            await connection.ping(bytes(2**17))
+            await connection.ping(bytes(nbytes))
 
 
 @pytest.mark.both_loops
@@ -285,6 +265,12 @@ async def test_who_says_what_no_bench_says_is_hung_up_on() -> None:
         connection.send(b"no message")
         with pytest.raises(ConnectionError):
             await connection.ping(b"")
+
+
+@pytest.mark.both_loops
+async def test_a_token_of_another_length_is_no_token() -> None:
+    with pytest.raises(ValueError, match="3 bytes"):
+        await EchoConnection.open("127.0.0.1", 1, b"abc")
 
 
 @pytest.mark.both_loops

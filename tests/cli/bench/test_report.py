@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -88,33 +90,36 @@ def test_every_value_is_in_one_bin_and_those_outside_in_the_outermost() -> None:
     assert found == Histogram((0.0, 1.0, 10.0), (2, 4))
 
 
-def test_no_values_have_no_figures() -> None:
-    for function in (spread_of, percentiles_of):
-        with pytest.raises(ValueError, match="no values"):
-            function([])
+@pytest.mark.parametrize(
+    "of", [spread_of, percentiles_of, lambda values: percentile(values, 0.5)]
+)
+def test_no_values_have_no_figures(of: Callable[[list[float]], object]) -> None:
     with pytest.raises(ValueError, match="no values"):
-        percentile([], 0.5)
+        of([])
 
 
-def test_bytes_are_written_in_the_largest_unit() -> None:
-    sizes = (64, 1024, 18 * 2**10, 2**26, 3 * 2**29)
-    assert [write_nbytes(size) for size in sizes] == [
-        "64 bytes",
-        "1 KiB",
-        "18 KiB",
-        "64 MiB",
-        "1.5 GiB",
-    ]
-
-
-def test_numbers_have_three_digits_or_all_before_the_point() -> None:
-    numbers = (0.04321, 3.14159, 999.9, 12345.6)
-    assert [write_number(one) for one in numbers] == [
-        "0.0432",
-        "3.14",
-        "1,000",
-        "12,346",
-    ]
+@pytest.mark.parametrize(
+    ("write", "value", "words"),
+    [
+        (write_nbytes, 64, "64 bytes"),
+        (write_nbytes, 1024, "1 KiB"),
+        (write_nbytes, 18 * 2**10, "18 KiB"),
+        (write_nbytes, 2**26, "64 MiB"),
+        (write_nbytes, 3 * 2**29, "1.5 GiB"),
+        (write_number, 0.04321, "0.0432"),
+        (write_number, 3.14159, "3.14"),
+        (write_number, 999.9, "1,000"),
+        (write_number, 12345.6, "12,346"),
+        (write_duration, 0.2, "1 s"),
+        (write_duration, 12.4, "12 s"),
+        (write_duration, 47.0, "50 s"),
+        (write_duration, 115.0, "2 minutes"),
+    ],
+)
+def test_bytes_numbers_and_durations_are_said_as_people_say_them(
+    write: Callable[[Any], str], value: float, words: str
+) -> None:
+    assert write(value) == words
 
 
 def test_a_row_is_written_with_unit_and_spread(sample_report: BenchReport) -> None:
@@ -174,8 +179,3 @@ def test_the_summary_counts_what_does_not_count(sample_report: BenchReport) -> N
     assert "say little" in write_summary(quick)
     plain = msgspec.structs.replace(sample_report, is_bench=False)
     assert "the server is no bench" in write_summary(plain)
-
-
-def test_a_duration_is_said_as_people_say_it() -> None:
-    told = [write_duration(seconds) for seconds in (0.2, 12.4, 47.0, 115.0)]
-    assert told == ["1 s", "12 s", "50 s", "2 minutes"]
