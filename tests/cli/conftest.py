@@ -1,4 +1,4 @@
-"""How a real browser shows a page that a command has written."""
+"""What a command leaves behind, and how a browser shows a page that it has written."""
 
 from __future__ import annotations
 
@@ -76,6 +76,23 @@ def look_at(tmp_path: Path) -> LookAt:
         return _seen_by_browser(probe, dark=dark)
 
     return look
+
+
+@pytest.fixture
+def belonging_to() -> Callable[[Path], list[int]]:
+    """Return the processes whose files go to a folder."""
+    return _belonging_to
+
+
+def _belonging_to(folder: Path) -> list[int]:
+    wanted, found = f"TMPDIR={folder}".encode(), list[int]()
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            if wanted in (process / "environ").read_bytes().split(b"\0"):
+                found.append(int(process.name))
+        except OSError:
+            continue  # it has just ended
+    return found
 
 
 def _seen_by_browser(probe: Path, *, dark: bool) -> dict[str, Any]:

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -21,10 +22,15 @@ from asynckv.cli.serving import serve
 from asynckv.errors import ConfigError
 
 
-def test_the_version_is_the_package_s(capsys: pytest.CaptureFixture[str]) -> None:
+def status_of(*arguments: str) -> str | int | None:
+    """Return the exit status of a command."""
     with pytest.raises(SystemExit) as ended:
-        main(["--version"])
-    assert ended.value.code == 0
+        main([*arguments])
+    return ended.value.code
+
+
+def test_the_version_is_the_package_s(capsys: pytest.CaptureFixture[str]) -> None:
+    assert status_of("--version") == 0
     assert capsys.readouterr().out.strip() == asynckv.__version__
 
 
@@ -35,16 +41,14 @@ def test_help_has_a_line_for_every_command_at_any_width(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("COLUMNS", columns)
-    with pytest.raises(SystemExit):
-        main(["--help"])
+    assert status_of("--help") == 0
     shown = capsys.readouterr().out
     for name in ("bench", "check-config", "demo", "serve"):
         assert re.search(rf"│ {name} +[A-Z]\w+ ", shown), name
 
 
 def test_help_of_a_command_is_its_own(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main(["serve", "--help"])
+    assert status_of("serve", "--help") == 0
     assert "until Ctrl-C" in capsys.readouterr().out
 
 
@@ -52,9 +56,7 @@ def test_without_the_extra_one_line_says_what_to_install(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "cyclopts", None)
-    with pytest.raises(SystemExit) as ended:
-        main(["serve", "--store", "8MiB"])
-    assert ended.value.code == 2
+    assert status_of("serve", "--store", "8MiB") == 2
     shown = capsys.readouterr()
     assert shown.out == "" and shown.err.count("\n") == 1
     assert '".[cli]"' in shown.err and "cyclopts" in shown.err
@@ -76,9 +78,7 @@ def test_a_url_at_which_nobody_listens_is_one_line() -> None:
 
 
 def test_an_unknown_option_is_an_error() -> None:
-    with pytest.raises(SystemExit) as ended:
-        main(["demo", "--no-such-option"])
-    assert ended.value.code not in (0, None)
+    assert status_of("demo", "--no-such-option") not in (0, None)
 
 
 @pytest.mark.multiprocess
@@ -100,15 +100,18 @@ GOOD = (
 )
 
 
+@pytest.mark.parametrize("given", [GOOD, "@config.json", "-"])
 def test_a_config_that_works_is_explained(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    given: str,
 ) -> None:
-    file = tmp_path / "config.json"
-    file.write_text(GOOD)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "config.json").write_text(GOOD)
     monkeypatch.setattr("sys.stdin", io.StringIO(GOOD))
-    for given in (GOOD, f"@{file}", "-"):
-        assert check_config(given) == 0
-        assert "the store at tcp://127.0.0.1:7000" in capsys.readouterr().out
+    assert check_config(given) == 0
+    assert "the store at tcp://127.0.0.1:7000" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -130,9 +133,7 @@ def test_the_command_takes_a_dash_for_standard_input(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("sys.stdin", io.StringIO(GOOD))
-    with pytest.raises(SystemExit) as ended:
-        main(["check-config", "-"])
-    assert ended.value.code == 0
+    assert status_of("check-config", "-") == 0
     assert "the store at" in capsys.readouterr().out
 
 
@@ -151,19 +152,26 @@ def problems_of(given: str, capsys: pytest.CaptureFixture[str]) -> list[str]:
     return [line.removeprefix("wrong: ") for line in lines]
 
 
-def test_a_file_that_cannot_be_read_is_named_with_the_way_out(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    binary = tmp_path / "binary"
-    binary.write_bytes(b"\xff")
-    for name, why in (
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
         ("nofile.json", "No such file or directory"),
-        (str(tmp_path), "Is a directory"),
-        (str(binary), "it is not text in UTF-8"),
+        (".", "Is a directory"),
+        ("binary", "it is not text in UTF-8"),
         ("a\0b", "embedded null byte"),
-    ):
-        (problem,) = problems_of(f"@{name}", capsys)
-        assert problem.startswith(f"{name!r} cannot be read: {why} (write @ and the")
+    ],
+)
+def test_a_file_that_cannot_be_read_is_named_with_the_way_out(
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    why: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "binary").write_bytes(b"\xff")
+    (problem,) = problems_of(f"@{name}", capsys)
+    assert problem.startswith(f"{name!r} cannot be read: {why} (write @ and the")
 
 
 def test_every_field_and_option_that_is_malformed_is_named_in_one_run(
@@ -198,24 +206,20 @@ def test_the_environment_s_malformed_fields_are_all_named_too(
         assert found.count(word) == 1
 
 
-def test_nothing_to_serve_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
-    assert serve() == 1
-    assert "nothing to serve" in capsys.readouterr().out
-
-
 @pytest.mark.parametrize(
-    ("listen", "store"),
+    ("options", "words"),
     [
-        ("nonsense", "8MiB"),
-        ("tcp://127.0.0.1:0", "many"),
-        ("tcp://0.0.0.0:0", "8MiB"),
+        ({}, "nothing to serve"),
+        ({"listen": "nonsense", "store": "8MiB"}, "asynckv serve: "),
+        ({"listen": "tcp://127.0.0.1:0", "store": "many"}, "asynckv serve: "),
+        ({"listen": "tcp://0.0.0.0:0", "store": "8MiB"}, "asynckv serve: "),
     ],
 )
 def test_what_cannot_be_served_is_said(
-    listen: str, store: str, capsys: pytest.CaptureFixture[str]
+    options: dict[str, Any], words: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert serve(listen=listen, store=store) == 1
-    assert "asynckv serve: " in capsys.readouterr().out
+    assert serve(**options) == 1
+    assert words in capsys.readouterr().out
 
 
 @pytest.mark.slow

@@ -7,7 +7,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,15 +27,7 @@ HEED = ("env", "--default-signal=INT")
 INTERRUPTED = 130
 
 
-def belonging_to(folder: Path) -> Iterator[int]:
-    """The processes whose files go to ``folder``."""
-    wanted = f"TMPDIR={folder}".encode()
-    for process in Path("/proc").glob("[0-9]*"):
-        try:
-            if wanted in (process / "environ").read_bytes().split(b"\0"):
-                yield int(process.name)
-        except OSError:
-            continue  # it has just ended
+BelongingTo = Callable[[Path], list[int]]
 
 
 @contextlib.contextmanager
@@ -81,7 +73,7 @@ def test_a_quick_bench_leaves_a_row_for_every_case(tmp_path: Path) -> None:
     "number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.chaos)]
 )
 def test_an_interrupted_bench_leaves_nothing_behind(
-    tmp_path: Path, number: signal.Signals
+    tmp_path: Path, number: signal.Signals, belonging_to: BelongingTo
 ) -> None:
     files, report = tmp_path / "files", tmp_path / "bench.json"
     files.mkdir()
@@ -90,13 +82,13 @@ def test_an_interrupted_bench_leaves_nothing_behind(
         assert process.stdout is not None
         while b"64 KiB entry" not in process.stdout.readline():
             pass  # the first of many rows
-        assert len([*belonging_to(files)]) == 2
+        assert len(belonging_to(files)) == 2
         process.send_signal(number)
         output, errors = process.communicate(timeout=50)
     assert process.returncode == INTERRUPTED
     assert output.endswith(b"interrupted; nothing is left behind\n")
     assert errors == b""
-    assert [*belonging_to(files)] == []
+    assert belonging_to(files) == []
     assert [*files.iterdir()] == []
     assert not report.exists()
 
@@ -104,7 +96,9 @@ def test_an_interrupted_bench_leaves_nothing_behind(
 @pytest.mark.timeout(180)
 @pytest.mark.multiprocess
 @pytest.mark.slow
-def test_an_interrupted_serving_side_leaves_nothing_behind(tmp_path: Path) -> None:
+def test_an_interrupted_serving_side_leaves_nothing_behind(
+    tmp_path: Path, belonging_to: BelongingTo
+) -> None:
     files, socket = tmp_path / "files", tmp_path / "bench"
     files.mkdir()
     with started(files, "--serve", f"unix://{socket}") as (process, line):
@@ -113,7 +107,7 @@ def test_an_interrupted_serving_side_leaves_nothing_behind(tmp_path: Path) -> No
         output, errors = process.communicate(timeout=50)
     assert process.returncode == INTERRUPTED
     assert (output, errors) == (b"interrupted; nothing is left behind\n", b"")
-    assert [*belonging_to(files)] == []
+    assert belonging_to(files) == []
     assert [*files.iterdir()] == []
     assert not socket.exists()
 

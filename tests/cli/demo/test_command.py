@@ -5,6 +5,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -13,7 +14,7 @@ from rich.console import Console
 
 from asynckv.cli.demo.command import demo
 from asynckv.cli.demo.live import LiveDisplay, final_table
-from asynckv.cli.demo.messages import Computed, Doing, Landed, Sampled
+from asynckv.cli.demo.messages import Computed, Doing, Landed, Progress, Sampled
 from asynckv.cli.demo.place import HOST, Place, check_place, place_named
 from asynckv.cli.demo.report import BackpressureSample, DemoReport
 from asynckv.errors import ConfigError, GPUUnavailable
@@ -39,55 +40,38 @@ def test_every_act_gives_the_same_tokens(tmp_path: Path) -> None:
     assert "every act generated the same tokens" in page.read_text(encoding="utf-8")
 
 
-def test_a_prompt_that_is_not_there_is_an_error(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert demo(prompt=tmp_path / "none.txt", html=tmp_path / "page.html") == 1
-    assert "none.txt" in capsys.readouterr().out.replace("\n", "")
-    assert not (tmp_path / "page.html").exists()
+ON_NO_GPU = pytest.mark.skipif(why_not("real") == "", reason="there is a GPU here")
 
 
-@pytest.mark.skipif(why_not("real") == "", reason="there is a GPU here")
 @pytest.mark.parametrize(
-    ("device", "words"),
-    [("cuda", why_not("real").partition(" (")[0]), ("tpu", "device 'tpu' is unknown")],
+    ("options", "words"),
+    [
+        ({"prompt": "none.txt"}, "none.txt"),
+        ({"model": ""}, "config.json"),
+        ({"html": ""}, "cannot write"),
+        ({"html": "missing/page.html"}, "cannot write"),
+        ({"device": "tpu"}, "device 'tpu' is unknown"),
+        pytest.param(
+            *({"device": "cuda"}, why_not("real").partition(" (")[0]), marks=ON_NO_GPU
+        ),
+    ],
 )
-def test_a_gpu_that_is_not_there_is_an_error_before_any_process_starts(
+def test_what_cannot_be_played_is_an_error_before_any_process_starts(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
-    device: str,
+    options: dict[str, str],
     words: str,
 ) -> None:
     monkeypatch.setattr(sys, "executable", "none")  # nothing can be started
-    assert demo(model="random-tiny", device=device, html=tmp_path / "page.html") == 1
-    assert words in capsys.readouterr().out.replace("\n", " ")
+    monkeypatch.setenv("COLUMNS", "500")
+    given: dict[str, Any] = {"model": "random-tiny", "html": tmp_path / "page.html"}
+    for name, value in options.items():
+        given[name] = value if name == "device" else tmp_path / value
+    assert demo(**{**given, "model": str(given["model"])}) == 1
+    out = capsys.readouterr().out
+    assert words in out and len(out.splitlines()) == 1
     assert not (tmp_path / "page.html").exists()
-
-
-@pytest.fixture
-def nothing_starts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let no process be started."""
-    monkeypatch.setattr(sys, "executable", "none")
-
-
-@pytest.mark.usefixtures("nothing_starts")
-def test_a_model_that_is_not_there_is_an_error_before_any_process_starts(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert demo(model=str(tmp_path), html=tmp_path / "page.html") == 1
-    out = capsys.readouterr().out
-    assert "config.json" in out and len(out.splitlines()) == 1
-
-
-@pytest.mark.usefixtures("nothing_starts")
-@pytest.mark.parametrize("html", ["", "missing/page.html"])
-def test_a_page_that_cannot_be_written_is_an_error_before_any_process_starts(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], html: str
-) -> None:
-    assert demo(model="random-tiny", html=tmp_path / html) == 1
-    out = capsys.readouterr().out
-    assert "cannot write" in out and len(out.splitlines()) == 1
 
 
 @pytest.mark.multiprocess
@@ -98,9 +82,6 @@ def test_a_model_without_a_tokenizer_is_one_line(
     (tmp_path / "config.json").write_text("{}", encoding="utf-8")
     assert demo(model=str(tmp_path), html=tmp_path / "page.html") == 1
     assert "Traceback" not in capsys.readouterr().out
-
-
-ON_NO_GPU = pytest.mark.skipif(why_not("real") == "", reason="there is a GPU here")
 
 
 def test_the_host_is_asked_for_nothing() -> None:
@@ -149,6 +130,7 @@ def shown(console: Console) -> str:
 def test_without_a_terminal_each_act_is_one_line() -> None:
     plain = console(terminal=False)
     with LiveDisplay(plain) as display:
+        display.note(Landed(0))  # outside an act it is nobody's
         display.begin("2  bulk")
         display.note(Landed(0))
         display.end("first token after 20 ms")
@@ -156,50 +138,37 @@ def test_without_a_terminal_each_act_is_one_line() -> None:
     assert shown(plain).startswith("2  bulk: first token after 20 ms")
 
 
-def test_in_a_terminal_layers_are_counted_while_they_come() -> None:
+SAMPLED = Sampled(BackpressureSample(1.0, 84_000_000, 1, 4), 210_000_000)
+
+
+@pytest.mark.parametrize(
+    ("notes", "words"),
+    [
+        ([Computed(1), Landed(0)], ["computed", "2/30", "1/30"]),
+        ([Doing("decoding: token", 12, 48)], ["decoding: token", "12/48"]),
+        ([Doing("decoding: token", 48, 48), Computed(6)], ["7/30"]),
+        ([SAMPLED], ["84.0 MB of 210.0 MB, 4 inserts wait"]),
+    ],
+    ids=["layers", "what is done", "layers after that", "a filling buffer"],
+)
+def test_a_terminal_sees_how_far_an_act_is(
+    notes: list[Progress], words: list[str]
+) -> None:
     terminal = console(terminal=True)
     with LiveDisplay(terminal) as display:
-        display.expect_layers(4)
+        display.expect_layers(30)
         display.begin("3  layer-wise")
-        display.note(Computed(1))
-        display.note(Landed(0))
-    assert "computed" in shown(terminal)
-    assert "2/4" in shown(terminal)
-    assert "1/4" in shown(terminal)
+        for note in notes:
+            display.note(note)
+    assert [word for word in words if word not in shown(terminal)] == []
 
 
-def test_in_a_terminal_it_is_said_what_is_done_and_how_far_it_is() -> None:
+def test_a_terminal_sees_what_is_done_before_any_note() -> None:
     terminal = console(terminal=True)
     with LiveDisplay(terminal) as display:
         display.begin("load")
         display.doing("importing torch")
-        display._live.refresh()
-        display.note(Doing("decoding: token", 12, 48))
     assert "importing torch" in shown(terminal)
-    assert "decoding: token" in shown(terminal) and "12/48" in shown(terminal)
-
-
-def test_layers_that_are_computed_end_what_was_done_before() -> None:
-    terminal = console(terminal=True)
-    with LiveDisplay(terminal) as display:
-        display.expect_layers(30)
-        display.begin("4  second request")
-        display.note(Doing("decoding: token", 48, 48))
-        display.note(Computed(6))
-    assert "7/30" in shown(terminal)
-
-
-def test_in_a_terminal_a_filling_buffer_is_shown() -> None:
-    terminal = console(terminal=True)
-    with LiveDisplay(terminal) as display:
-        display.begin("4  slow decoder")
-        display.note(Sampled(BackpressureSample(1.0, 84_000_000, 1, 4), 210_000_000))
-    assert "84.0 MB of 210.0 MB, 4 inserts wait" in shown(terminal)
-
-
-def test_progress_outside_an_act_is_nobody_s() -> None:
-    with LiveDisplay(console(terminal=False)) as display:
-        display.note(Landed(0))
 
 
 def test_the_final_table_has_numbers_and_text(sample_report: DemoReport) -> None:

@@ -47,20 +47,31 @@ def test_the_page_refers_to_nothing_outside_itself(sample_report: DemoReport) ->
     assert not re.search(r"https?:|\ssrc=|@import|url\(|<link|<script", page)
 
 
-def test_text_of_the_model_cannot_become_markup(sample_report: DemoReport) -> None:
-    page = render_page(msgspec.structs.replace(sample_report, text="<b>&</b>"))
-    assert "&lt;b&gt;&amp;&lt;/b&gt;" in page
+@pytest.mark.parametrize(
+    ("path", "value", "words"),
+    [
+        ("text", "<b>&</b>", "&lt;b&gt;&amp;&lt;/b&gt;"),
+        ("bulk.tokens", (), '<p class="verdict bad" id="verdict">tokens differ</p>'),
+        ("problems", ("Bulk: <2> positions",), "<li>Bulk: &lt;2&gt; positions</li>"),
+        ("device", "cpu", "share its cores"),
+        (
+            "model",
+            "m",
+            "asynckv 0.1.0 · 2026-01-02 03:04 UTC · a CPU · Python 3.11.7, torch 2.1",
+        ),
+    ],
+)
+def test_the_page_says_what_a_run_came_to_and_nothing_becomes_markup(
+    sample_report: DemoReport, path: str, value: Any, words: str
+) -> None:
+    assert words in render_page(changed(sample_report, path, value))
 
 
-def test_the_page_shouts_when_tokens_differ(sample_report: DemoReport) -> None:
-    bulk = msgspec.structs.replace(sample_report.bulk, tokens=())
-    page = render_page(msgspec.structs.replace(sample_report, bulk=bulk))
-    assert '<p class="verdict bad" id="verdict">tokens differ</p>' in page
-
-
-def test_the_page_lists_what_went_wrong(sample_report: DemoReport) -> None:
-    report = msgspec.structs.replace(sample_report, problems=("Bulk: <2> positions",))
-    assert "<li>Bulk: &lt;2&gt; positions</li>" in render_page(report)
+def changed(report: Any, path: str, value: Any) -> Any:
+    """Return a report in which one field is another."""
+    name, _, rest = path.partition(".")
+    value = changed(getattr(report, name), rest, value) if rest else value
+    return msgspec.structs.replace(report, **{name: value})
 
 
 @pytest.mark.multiprocess
@@ -90,15 +101,11 @@ def test_a_narrow_window_does_not_scroll_and_letters_are_as_large(
     assert seen["smallest"] > 10
 
 
-def test_the_page_says_which_device_both_are_on(sample_report: DemoReport) -> None:
-    assert "share its cores" in render_page(sample_report)
-    on_gpu = msgspec.structs.replace(sample_report, device="cuda:0 (<H200>)")
-    assert render_page(on_gpu).count("cuda:0 (&lt;H200&gt;)") == 3
-
-
-def test_the_page_names_version_date_host_and_torch(sample_report: DemoReport) -> None:
-    expected = "asynckv 0.1.0 · 2026-01-02 03:04 UTC · a CPU · Python 3.11.7, torch 2.1"
-    assert expected in render_page(sample_report)
+def test_the_page_says_of_every_process_on_which_gpu_it_is(
+    sample_report: DemoReport,
+) -> None:
+    page = render_page(changed(sample_report, "device", "cuda:0 (<H200>)"))
+    assert page.count("cuda:0 (&lt;H200&gt;)") == 3
 
 
 def test_the_page_compares_nothing_across_two_clocks(sample_report: DemoReport) -> None:
@@ -199,23 +206,26 @@ def test_a_report_survives_json(sample_report: DemoReport) -> None:
 
 
 def test_the_successor_s_tokens_count_too(sample_report: DemoReport) -> None:
-    taken = msgspec.structs.replace(sample_report.survival.taken_over, tokens=())
-    survival = msgspec.structs.replace(sample_report.survival, taken_over=taken)
-    report = msgspec.structs.replace(sample_report, survival=survival)
+    report = changed(sample_report, "survival.taken_over.tokens", ())
     assert sample_report.tokens_identical
     assert not report.tokens_identical
 
 
 @pytest.mark.parametrize(
-    ("seconds", "words"),
-    [(0.0, "0.0 ms"), (0.0134, "13.4 ms"), (0.25, "250 ms"), (2.4472, "2.45 s")],
+    ("write", "value", "words"),
+    [
+        (write_seconds, 0.0, "0.0 ms"),
+        (write_seconds, 0.0134, "13.4 ms"),
+        (write_seconds, 0.25, "250 ms"),
+        (write_seconds, 2.4472, "2.45 s"),
+        (write_bytes, 83_957_760, "84.0 MB"),
+        (write_transport, "tcp, new payload", "new, control over tcp"),
+    ],
 )
-def test_a_duration_has_the_unit_that_suits_it(seconds: float, words: str) -> None:
-    assert write_seconds(seconds) == words
-
-
-def test_bytes_are_megabytes() -> None:
-    assert write_bytes(83_957_760) == "84.0 MB"
+def test_durations_bytes_and_transports_are_said_in_words(
+    write: Callable[[Any], str], value: object, words: str
+) -> None:
+    assert write(value) == words
 
 
 def test_all_ways_to_a_first_token_count_from_the_request(
@@ -239,13 +249,11 @@ def test_a_second_request_that_is_slower_is_called_later(
     assert write_fall(slow).endswith("100% later")
 
 
-def test_how_payload_moved_is_said_in_words() -> None:
+def test_payload_that_was_mapped_was_read_from_memory() -> None:
     assert write_transport("tcp, map payload").startswith("read from memory")
-    assert write_transport("tcp, new payload") == "new, control over tcp"
 
 
 def test_the_figures_shout_when_tokens_differ(sample_report: DemoReport) -> None:
-    bulk = msgspec.structs.replace(sample_report.bulk, tokens=(1,))
-    report = msgspec.structs.replace(sample_report, bulk=bulk)
+    report = changed(sample_report, "bulk.tokens", (1,))
     values = {figure.name: figure.value for figure in figures_of(report)}
     assert values["tokens identical"] == "NO"

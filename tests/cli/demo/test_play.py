@@ -5,7 +5,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
@@ -45,12 +45,14 @@ from asynckv.cli.demo.play import (
     play_demo,
 )
 from asynckv.cli.demo.processes import Worker, WorkerEnded
-from asynckv.cli.demo.report import BackpressureSample, DemoReport, HandOver
+from asynckv.cli.demo.report import BackpressureSample, DemoReport
 
 # Whatever a shell starts in the background ignores SIGINT, and so do its children.
 HEED = ("env", "--default-signal=INT")
 COMMAND = (sys.executable, "-u", "-m", "asynckv", "demo", "--model", "random-tiny")
 
+
+BelongingTo = Callable[[Path], list[int]]
 
 ON_A_FAKE_GPU = """
 from asynckv.cli.demo.{role} import main
@@ -60,17 +62,6 @@ from harness.fake_gpus import FakeGpus
 gpu = fake_device_of(FakeGpus().process())
 main(lambda name: Place("cpu", gpu.device))
 """
-
-
-def belonging_to(folder: Path) -> Iterator[int]:
-    """The processes whose files go to ``folder``."""
-    wanted = f"TMPDIR={folder}".encode()
-    for process in Path("/proc").glob("[0-9]*"):
-        try:
-            if wanted in (process / "environ").read_bytes().split(b"\0"):
-                yield int(process.name)
-        except OSError:
-            continue  # it has just ended
 
 
 @pytest.mark.timeout(120)
@@ -102,7 +93,7 @@ async def test_all_acts_play_with_buffers_on_one_gpu(
     "number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.chaos)]
 )
 def test_an_interrupted_demo_leaves_nothing_behind(
-    tmp_path: Path, number: signal.Signals
+    tmp_path: Path, number: signal.Signals, belonging_to: BelongingTo
 ) -> None:
     files = tmp_path / "files"
     files.mkdir()
@@ -114,12 +105,12 @@ def test_an_interrupted_demo_leaves_nothing_behind(
     with process:
         assert process.stdout is not None
         process.stdout.readline()  # both processes were started
-        assert len([*belonging_to(files)]) == 3
+        assert len(belonging_to(files)) == 3
         process.send_signal(number)
         output, _ = process.communicate(timeout=30)
     assert b"interrupted" in output
     assert process.returncode == 130
-    assert [*belonging_to(files)] == []
+    assert belonging_to(files) == []
     assert [*files.iterdir()] == []
     assert not (tmp_path / "page.html").exists()
 
@@ -177,12 +168,16 @@ def prefill_worker(kept: int = 3) -> FakeWorker:
     )
 
 
-def decode_worker(pid: int = 2) -> FakeWorker:
-    ids = tuple(f"demo-slow-{number}" for number in range(6))
+SLOW_IDS = tuple(f"demo-slow-{number}" for number in range(6))
+
+
+def decode_worker(
+    pid: int = 2, *, found: Generated = GENERATED, ids: tuple[str, ...] = SLOW_IDS
+) -> FakeWorker:
     answers: dict[type[Order], Note] = {
         Load: READY,
         Continue: GENERATED,
-        Select: GENERATED,
+        Select: found,
         SelectSlowly: SlowlySelected(ids, 0.04),
     }
     return FakeWorker(pid, answers)
@@ -227,25 +222,11 @@ async def test_the_faster_of_two_recomputations_counts() -> None:
     assert (second.first_token_s, second.recomputed.first_token_s) == (2.0, 0.5)
 
 
-async def test_a_document_whose_kv_is_not_found_fails_the_act() -> None:
-    decode = decode_worker()
-    decode._answers[Select] = msgspec.structs.replace(GENERATED, matched_tokens=0)
-    with pytest.raises(ActFailed, match="not found"):
-        await acts(prefill_worker()).second_request(decode)
-
-
 async def test_the_worst_lag_of_all_acts_is_kept() -> None:
     playing = acts(prefill_worker())
     await playing.hand_over(decode_worker(), "bulk")
     await playing.slow_decoder(decode_worker())
     assert (playing.prefill_lag_s, playing.decode_lag_s) == (0.03, 0.04)
-
-
-async def test_entries_out_of_order_fail_the_act() -> None:
-    decode = decode_worker()
-    decode._answers[SelectSlowly] = SlowlySelected(("other",), 0.0)
-    with pytest.raises(ActFailed, match="order"):
-        await acts(prefill_worker()).slow_decoder(decode)
 
 
 async def test_the_decoder_is_killed_in_mid_transfer() -> None:
@@ -256,16 +237,42 @@ async def test_the_decoder_is_killed_in_mid_transfer() -> None:
     assert survival.landed_before < len(survival.taken_over.layers)
 
 
-async def test_a_lost_entry_fails_the_act() -> None:
-    with pytest.raises(ActFailed, match="lost"):
-        await acts(prefill_worker(kept=0)).kill_decoder(
-            FakeWorker(2, {}), decode_worker(3)
-        )
+NOT_FOUND = msgspec.structs.replace(GENERATED, matched_tokens=0)
 
 
-async def test_a_decoder_that_outlives_the_transfer_fails_the_act() -> None:
-    with pytest.raises(ActFailed, match="not killed in mid-transfer"):
-        await acts(prefill_worker()).kill_decoder(decode_worker(), decode_worker(3))
+@pytest.mark.parametrize(
+    ("act", "words"),
+    [
+        (
+            lambda: acts(prefill_worker()).second_request(
+                decode_worker(found=NOT_FOUND)
+            ),
+            "not found",
+        ),
+        (
+            lambda: acts(prefill_worker()).slow_decoder(decode_worker(ids=("other",))),
+            "order",
+        ),
+        (
+            lambda: acts(prefill_worker(0)).kill_decoder(
+                FakeWorker(2, {}), decode_worker(3)
+            ),
+            "lost",
+        ),
+        (
+            lambda: acts(prefill_worker()).kill_decoder(
+                decode_worker(), decode_worker(3)
+            ),
+            "not killed in mid-transfer",
+        ),
+    ],
+    ids=["not found", "out of order", "lost entry", "outlives the transfer"],
+)
+async def test_an_act_fails_that_does_not_come_to_what_it_shows(
+    act: Callable[[], Coroutine[Any, Any, object]], words: str
+) -> None:
+    with pytest.raises(ActFailed, match=words):
+        await act()
 
 
 async def test_tokens_are_read_back_by_the_prefill() -> None:
@@ -330,47 +337,35 @@ def test_a_good_run_has_no_problems(sample_report: DemoReport) -> None:
     assert list(find_problems(sample_report)) == []
 
 
-@pytest.mark.parametrize("act", ["bulk", "layerwise"])
-def test_a_token_that_differs_is_a_problem(sample_report: DemoReport, act: str) -> None:
-    good: HandOver = getattr(sample_report, act)
-    bad = msgspec.structs.replace(good, tokens=(*good.tokens[:-1], 0))
+DIFFER = "the tokens differ from the recomputed ones"
+OTHER = (*range(39), 0)
+
+
+@pytest.mark.parametrize(
+    ("act", "changes", "problem"),
+    [
+        ("bulk", {"tokens": OTHER}, f"KV in bulk: {DIFFER}"),
+        ("layerwise", {"tokens": OTHER}, f"KV layer by layer: {DIFFER}"),
+        ("second", {"tokens": OTHER}, f"Second request: {DIFFER}"),
+        (
+            "bulk",
+            {"prompt_positions": 2},
+            "KV in bulk: the decoder computed 2 positions",
+        ),
+        (
+            *("second", {"prompt_positions": 13}),
+            "Second request: the decoder computed 13 positions",
+        ),
+        (
+            *("backpressure", {"peak_bytes": 10**12}),
+            "Slow decoder: the buffer held more than max_bytes",
+        ),
+    ],
+)
+def test_what_differs_from_a_good_run_is_the_one_problem(
+    sample_report: DemoReport, act: str, changes: dict[str, Any], problem: str
+) -> None:
+    bad = msgspec.structs.replace(getattr(sample_report, act), **changes)
     report = msgspec.structs.replace(sample_report, **{act: bad})
-    assert [*find_problems(report)] == [
-        f"{good.title}: the tokens differ from the recomputed ones"
-    ]
-    assert not report.tokens_identical
-
-
-def test_more_than_one_computed_position_is_a_problem(
-    sample_report: DemoReport,
-) -> None:
-    bulk = msgspec.structs.replace(sample_report.bulk, prompt_positions=2)
-    report = msgspec.structs.replace(sample_report, bulk=bulk)
-    assert [*find_problems(report)] == ["KV in bulk: the decoder computed 2 positions"]
-
-
-def test_a_second_request_that_found_less_than_it_says_is_a_problem(
-    sample_report: DemoReport,
-) -> None:
-    second = msgspec.structs.replace(sample_report.second, prompt_positions=13)
-    report = msgspec.structs.replace(sample_report, second=second)
-    assert [*find_problems(report)] == [
-        "Second request: the decoder computed 13 positions"
-    ]
-
-
-def test_a_token_that_differs_in_the_second_request_is_a_problem(
-    sample_report: DemoReport,
-) -> None:
-    second = msgspec.structs.replace(sample_report.second, tokens=(1,))
-    report = msgspec.structs.replace(sample_report, second=second)
-    assert any("Second request: the tokens" in words for words in find_problems(report))
-    assert not report.tokens_identical
-
-
-def test_a_bound_that_was_not_kept_is_a_problem(sample_report: DemoReport) -> None:
-    slow = msgspec.structs.replace(sample_report.backpressure, peak_bytes=10**12)
-    report = msgspec.structs.replace(sample_report, backpressure=slow)
-    assert [*find_problems(report)] == [
-        "Slow decoder: the buffer held more than max_bytes"
-    ]
+    assert [*find_problems(report)] == [problem]
+    assert report.tokens_identical == ("tokens" not in changes)
