@@ -3,7 +3,7 @@ from __future__ import annotations
 import dataclasses
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -120,6 +120,11 @@ class Connector(KVConnectorScheduler):
             reasons=results.reasons,
         )
 
+    @property
+    def last(self) -> KVTransferResults:
+        """What it was told last."""
+        return self.heard[-1]
+
     def request_finished(
         self, request: KVRequest, block_ids: BlockIds
     ) -> tuple[bool, dict[str, object] | None]:
@@ -151,10 +156,16 @@ def role(connector: Connector) -> Any:
 SENT = KVTransferResults(finished_sending=frozenset({"a"}))
 
 
+def told(role: Any, name: str = "a", **given: Any) -> Request:
+    """Return a request that moves, of which the role was told."""
+    request = Request(name, [1, 2], MOVES, **given)
+    role.on_new_request(request)
+    return request
+
+
 def saved(role: Any, connector: Connector) -> Request:
     """Return a request whose save is ordered."""
-    request = Request("a", [1, 2], MOVES)
-    role.on_new_request(request)
+    request = told(role)
     connector.saves = (Save("a"),)
     role.orders(Output({"a": 2}, [New("a")]), blocks_of)
     return request
@@ -271,7 +282,7 @@ def test_a_prompt_is_told_of_until_its_last_chunk(
 
 
 def test_a_preempted_prompt_is_told_of_again(role: Any) -> None:
-    role.on_new_request(Request("a", [1, 2], MOVES))
+    told(role)
     role.orders(Output({"a": 2}, [New("a")]), blocks_of)
     assert not role.overwritten({"a", "stranger"})
     both = Cached(["a", "stranger"], [0, 0])
@@ -283,7 +294,7 @@ def test_blocks_that_a_save_may_read_are_not_to_be_overwritten(
     role: Any, connector: Connector
 ) -> None:
     for name in ("a", "b"):
-        role.on_new_request(Request(name, [1, 2], MOVES))
+        told(role, name)
     connector.saves = (Save("a"),)
     role.orders(Output({"a": 2, "b": 2}, [New("a"), New("b")]), blocks_of)
     assert not role.overwritten({"b"})
@@ -316,7 +327,7 @@ def test_a_save_that_ended_before_its_request_holds_nothing(
 def test_a_save_cannot_have_ended_before_it_was_ordered(
     role: Any, connector: Connector
 ) -> None:
-    role.on_new_request(Request("a", [1, 2], MOVES))
+    told(role)
     assert role.believe(SENT, SENT) == (set(), set())
     assert role.dropped == 1
     request = saved(role, connector)
@@ -326,16 +337,14 @@ def test_a_save_cannot_have_ended_before_it_was_ordered(
 def test_a_request_whose_save_failed_carries_nothing(
     role: Any, connector: Connector
 ) -> None:
-    request = Request("a", [1, 2], MOVES)
-    role.on_new_request(request)
+    request = told(role)
     connector.params = None
     assert role.finished(request, [[1]]) == (False, None)
     assert connector.freed == ((1,),)
 
 
 def test_a_request_that_is_finished_is_forgotten(role: Any) -> None:
-    request = Request("a", [1, 2], MOVES)
-    role.on_new_request(request)
+    request = told(role)
     role.finished(request, [[1]])
     assert not role.knows("a")
     assert role.orders(Output({"a": 2}, [New("a")]), blocks_of) is None
@@ -356,13 +365,15 @@ def test_what_workers_told_reaches_a_connector_that_takes_it(role: Any) -> None:
     role.take_handshakes(metadata)  # of another kind, which is told nothing
 
 
-def test_a_connector_says_that_it_has_work_and_forgets_its_cache(
+def test_a_connector_says_what_it_does_and_is_shut_down_with_its_role(
     role: Any, connector: Connector
 ) -> None:
     assert not role.has_pending_work()
     connector.is_busy = True
     assert role.has_pending_work()
     assert role.reset_cache() is True
+    role.shutdown()
+    assert connector.is_down
 
 
 def test_blocks_are_held_while_one_rank_saves_though_another_has_failed(
@@ -375,8 +386,7 @@ def test_blocks_are_held_while_one_rank_saves_though_another_has_failed(
 
 
 def test_a_save_that_is_refused_holds_nothing(role: Any, connector: Connector) -> None:
-    request = Request("a", [1, 2], MOVES)
-    role.on_new_request(request)
+    request = told(role)
     connector.saves, connector.params = (Save("a", "too large"),), None
     role.orders(Output({"a": 2}, [New("a")]), blocks_of)
     assert not role.overwritten({"a"})
@@ -415,13 +425,13 @@ def test_what_one_rank_says_of_its_failure_is_kept_until_all_have_ended(
     nothing = KVTransferResults()
     assert role.believe(nothing, ends("known", failed=True)) == (set(), set())
     assert role.believe(ends("known"), ends("known")) == (set(), {"known"})
-    assert connector.heard[-1].failed_recving == {"known"}
-    assert connector.heard[-1].reasons == {"known": "another model"}
+    assert connector.last.failed_recving == {"known"}
+    assert connector.last.reasons == {"known": "another model"}
     assert "the KV of known did not come: another model" in caplog.text
     counts = role.take_counts()
     assert (counts["loads"], counts["failed_loads"]) == (0, 1)
     role.believe(ends("known"), ends("known"))
-    assert connector.heard[-1].failed_recving == frozenset()
+    assert connector.last.failed_recving == frozenset()
 
 
 def test_a_failed_save_is_one_when_no_rank_reads_any_more(
@@ -435,16 +445,16 @@ def test_a_failed_save_is_one_when_no_rank_reads_any_more(
         reasons={"a": "no room"},
     )
     role.believe(ends("known"), ends("known") | failed)
-    assert connector.heard[-1].failed_sending == frozenset()
-    assert connector.heard[-1].full_sending == frozenset()
+    assert connector.last.failed_sending == frozenset()
+    assert connector.last.full_sending == frozenset()
     assert role.finished(request, [[1]])[0]
     assert role.believe(SENT, SENT) == ({"a"}, set())
-    assert connector.heard[-1].failed_sending == {"a"}
-    assert connector.heard[-1].full_sending == {"a"}
+    assert connector.last.failed_sending == {"a"}
+    assert connector.last.full_sending == {"a"}
     counts = role.take_counts()
     assert (counts["saves"], counts["failed_saves"]) == (0, 1)
     role.believe(SENT, SENT)
-    assert connector.heard[-1].failed_sending == frozenset()
+    assert connector.last.failed_sending == frozenset()
     assert "the KV of a was not saved: no room" in caplog.text
 
 
@@ -464,9 +474,9 @@ def test_the_ends_of_another_connector_are_left_alone(
     connector.loads = (Load("known", ((1,),)),)
     role.orders(Output(), blocks_of)
     role.believe(ends("known"), KVTransferResults())  # nobody else loads for it
-    assert connector.heard[-1].finished_recving == {"known"}
+    assert connector.last.finished_recving == {"known"}
     role.believe(ends("known"), KVTransferResults())  # nor here, any more
-    assert connector.heard[-1].finished_recving == frozenset()
+    assert connector.last.finished_recving == frozenset()
     assert not any("z" in said.finished_recving for said in connector.heard)
 
 
@@ -477,7 +487,7 @@ def test_a_request_that_only_releases_may_be_loaded_by_another_connector(
     role.orders(Output(), blocks_of)
     theirs = ends("released")
     assert role.believe(theirs, KVTransferResults()) == (set(), {"released"})
-    assert connector.heard[-1] == KVTransferResults()
+    assert connector.last == KVTransferResults()
 
 
 def test_requests_are_counted_once_whatever_the_number_of_ranks(
@@ -548,52 +558,46 @@ class Asking(Connector, AsksElsewhere):
         raise NotImplementedError
 
 
-def test_what_has_to_be_asked_elsewhere_is_asked_again_until_it_is_known() -> None:
-    connector = Asking()
-    role: Any = SchedulerRole(connector, sees_all=True)
-    request = Request("a", list(range(40)))
-    role.on_new_request(request)
-    assert role.matched_tokens(request, 0) == (None, False)
-    while (found := role.matched_tokens(request, 0)) == (None, False):
-        pass
-    assert found == (32, True)
-    role.shutdown()
-    role.shutdown()
-    assert connector.log == ["started", "asked", "closed"]
+@pytest.fixture
+def asking() -> Asking:
+    return Asking()
 
 
-def test_a_question_is_asked_at_once() -> None:
-    connector = Asking()
-    role: Any = SchedulerRole(connector, sees_all=True)
-    request = Request("a", list(range(40)))
-    role.on_new_request(request)
-    assert role.matched_tokens(request, 0) == (None, False)
-    assert connector.is_asked.wait(5)
+@pytest.fixture
+def asker(asking: Asking) -> Iterator[Any]:
+    role = SchedulerRole(asking, sees_all=True)
+    yield role
     role.shutdown()
 
 
-def test_whether_the_store_answers_is_told_when_it_changes() -> None:
-    connector = Asking()
-    role: Any = SchedulerRole(connector, sees_all=True)
-    for is_reachable in (True, False):
-        connector.is_reachable = is_reachable
-        gauges = {"scheduler": {"store_reachable": int(is_reachable)}}
-        assert role.take_counts()["gauges"] == gauges
-        assert role.take_counts() is None
-    role.shutdown()
+LONG = Request("a", list(range(40)))
 
 
-def test_a_question_that_fails_is_answered_by_nothing() -> None:
-    connector = Asking()
-    connector.is_failing = True
-    role: Any = SchedulerRole(connector, sees_all=True)
-    request = Request("a", list(range(40)))
-    role.on_new_request(request)
+@pytest.mark.parametrize(("is_failing", "found"), [(False, 32), (True, 0)])
+def test_what_has_to_be_asked_elsewhere_is_asked_again_until_it_is_known(
+    asker: Any, asking: Asking, is_failing: bool, found: int
+) -> None:
+    asking.is_failing = is_failing
+    asker.on_new_request(LONG)
+    assert asker.matched_tokens(LONG, 0) == (None, False)
+    assert asking.is_asked.wait(5)  # at once
     deadline = time.monotonic() + 5
-    while (found := role.matched_tokens(request, 0)) == (None, False):
+    while (answer := asker.matched_tokens(LONG, 0)) == (None, False):
         assert time.monotonic() < deadline
-    assert found == (0, True)
-    role.shutdown()
+    assert answer == (found, True)
+    for _ in range(2):
+        asker.shutdown()
+    assert asking.log == ["started", "asked", "closed"]
+
+
+def test_whether_the_store_answers_is_told_when_it_changes(
+    asker: Any, asking: Asking
+) -> None:
+    for is_reachable in (True, False):
+        asking.is_reachable = is_reachable
+        gauges = {"scheduler": {"store_reachable": int(is_reachable)}}
+        assert asker.take_counts()["gauges"] == gauges
+        assert asker.take_counts() is None
 
 
 @pytest.mark.parametrize("between", ["", " "])
@@ -618,7 +622,7 @@ def test_failures_of_what_never_ends_are_not_kept_for_ever(
         role.believe(nothing, said)
     ended = KVTransferResults(finished_recving=frozenset({names[0], names[-1]}))
     role.believe(ended, ended)
-    assert connector.heard[-1].failed_recving == {names[-1]}
+    assert connector.last.failed_recving == {names[-1]}
 
 
 @pytest.mark.parametrize(
@@ -641,7 +645,7 @@ def test_a_request_that_ends_without_an_answer_is_aborted(
 def test_a_sample_says_of_which_request_it_is_one(
     role: Any, connector: Connector, request_id: str, parent_id: str
 ) -> None:
-    role.on_new_request(Request(request_id, [1, 2], MOVES))
+    told(role, request_id)
     assert [one.parent_id for one in connector.requests] == [parent_id]
 
 
@@ -655,22 +659,14 @@ def test_blocks_are_told_with_the_request_and_how_many_tokens_come(
     assert (told, blocks, count) == ("a", ((4, 5),), 2)
 
 
-def test_a_connector_is_shut_down_with_its_role(
-    role: Any, connector: Connector
-) -> None:
-    role.shutdown()
-    assert connector.is_down
-
-
 def test_an_end_of_a_save_that_only_its_blocks_tell_of_is_ours(
     role: Any, connector: Connector
 ) -> None:
     request = saved(role, connector)
     role.believe(SENT, KVTransferResults())
-    assert connector.heard[-1].finished_sending == {"a"}
+    assert connector.last.finished_sending == {"a"}
     assert role.finished(request, [[1]])[0] is False
-    again = Request("a", [1, 2], MOVES)
-    role.on_new_request(again)
+    again = told(role)
     role.orders(Output({"a": 2}, [New("a")]), blocks_of)
     assert role.finished(again, [[1]])[0] is True
     assert role.believe(SENT, KVTransferResults())[0] == {"a"}
