@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
+from typing import Any
 
 import pytest
 
@@ -87,52 +88,51 @@ async def calls_of(case: Case) -> list[int]:
     return [len(sample.calls) for sample in samples]
 
 
-async def test_a_ping_takes_as_many_entries_as_it_times(
-    rig: Rig, any_left: Counter
+PING = Subject("ping", "ping", "latency", "us", False, 64)
+PAIRS = Subject("pairs", "pairs", "rate", "pairs/s", True, 64)
+
+
+def asking(outstanding: int) -> Subject:
+    return Subject(
+        "n", "n", "concurrency", "requests/s", True, 100, outstanding=outstanding
+    )
+
+
+@pytest.mark.parametrize(
+    ("opening", "subject", "count", "beside"),
+    [
+        (open_ping, PING, 25, [20, 20]),
+        (open_pairs, PAIRS, 4, [10, 10]),
+        *(
+            (open_outstanding, asking(outstanding), 7, [7])
+            for outstanding in (1, 3, 100)
+        ),
+    ],
+)
+async def test_as_many_calls_are_made_as_are_timed_and_no_entry_is_left(
+    rig: Rig,
+    any_left: Counter,
+    opening: Any,
+    subject: Subject,
+    count: int,
+    beside: list[int],
 ) -> None:
-    subject = Subject("ping", "ping", "latency", "us", False, 64)
-    async with open_ping(rig, subject, 25) as case:
-        assert await calls_of(case) == [25, 20, 20]
-        assert (await case.ours()).value > 0
+    async with opening(rig, subject, count) as case:
+        assert await calls_of(case) == [count, *beside]
+        assert (await case.ours()).value > 0  # by itself, too
     assert await any_left() == 0
 
 
-async def test_as_many_requests_are_made_whatever_is_outstanding(
-    rig: Rig, any_left: Counter
-) -> None:
-    for outstanding in (1, 3, 100):
-        subject = Subject(
-            "n", "n", "concurrency", "requests/s", True, 100, outstanding=outstanding
-        )
-        async with open_outstanding(rig, subject, 7) as case:
-            assert await calls_of(case) == [7, 7]
-    assert await any_left() == 0
-
-
+@pytest.mark.parametrize(
+    ("opening", "subject"),
+    [(open_ping, PING), (open_pairs, PAIRS), (open_outstanding, asking(1))],
+)
 async def test_a_server_that_is_no_bench_is_asked_with_nothing_beside_it(
-    plain_rig: Rig,
+    plain_rig: Rig, opening: Any, subject: Subject
 ) -> None:
-    subject = Subject("ping", "ping", "latency", "us", False, 64)
-    async with open_ping(plain_rig, subject, 5) as case:
-        assert await calls_of(case) == [5]
-    async with open_outstanding(plain_rig, subject, 5) as case:
+    async with opening(plain_rig, subject, 5) as case:
         assert await calls_of(case) == [5]
     assert await plain_rig.lookup.peek(plain_rig.prefix) == 0
-
-
-async def test_a_pair_is_measured_beside_two_echoes(
-    rig: Rig, any_left: Counter
-) -> None:
-    subject = Subject("pairs", "pairs", "rate", "pairs/s", True, 64)
-    async with open_pairs(rig, subject, 4) as case:
-        assert await calls_of(case) == [4, 10, 10]
-    assert await any_left() == 0
-
-
-async def test_a_server_that_is_no_bench_takes_pairs_too(plain_rig: Rig) -> None:
-    subject = Subject("pairs", "pairs", "rate", "pairs/s", True, 64)
-    async with open_pairs(plain_rig, subject, 4) as case:
-        assert await calls_of(case) == [4]
 
 
 async def test_every_tick_is_noted() -> None:

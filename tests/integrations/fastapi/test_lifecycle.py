@@ -66,8 +66,7 @@ def started(app: Starlette) -> AbstractAsyncContextManager[object]:
 
 
 async def peek(app: Starlette, path: str = "/peek") -> httpx.Response:
-    transport = httpx.ASGITransport(app)
-    async with httpx.AsyncClient(transport=transport, base_url="http://app") as client:
+    async with client_of(app) as client:
         return await client.get(path)
 
 
@@ -303,15 +302,18 @@ async def test_it_says_where_it_serves(caplog: pytest.LogCaptureFixture) -> None
         assert "serving KV at mem://here" in caplog.text
 
 
-def test_it_does_exactly_one_thing() -> None:
-    with pytest.raises(ValueError, match="one of these"):
-        lifespan()
-    with pytest.raises(ValueError, match="one of these"):
-        lifespan(connect="mem://a", serve="mem://b")
-    with pytest.raises(ValueError, match="lookup="):
-        lifespan(connect="mem://a", lookup=asynckv.LookupBuffer())
-    with pytest.raises(ValueError, match="store="):
-        lifespan(store=asynckv.StoreBuffer())
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({}, "one of these"),
+        ({"connect": "mem://a", "serve": "mem://b"}, "one of these"),
+        ({"connect": "mem://a", "lookup": asynckv.LookupBuffer()}, "lookup="),
+        ({"store": asynckv.StoreBuffer()}, "store="),
+    ],
+)
+def test_it_does_exactly_one_thing(given: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        lifespan(**given)
 
 
 def client_of(app: Starlette) -> httpx.AsyncClient:

@@ -43,6 +43,13 @@ def go_on(model: Any, ids: torch.Tensor, **options: Any) -> torch.Tensor:
     return sequences
 
 
+def check_goes_on(
+    model: Any, expected: torch.Tensor, kwargs: dict[str, Any], count: int = 8
+) -> None:
+    done = model.generate(**kwargs, max_new_tokens=count, do_sample=False)
+    assert torch.equal(done, expected)
+
+
 async def handed(
     model: PreTrainedModel, ids: torch.Tensor, lookup: KVLookupBuffer
 ) -> Handoff:
@@ -61,8 +68,7 @@ async def test_a_whole_prompt_over_a_whole_cache_is_wrong_unless_it_is_cut(
     kwargs = (await handed(model, prompt, lookup)).generate_kwargs()
     assert kwargs.keys() == {"input_ids", "attention_mask", "past_key_values"}
     assert kwargs["past_key_values"].get_seq_length() == 39
-    done = model.generate(**kwargs, max_new_tokens=8, do_sample=False)
-    assert torch.equal(done, reference(model, prompt))
+    check_goes_on(model, reference(model, prompt), kwargs)
 
 
 async def test_a_prompt_with_its_first_token_uses_the_whole_cache(
@@ -72,8 +78,7 @@ async def test_a_prompt_with_its_first_token_uses_the_whole_cache(
     kwargs = handoff.generate_kwargs(await handoff.first_token())
     assert kwargs["past_key_values"].get_seq_length() == 40
     assert kwargs["attention_mask"].shape == kwargs["input_ids"].shape == (1, 41)
-    done = model.generate(**kwargs, max_new_tokens=7, do_sample=False)
-    assert torch.equal(done, reference(model, prompt))
+    check_goes_on(model, reference(model, prompt), kwargs, 7)
     assert handoff.prompt_positions_computed == 0
 
 
@@ -82,8 +87,7 @@ async def test_only_the_new_token_with_the_full_mask_gives_only_new_tokens(
 ) -> None:
     kwargs = (await handed(model, prompt, lookup)).generate_kwargs()
     kwargs["input_ids"] = kwargs["input_ids"][:, -1:]
-    done = model.generate(**kwargs, max_new_tokens=8, do_sample=False)
-    assert torch.equal(done, reference(model, prompt)[:, 39:])
+    check_goes_on(model, reference(model, prompt)[:, 39:], kwargs)
 
 
 async def test_only_the_new_token_without_a_mask_fails_loudly(
@@ -135,8 +139,7 @@ async def test_a_window_is_wrong_unless_its_length_is_counted_on(
     kwargs: Any = handoff.generate_kwargs(await handoff.first_token())
     layer = kwargs["past_key_values"].layers[-1]
     assert (layer.cumulative_length, layer.keys.shape[-2]) == (40, 15)
-    done = model.generate(**kwargs, max_new_tokens=7, do_sample=False)
-    assert torch.equal(done, reference(model, prompt))
+    check_goes_on(model, reference(model, prompt), kwargs, 7)
 
 
 async def test_without_the_config_a_window_sees_too_much(
@@ -157,8 +160,7 @@ async def test_without_the_config_a_window_sees_too_much(
         wrong = first
     assert not torch.equal(wrong, reference(model, prompt))
     kwargs: Any = (await handed(model, prompt, lookup)).generate_kwargs()
-    done = model.generate(**kwargs, max_new_tokens=8, do_sample=False)
-    assert torch.equal(done, reference(model, prompt))
+    check_goes_on(model, reference(model, prompt), kwargs)
 
 
 async def test_a_first_token_of_another_prompt_is_not_taken(
@@ -189,8 +191,7 @@ async def test_a_prompt_of_one_token_imports_nothing(
 ) -> None:
     one = prompt[:, :1]
     kwargs: Any = (await handed(model, one, lookup)).generate_kwargs()
-    done = model.generate(**kwargs, max_new_tokens=8, do_sample=False)
-    assert torch.equal(done, reference(model, one))
+    check_goes_on(model, reference(model, one), kwargs)
 
 
 async def test_all_that_was_carried_is_there(
@@ -229,9 +230,17 @@ async def test_who_waits_for_all_of_it_hears_what_kept_it_from_coming(
 TENSOR = torch.arange(3)
 
 
-async def test_a_thread_waits_until_the_tensor_has_landed() -> None:
-    landing = Landing()
-    forward = Forward(lambda: landing.take("a"), landing.stop, name="a forward")
+@pytest.fixture
+async def landing() -> Landing:  # it belongs to the test's loop
+    return Landing()
+
+
+def taking(landing: Landing) -> Forward[torch.Tensor]:
+    return Forward(lambda: landing.take("a"), landing.stop, name="a forward")
+
+
+async def test_a_thread_waits_until_the_tensor_has_landed(landing: Landing) -> None:
+    forward = taking(landing)
     landing.land("b", TENSOR)
     assert forward.thread.is_alive()
     landing.land("a", TENSOR)
@@ -239,19 +248,21 @@ async def test_a_thread_waits_until_the_tensor_has_landed() -> None:
     await forward.aclose()
 
 
-async def test_a_waiting_thread_wakes_up_when_nothing_will_land() -> None:
-    landing = Landing()
-    forward = Forward(lambda: landing.take("a"), landing.stop, name="a forward")
+async def test_a_waiting_thread_wakes_up_when_nothing_will_land(
+    landing: Landing,
+) -> None:
+    forward = taking(landing)
     landing.fail(KeyError("gone"))
     landing.fail(ValueError("later"))
     with pytest.raises(KeyError, match="gone"):
         await forward.wait()
 
 
-async def test_what_has_landed_is_there_after_a_failure_but_not_after_a_stop() -> None:
-    landing = Landing()
-    landing.land("a", TENSOR)
-    landing.land("b", TENSOR)
+async def test_what_has_landed_is_there_after_a_failure_but_not_after_a_stop(
+    landing: Landing,
+) -> None:
+    for name in "ab":
+        landing.land(name, TENSOR)
     landing.fail(KeyError("gone"))
     assert landing.take("a") is TENSOR
     landing.stop()
@@ -259,9 +270,8 @@ async def test_what_has_landed_is_there_after_a_failure_but_not_after_a_stop() -
         landing.take("b")
 
 
-async def test_a_waiting_thread_wakes_up_when_it_is_stopped() -> None:
-    landing = Landing()
-    forward = Forward(lambda: landing.take("a"), landing.stop, name="a forward")
+async def test_a_waiting_thread_wakes_up_when_it_is_stopped(landing: Landing) -> None:
+    forward = taking(landing)
     await forward.aclose()
     with pytest.raises(ForwardStopped):
         forward.result()
@@ -272,10 +282,15 @@ async def test_the_loop_is_never_blocked() -> None:
         Landing().take("a")
 
 
-def cache_of(
-    model: PreTrainedModel, landing: Landing, used: Callable[[int], None]
-) -> LandingCache:
-    plans = plan_layers(model.config)
+@pytest.fixture
+def used() -> list[int]:
+    """Which layers a forward has taken up."""
+    return []
+
+
+@pytest.fixture
+def cache(model_of: Model, landing: Landing, used: list[int]) -> Any:
+    plans = plan_layers(model_of("mixed").config)
     return LandingCache(
         landing,
         plans,
@@ -283,14 +298,18 @@ def cache_of(
         entry_length=40,
         carried_rows=[plan.rows_to_carry(40) for plan in plans],
         device=torch.device("cpu"),
-        used=used,
+        used=used.append,
     )
 
 
+def land(landing: Landing, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
+    landing.land(f"layers.{layer}.value", value)
+    landing.land(f"layers.{layer}.key", key)
+
+
 async def test_lengths_and_masks_are_known_before_anything_has_landed(
-    model_of: Callable[..., PreTrainedModel],
+    cache: Any,
 ) -> None:
-    cache = cache_of(model_of("mixed"), Landing(), lambda _: None)
     assert cache.get_seq_length() == 39
     assert cache.get_mask_sizes(1, 0) == (40, 0)
     assert cache.get_mask_sizes(1, 1) == (16, 24)
@@ -298,9 +317,8 @@ async def test_lengths_and_masks_are_known_before_anything_has_landed(
 
 
 async def test_no_path_to_keys_or_values_goes_around_the_wait(
-    model_of: Callable[..., PreTrainedModel],
+    cache: Any,
 ) -> None:
-    cache: Any = cache_of(model_of("mixed"), Landing(), lambda _: None)
     step = torch.ones(1, 2, 1, 8)
     for read in (
         lambda: cache.layers[0].keys,
@@ -315,46 +333,30 @@ async def test_no_path_to_keys_or_values_goes_around_the_wait(
 
 
 async def test_a_layer_takes_the_positions_before_the_next_one(
-    model_of: Callable[..., PreTrainedModel],
+    cache: Any, landing: Landing, used: list[int]
 ) -> None:
-    landing, used = Landing(), list[int]()
-    cache: Any = cache_of(model_of("mixed"), landing, used.append)
     full = torch.arange(40.0).reshape(1, 1, 40, 1).expand(1, 2, 40, 8)
     for layer, rows in ((0, full), (1, full[:, :, -16:])):
-        landing.land(f"layers.{layer}.key", rows)
-        landing.land(f"layers.{layer}.value", rows)
+        land(landing, layer, rows, rows)
     assert cache.layers[0].keys[0, 0, :, 0].tolist() == list(range(39))
     assert cache.layers[1].values[0, 0, :, 0].tolist() == list(range(24, 39))
     assert used == [0, 1]
-    assert threading.active_count() >= 1
 
 
-async def test_keys_are_keys_and_values_are_values(
-    model_of: Callable[..., PreTrainedModel],
+async def test_keys_are_keys_values_are_values_and_positions_are_counted_once(
+    cache: Any, landing: Landing
 ) -> None:
-    landing = Landing()
-    cache: Any = cache_of(model_of("mixed"), landing, lambda _: None)
+    step = torch.ones(1, 2, 5, 8)
     for layer, rows in ((0, 40), (1, 16)):
-        landing.land(f"layers.{layer}.value", torch.full((1, 2, rows, 8), 2.0))
-        landing.land(f"layers.{layer}.key", torch.full((1, 2, rows, 8), 1.0))
-    for layer in cache.layers[:2]:
-        assert layer.values.eq(2).all() and layer.keys.eq(1).all()
-
-
-async def test_the_positions_that_a_forward_computes_are_counted_once(
-    model_of: Callable[..., PreTrainedModel],
-) -> None:
-    landing = Landing()
-    cache: Any = cache_of(model_of("mixed"), landing, lambda _: None)
-    for layer, rows in ((0, 40), (1, 16)):
-        for part in ("key", "value"):
-            landing.land(f"layers.{layer}.{part}", torch.ones(1, 2, rows, 8))
-        cache.update(torch.ones(1, 2, 5, 8), torch.ones(1, 2, 5, 8), layer)
+        key = torch.full((1, 2, rows, 8), 1.0)
+        land(landing, layer, key, 2 * key)
+        assert cache.layers[layer].keys.eq(1).all()
+        assert cache.layers[layer].values.eq(2).all()
+        cache.update(step, step, layer)
     assert cache.positions_computed == 5
 
 
-async def test_what_landed_at_once_is_there_and_complete() -> None:
-    landing = Landing()
+async def test_what_landed_at_once_is_there_and_complete(landing: Landing) -> None:
     landing.land_all({"a": TENSOR, "b": TENSOR + 1})
     assert landing.completed.done()
     assert torch.equal(landing.take("b"), TENSOR + 1)
@@ -375,21 +377,18 @@ async def test_what_the_call_raises_is_raised_to_who_waits() -> None:
         await Forward(fail, lambda: None, name="a forward").wait()
 
 
-async def test_closing_stops_the_call_and_waits_for_it() -> None:
-    stopped = threading.Event()
-    forward = Forward(lambda: stopped.wait(10), stopped.set, name="a forward")
-    await forward.aclose()
-    assert forward.ended.done()
-    assert forward.result() is True
-
-
-async def test_closing_waits_through_both_kinds_of_cancellation() -> None:
+@pytest.mark.parametrize("is_cancelled", [False, True])
+async def test_closing_stops_the_call_and_waits_for_it_whoever_cancels(
+    is_cancelled: bool,
+) -> None:
     stopped = threading.Event()
     forward = Forward(lambda: stopped.wait(10), stopped.set, name="a forward")
     with anyio.CancelScope() as scope:
-        scope.cancel()
+        if is_cancelled:
+            scope.cancel()
         await forward.aclose()
     assert forward.ended.done()
+    assert forward.result() is True
 
 
 async def test_closing_does_not_wait_longer_than_a_second() -> None:

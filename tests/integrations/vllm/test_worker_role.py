@@ -1,8 +1,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
-from collections.abc import Callable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from typing import Any
 
 import msgspec
 import pytest
@@ -151,13 +153,20 @@ def worker() -> Worker:
     return Worker()
 
 
-@pytest.fixture
-def role(worker: Worker) -> Iterator[WorkerRole]:
-    role = WorkerRole("test", lambda: worker)
+@contextlib.contextmanager
+def role_of(worker: Worker, **options: Any) -> Iterator[WorkerRole]:
+    """Yield a role whose worker has begun, and noted nothing yet."""
+    role = WorkerRole("test", lambda: worker, **options)
     role.register({"layer": torch.zeros(2, 2)}, {"layer": 0})
     worker.log.clear()
     yield role
     role.shutdown()
+
+
+@pytest.fixture
+def role(worker: Worker) -> Iterator[WorkerRole]:
+    with role_of(worker) as role:
+        yield role
 
 
 def step(role: WorkerRole, orders: KVConnectorMetadata | None, *layers: str) -> None:
@@ -172,6 +181,16 @@ def wait_for(role: WorkerRole) -> KVTransferResults:
     while not (ended := role.results()):
         threading.Event().wait(0.001)
     return ended
+
+
+def wait_quiet_until(
+    role: WorkerRole, request_ids: set[str], call: Callable[..., None], *args: Any
+) -> None:
+    """Wait until these are quiet, which they are once the loop has called that."""
+    timer = threading.Timer(0.05, lambda: role._bridge.call(call, *args))
+    timer.start()
+    role.wait_quiet(request_ids)
+    timer.join()
 
 
 def settle(role: WorkerRole) -> None:
@@ -210,17 +229,12 @@ def test_the_parts_of_a_step_come_in_order(role: WorkerRole, worker: Worker) -> 
     ]
 
 
-def test_layers_are_told_only_to_who_wants_them(
-    role: WorkerRole, worker: Worker
-) -> None:
+def test_layers_are_told_only_to_who_wants_them(worker: Worker) -> None:
     worker.wants = False
-    other = WorkerRole("other", lambda: worker)
-    other.register({}, {})
-    worker.log.clear()
-    step(other, Orders(), "one")
-    settle(other)
-    other.shutdown()
-    assert "one" not in worker.log
+    with role_of(worker) as role:
+        step(role, Orders(), "one")
+        settle(role)
+    assert worker.log[:4] == ["bind", "load", "save", "clear"]
 
 
 def test_what_ended_is_reported_once_and_counted(role: WorkerRole) -> None:
@@ -248,23 +262,24 @@ def test_bytes_are_counted_though_nothing_has_ended(
 ) -> None:
     worker.saved_bytes = 50
     role._bridge.call(worker.callback)
+    assert next_counts(role)["saved_bytes"] == 50
+
+
+def next_counts(role: WorkerRole) -> dict[str, Any]:
+    """Wait for what is to be counted."""
     while (counts := role.take_counts()) is None:
         assert not role.results()
         threading.Event().wait(0.001)
-    assert counts["saved_bytes"] == 50
+    return counts
 
 
 def test_how_many_links_are_up_is_told_before_anything_ends(worker: Worker) -> None:
     worker.links = 2
-    role = WorkerRole("test", lambda: worker)
-    role.register({}, {})
-    while (counts := role.take_counts()) is None:
-        threading.Event().wait(0.001)
-    assert counts["gauges"] == {"test": {"links": 2}}
-    role.shutdown()
+    with role_of(worker) as role:
+        assert next_counts(role)["gauges"] == {"test": {"links": 2}}
 
 
-def test_how_many_links_are_up_is_told_when_when_it_changes(
+def test_how_many_links_are_up_is_told_when_it_changes(
     role: WorkerRole, worker: Worker
 ) -> None:
     for links in (2, 0):
@@ -291,11 +306,8 @@ def test_blocks_are_quiet_when_the_saves_of_steps_before_are_over(
     role: WorkerRole, worker: Worker
 ) -> None:
     step(role, Orders(saves=(Order("a"),)))
-    timer = threading.Timer(0.05, lambda: role._bridge.call(worker.may_save.set))
-    timer.start()
-    role.wait_quiet({"a", "stranger"})
+    wait_quiet_until(role, {"a", "stranger"}, worker.may_save.set)
     assert worker.may_save.is_set()
-    timer.join()
     assert wait_for(role).finished_sending == {"a"}
 
 
@@ -312,17 +324,12 @@ class SlowWorker(Worker):
 
 def test_blocks_are_not_quiet_before_the_saves_of_a_step_have_begun() -> None:
     worker = SlowWorker()
-    role = WorkerRole("test", lambda: worker)
-    role.register({}, {})
-    step(role, Orders(saves=(Order("a"),)))
-    role._bridge.call(worker.may_save.set)
-    timer = threading.Timer(0.05, lambda: role._bridge.call(worker.may_load.set))
-    timer.start()
-    role.wait_quiet({"a"})
-    assert worker.may_load.is_set()
-    timer.join()
-    assert wait_for(role).finished_sending == {"a"}
-    role.shutdown()
+    with role_of(worker) as role:
+        step(role, Orders(saves=(Order("a"),)))
+        role._bridge.call(worker.may_save.set)
+        wait_quiet_until(role, {"a"}, worker.may_load.set)
+        assert worker.may_load.is_set()
+        assert wait_for(role).finished_sending == {"a"}
 
 
 def test_where_their_wait_fails_blocks_are_quiet_when_each_save_has_ended(
@@ -333,12 +340,8 @@ def test_where_their_wait_fails_blocks_are_quiet_when_each_save_has_ended(
     step(role, Orders(saves=(Order("c"),)))
     settle(role)
     ended = KVTransferResults(finished_sending=frozenset("ab"))
-    timer = threading.Timer(0.05, lambda: role._bridge.call(worker._end, ended))
-    timer.start()
-    role.wait_quiet({"a"})
-    found = role.results()
-    timer.join()
-    assert found.finished_sending == {"a", "b"}
+    wait_quiet_until(role, {"a"}, worker._end, ended)
+    assert role.results().finished_sending == {"a", "b"}
 
 
 def test_blocks_of_a_save_that_was_refused_are_quiet(
@@ -360,26 +363,22 @@ def test_nobody_waits_for_the_saves_of_others(role: WorkerRole, worker: Worker) 
 
 def test_what_was_saved_in_the_same_step_is_let_go_of_too() -> None:
     worker = HoldingWorker()
-    role = WorkerRole("test", lambda: worker)
-    role.register({}, {})
-    step(role, Orders(saves=(Order("a"), Order("b"))))
-    step(role, Orders(saves=(Order("c"),)))
-    role.wait_quiet({"a"})
-    assert worker.wanted == [{"a", "b"}]
-    role.shutdown()
+    with role_of(worker) as role:
+        step(role, Orders(saves=(Order("a"), Order("b"))))
+        step(role, Orders(saves=(Order("c"),)))
+        role.wait_quiet({"a"})
+        assert worker.wanted == [{"a", "b"}]
 
 
 @pytest.mark.parametrize("reports_saves", [False, True])
 def test_a_save_that_hangs_ends_no_engine(worker: Worker, reports_saves: bool) -> None:
-    role = WorkerRole("test", lambda: worker, reports_saves=reports_saves, quiet_s=0.01)
-    role.register({}, {})
-    step(role, Orders(saves=(Order("a"),)))
-    role.wait_quiet({"a"})
-    assert not worker.may_save.is_set()
-    settle(role)
-    # What it has read must not be taken for KV, unless it is given up elsewhere.
-    assert ("given up" in worker.log) is not reports_saves
-    role.shutdown()
+    with role_of(worker, reports_saves=reports_saves, quiet_s=0.01) as role:
+        step(role, Orders(saves=(Order("a"),)))
+        role.wait_quiet({"a"})
+        assert not worker.may_save.is_set()
+        settle(role)
+        # What it has read must not be taken for KV, unless it is given up elsewhere.
+        assert ("given up" in worker.log) is not reports_saves
 
 
 def test_a_refused_save_is_not_waited_for(role: WorkerRole, worker: Worker) -> None:
@@ -389,17 +388,13 @@ def test_a_refused_save_is_not_waited_for(role: WorkerRole, worker: Worker) -> N
 
 
 def test_saves_of_whose_end_nobody_tells_keep_no_step_waiting(worker: Worker) -> None:
-    role = WorkerRole("test", lambda: worker, reports_saves=False)
-    role.register({}, {})
-    step(role, Orders(saves=(Order("b"),)))
-    step(role, Orders(loads=(Order("a", ((1,),)),)))
-    assert wait_for(role).finished_recving == {"a"} and not worker.may_save.is_set()
-    timer = threading.Timer(0.05, lambda: role._bridge.call(worker.may_save.set))
-    timer.start()
-    role.wait_quiet({"b"})
-    assert worker.may_save.is_set()
-    timer.join()
-    role.shutdown()
+    with role_of(worker, reports_saves=False) as role:
+        step(role, Orders(saves=(Order("b"),)))
+        step(role, Orders(loads=(Order("a", ((1,),)),)))
+        assert wait_for(role).finished_recving == {"a"}
+        assert not worker.may_save.is_set()
+        wait_quiet_until(role, {"b"}, worker.may_save.set)
+        assert worker.may_save.is_set()
 
 
 def test_nothing_is_asked_where_no_step_saves(role: WorkerRole, worker: Worker) -> None:
@@ -460,32 +455,24 @@ class _OnGpu(Worker, SupportsStreams):
         self.log.append(f"after {mark}")
 
 
-def test_each_part_of_a_step_comes_after_a_mark_of_the_engines_own_stream() -> None:
-    worker = _OnGpu()
-    role = WorkerRole("on a GPU", lambda: worker)
-    role.register({}, {})
-    worker.log.clear()
-    step(role, Orders(), "a")
-    settle(role)
-    role.shutdown()
-    assert worker.log[1:6] == ["after 1", "a", "after 2", "load", "after 3"]
-    assert set(worker.markers) == {threading.current_thread().name}
-
-
 class _Failing(_OnGpu):
     def mark_stream(self) -> object:
+        super().mark_stream()
         raise GPUFailed("an illegal access")
 
 
-def test_a_stream_that_cannot_be_marked_fails_transfers_and_not_the_engines_step() -> (
-    None
-):
-    worker = _Failing()
-    role = WorkerRole("on a GPU", lambda: worker)
-    role.register({}, {})
-    worker.log.clear()
-    step(role, Orders(), "a")
-    settle(role)
-    role.shutdown()
-    failure = "after an illegal access"
-    assert worker.log[1:6] == [failure, "a", failure, "load", failure]
+@pytest.mark.parametrize(
+    ("kind", "marks"),
+    [(_OnGpu, "123"), (_Failing, ["an illegal access"] * 3)],
+    ids=["marked", "cannot be marked"],
+)
+def test_each_part_of_a_step_comes_after_a_mark_of_the_engines_own_stream(
+    kind: type[_OnGpu], marks: Sequence[str]
+) -> None:
+    with role_of(worker := kind()) as role:
+        worker.markers.clear()
+        step(role, Orders(), "a")
+        settle(role)
+    first, second, third = (f"after {mark}" for mark in marks)
+    assert worker.log[1:6] == [first, "a", second, "load", third]
+    assert set(worker.markers) == {threading.current_thread().name}
