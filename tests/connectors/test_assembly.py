@@ -23,7 +23,7 @@ from asynckv.types import TensorSpec
 from harness.engines.toy_model import ToyModel
 from harness.engines.toy_pairs import toy_shape
 from harness.engines.toy_rank import ToyRank
-from harness.fake_devices import fake_device, lanes_of
+from harness.fake_devices import FakeDevice, lanes_of
 
 DEEP = ToyModel(heads=4)
 
@@ -258,28 +258,23 @@ def test_a_tensor_that_comes_twice_is_refused() -> None:
 
 @pytest.mark.parametrize("has_come", [True, False])
 async def test_megabytes_on_their_way_to_a_gpu_are_not_freed_on_the_loop(
-    has_come: bool,
+    has_come: bool, gpu: FakeDevice
 ) -> None:
-    with fake_device() as gpu:
-        cache, freed_by = gpu.tensor(torch.ones(4, 2**19)), list[int]()
-        pool = CopyPool(lanes=lanes_of(gpu))
-        order = LoadOrder("r", "t", "P", ((3,),), num_tokens=8)
-        scratch = Scratch(
-            BlockMoves(PagedCaches({"a": cache}, None), pool), order, None
-        )
-        weakref.finalize(
-            scratch.landing("a")[0], lambda: freed_by.append(threading.get_ident())
-        )
-        if has_come:
-            await scratch.leave("a")
-        scratch.drop()
-        await until(lambda: bool(freed_by))
-        assert freed_by != [threading.get_ident()]
-        assert cache.cpu()[3].any() != has_come
-        pool.close()
-        await until(
-            lambda: not any("asynckv-" in t.name for t in threading.enumerate())
-        )
+    cache, freed_by = gpu.tensor(torch.ones(4, 2**19)), list[int]()
+    pool = CopyPool(lanes=lanes_of(gpu))
+    order = LoadOrder("r", "t", "P", ((3,),), num_tokens=8)
+    scratch = Scratch(BlockMoves(PagedCaches({"a": cache}, None), pool), order, None)
+    weakref.finalize(
+        scratch.landing("a")[0], lambda: freed_by.append(threading.get_ident())
+    )
+    if has_come:
+        await scratch.leave("a")
+    scratch.drop()
+    await until(lambda: bool(freed_by))
+    assert freed_by != [threading.get_ident()]
+    assert cache.cpu()[3].any() != has_come
+    pool.close()
+    await until(lambda: not any("asynckv-" in t.name for t in threading.enumerate()))
 
 
 @pytest.mark.parametrize("block_size", [8, 16])

@@ -10,7 +10,7 @@ from asynckv.errors import GPUFailed
 from asynckv.parallel.shapes import KVLayout
 from harness.engines.toy_model import ToyModel
 from harness.engines.toy_pairs import toy_shape
-from harness.fake_devices import FakeDevice, fake_device, lanes_of
+from harness.fake_devices import FakeDevice, lanes_of
 
 MODEL = ToyModel()
 
@@ -63,11 +63,10 @@ def test_what_is_no_such_cache_is_refused(cache: torch.Tensor, words: str) -> No
         PagedCaches({}, None)
 
 
-def test_caches_of_one_rank_are_on_one_device() -> None:
-    with fake_device() as gpu:
-        there = gpu.tensor(torch.zeros(8, 3))
-        with pytest.raises(ValueError, match="several devices: cpu, cuda:0"):
-            PagedCaches({"a": torch.zeros(8, 3), "b": there}, None)
+def test_caches_of_one_rank_are_on_one_device(gpu: FakeDevice) -> None:
+    there = gpu.tensor(torch.zeros(8, 3))
+    with pytest.raises(ValueError, match="several devices: cpu, cuda:0"):
+        PagedCaches({"a": torch.zeros(8, 3), "b": there}, None)
 
 
 async def test_blocks_of_the_host_are_copied_and_nothing_is_marked() -> None:
@@ -95,47 +94,49 @@ def moves_on(gpu: FakeDevice, cache: torch.Tensor) -> BlockMoves:
     return BlockMoves(PagedCaches({"a": cache}, None), pool)
 
 
-async def test_what_is_on_the_gpu_is_fetched_and_nothing_else() -> None:
-    with fake_device() as gpu:
-        moves = moves_on(gpu, gpu.tensor(torch.zeros(8, 4)))
-        there, here = gpu.tensor(torch.arange(5000.0)), torch.ones(2)
-        found = await moves.fetch([here, there])
-        assert found[0] is here and not found[1].is_cuda
-        assert torch.equal(found[1], torch.arange(5000.0))
-        moves.pool.close()
+async def test_what_is_on_the_gpu_is_fetched_and_nothing_else(gpu: FakeDevice) -> None:
+    moves = moves_on(gpu, gpu.tensor(torch.zeros(8, 4)))
+    there, here = gpu.tensor(torch.arange(5000.0)), torch.ones(2)
+    found = await moves.fetch([here, there])
+    assert found[0] is here and not found[1].is_cuda
+    assert torch.equal(found[1], torch.arange(5000.0))
+    moves.pool.close()
 
 
 @pytest.mark.parametrize(
     ("device", "fits"), [("cuda:0", True), ("cuda:1", False), ("cpu", False)]
 )
-def test_blocks_go_straight_to_a_buffer_on_their_gpu(device: str, fits: bool) -> None:
-    with fake_device() as gpu:
-        cache = gpu.tensor(torch.zeros(8, 2, 4))
-        assert moves_on(gpu, cache).fit(device) is fits
-        assert not moves_on(gpu, cache[:, 1]).fit(device)
+def test_blocks_go_straight_to_a_buffer_on_their_gpu(
+    device: str, fits: bool, gpu: FakeDevice
+) -> None:
+    cache = gpu.tensor(torch.zeros(8, 2, 4))
+    assert moves_on(gpu, cache).fit(device) is fits
+    assert not moves_on(gpu, cache[:, 1]).fit(device)
     host = BlockMoves(PagedCaches({"a": torch.zeros(2, 2)}, None), CopyPool())
     assert not host.fit("cpu")
 
 
-async def test_blocks_are_gathered_in_other_memory_of_their_gpu() -> None:
-    with fake_device() as gpu:
-        cache = torch.arange(32.0).view(8, 4)
-        moves, there = moves_on(gpu, gpu.tensor(cache)), gpu.tensor(torch.zeros(2, 4))
-        blocks = moves.caches.blocks("a", ((5, 1),))["a.key"]
-        await moves.gather_there([blocks], [at_once(there, gpu.tensors).memory])
-        assert torch.equal(there.cpu(), cache[[5, 1]])
-        moves.pool.close()
+async def test_blocks_are_gathered_in_other_memory_of_their_gpu(
+    gpu: FakeDevice,
+) -> None:
+    cache = torch.arange(32.0).view(8, 4)
+    moves, there = moves_on(gpu, gpu.tensor(cache)), gpu.tensor(torch.zeros(2, 4))
+    blocks = moves.caches.blocks("a", ((5, 1),))["a.key"]
+    await moves.gather_there([blocks], [at_once(there, gpu.tensors).memory])
+    assert torch.equal(there.cpu(), cache[[5, 1]])
+    moves.pool.close()
 
 
-async def test_what_takes_a_gpu_its_time_is_ready_once_it_is_opened() -> None:
-    with fake_device() as gpu:
-        moves = moves_on(gpu, gpu.tensor(torch.arange(32.0).view(8, 4)))
-        await moves.open()
-        count = len(gpu.process.owned)
-        blocks = moves.caches.blocks("a", ((5, 1),))["a.key"]
-        await moves.gather([blocks], [torch.zeros(2, 4)], None)
-        assert len(gpu.process.owned) == count
-        moves.pool.close()
+async def test_what_takes_a_gpu_its_time_is_ready_once_it_is_opened(
+    gpu: FakeDevice,
+) -> None:
+    moves = moves_on(gpu, gpu.tensor(torch.arange(32.0).view(8, 4)))
+    await moves.open()
+    count = len(gpu.process.owned)
+    blocks = moves.caches.blocks("a", ((5, 1),))["a.key"]
+    await moves.gather([blocks], [torch.zeros(2, 4)], None)
+    assert len(gpu.process.owned) == count
+    moves.pool.close()
     await BlockMoves(PagedCaches({"a": torch.zeros(2, 2)}, None), CopyPool()).open()
 
 
@@ -147,20 +148,19 @@ async def test_blocks_of_the_host_are_not_gathered_on_a_gpu() -> None:
 
 
 async def test_a_gpu_is_made_ready_once_and_what_fails_is_for_a_transfer_to_say(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, gpu: FakeDevice
 ) -> None:
     async def fail(*args: object) -> None:
         raise GPUFailed("no kernels")
 
-    with fake_device() as gpu:
-        none = moves_on(gpu, gpu.tensor(torch.zeros(0, 4)))
-        await none.open()  # no block could be gathered
-        moves = moves_on(gpu, gpu.tensor(torch.zeros(8, 4)))
-        with monkeypatch.context() as patch:
-            patch.setattr(BlockMoves, "gather", fail)
-            await moves.open_if_possible()
-        for _ in range(2):
-            await moves.open_if_possible()
-        assert gpu.process.cuda.launches == 3  # two to load, and one block
-        for one in (none, moves):
-            one.pool.close()
+    none = moves_on(gpu, gpu.tensor(torch.zeros(0, 4)))
+    await none.open()  # no block could be gathered
+    moves = moves_on(gpu, gpu.tensor(torch.zeros(8, 4)))
+    with monkeypatch.context() as patch:
+        patch.setattr(BlockMoves, "gather", fail)
+        await moves.open_if_possible()
+    for _ in range(2):
+        await moves.open_if_possible()
+    assert gpu.process.cuda.launches == 3  # two to load, and one block
+    for one in (none, moves):
+        one.pool.close()

@@ -9,7 +9,7 @@ import functools
 import itertools
 import random
 import threading
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Coroutine, Iterator
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -45,7 +45,7 @@ from harness.engines.toy_pairs import (
     pair_configs,
     toy_shape,
 )
-from harness.fake_devices import FakeDevice, fake_device, fake_device_of, lanes_of
+from harness.fake_devices import FakeDevice, fake_device_of, lanes_of
 from harness.fake_gpus import FakeGpus
 from harness.fake_gpus.gates import Gate
 from harness.fake_gpus.tensors import FakeTensors
@@ -289,21 +289,22 @@ async def test_aborted_requests_give_all_memory_back(
     options: Any = {"direction": direction, "are_buffers_there": are_buffers_there}
     async with pair_of(places, **options) as pair:
         for number in range(24):
-            task = asyncio.create_task(pair.hand_over(prompt(number), f"{number}"))
-            for _ in range(3 * number):
-                await asyncio.sleep(0)
-            task.cancel()
-            await asyncio.wait([task])
+            await abort(pair.hand_over(prompt(number), f"{number}"), 3 * number)
         for number in range(1, 9):
             params = await pair.prefilled(prompt(number), f"late{number}")
             decoding = pair.decoded(prompt(number), f"late{number}", params)
-            task = asyncio.create_task(decoding)
-            for _ in range(8 * number):
-                await asyncio.sleep(0)
-            task.cancel()
-            await asyncio.wait([task])
+            await abort(decoding, 8 * number)
         assert await pair.hand_over(prompt()) == 70
         await pair.all_quiet()
+
+
+async def abort(request: Coroutine[Any, Any, object], after: int) -> None:
+    """Begin it, and cancel it after so many turns of the loop."""
+    task = asyncio.create_task(request)
+    for _ in range(after):
+        await asyncio.sleep(0)
+    task.cancel()
+    await asyncio.wait([task])
 
 
 @pytest.mark.parametrize(("count", "transport"), [(1, "cuda_ipc"), (2, "nccl")])
@@ -531,11 +532,7 @@ async def test_aborted_loads_stop_no_later_one(gpu: FakeDevice) -> None:
         await share(engines)
         for number in range(12):
             loading = engines[1].generate(prompt(), 2, request_id=f"{number}")
-            task = asyncio.create_task(loading)
-            for _ in range(4 * number):
-                await asyncio.sleep(0)
-            task.cancel()
-            await asyncio.wait([task])
+            await abort(loading, 4 * number)
         await engines[1].quiet()
         assert await share(engines, 2) == 64
 
@@ -584,11 +581,10 @@ def test_buffers_are_where_they_were_said_to_be(
     assert worker._buffer_device() == found
 
 
-def test_buffers_are_where_the_caches_are() -> None:
+def test_buffers_are_where_the_caches_are(gpu: FakeDevice) -> None:
     config = KVTransferConfig(kv_role="kv_both", kv_buffer_device="cuda")
     engine = KVEngine(engine_id="E", block_size=16)
-    with fake_device() as gpu:
-        worker = P2PWorker(config, engine, lanes=lanes_of(gpu))
-        worker.register_kv_caches({"a": gpu.tensor(torch.zeros(4, 16, 2))})
-        assert worker._buffer_device() == Device(0)
-        worker.abort()
+    worker = P2PWorker(config, engine, lanes=lanes_of(gpu))
+    worker.register_kv_caches({"a": gpu.tensor(torch.zeros(4, 16, 2))})
+    assert worker._buffer_device() == Device(0)
+    worker.abort()

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
+
 import msgspec
 import pytest
 
@@ -17,7 +19,7 @@ from asynckv.parallel.shapes import EngineShape
 from asynckv.testing.blocked import until
 from harness.engines.toy_model import ToyModel
 from harness.engines.toy_pairs import pair_configs, toy_shape
-from harness.fake_devices import fake_device
+from harness.fake_devices import FakeDevice
 
 MODEL = ToyModel()
 SAVE = SaveOrder("r", "t", "D", (1,), ((0,),))
@@ -33,18 +35,18 @@ def routes_of(direction: str, side: int, tp_size: int = 1, rank: int = 0) -> P2P
     return P2PRoutes(configs[side], engine)
 
 
-async def test_who_keeps_prompts_serves() -> None:
-    for direction, side, serves in [
-        ("pull", 0, True),
-        ("pull", 1, False),
-        ("push", 0, False),
-        ("push", 1, True),
-    ]:
-        routes = routes_of(direction, side)
-        assert routes.serves == serves
-        await routes.open()
-        assert (routes.buffer is not None) == serves
-        await routes.aclose()
+@pytest.mark.parametrize(
+    ("direction", "side", "serves"),
+    [("pull", 0, True), ("pull", 1, False), ("push", 0, False), ("push", 1, True)],
+)
+async def test_who_keeps_prompts_serves(
+    direction: str, side: int, serves: bool
+) -> None:
+    routes = routes_of(direction, side)
+    assert routes.serves == serves
+    await routes.open()
+    assert (routes.buffer is not None) == serves
+    await routes.aclose()
 
 
 async def test_a_link_is_up_for_both_sides_whoever_has_dialled() -> None:
@@ -60,14 +62,13 @@ async def test_a_link_is_up_for_both_sides_whoever_has_dialled() -> None:
     await keeps.aclose()
 
 
-async def test_a_gpu_has_its_memory_back_from_who_cannot_serve() -> None:
+async def test_a_gpu_has_its_memory_back_from_who_cannot_serve(gpu: FakeDevice) -> None:
     first, second = routes_of("pull", 0), routes_of("pull", 0)
     await first.open()
-    with fake_device() as gpu:
-        with pytest.raises(ConfigError) as refused:
-            await second.open(gpu.device)
-        await until(lambda: not gpu.process.space._mapped)
-        assert refused.value  # whoever keeps it keeps no memory
+    with pytest.raises(ConfigError) as refused:
+        await second.open(gpu.device)
+    await until(lambda: not gpu.process.space._mapped)
+    assert refused.value  # whoever keeps it keeps no memory
     await first.aclose()
 
 
@@ -88,11 +89,18 @@ def staged(direction: str, ranks: int, stages: tuple[int, ...]) -> P2PRoutes:
     return P2PRoutes(config, engine)
 
 
+@pytest.mark.parametrize(
+    ("ranks", "stages", "targets"), [(2, (1, 1), 1), (4, (1, 1), 2), (2, (2,), 2)]
+)
+def test_a_stage_pushes_to_each_rank_of_its_stage(
+    ranks: int, stages: tuple[int, ...], targets: int
+) -> None:
+    assert len(staged("push", ranks, stages).targets(SAVE)) == targets
+
+
 def test_a_stage_saves_for_the_same_stage_of_an_engine_with_as_many() -> None:
     ((_, _, deliveries),) = staged("pull", 2, (1, 1)).targets(SAVE)
     assert deliveries == 1
-    assert len(staged("push", 2, (1, 1)).targets(SAVE)) == 1
-    assert len(staged("push", 4, (1, 1)).targets(SAVE)) == 2
     with pytest.raises(IncompatiblePeer) as caught:
         staged("push", 3, (1, 1)).targets(SAVE)
     assert caught.value.field == "ranks"
@@ -147,24 +155,26 @@ def test_ranks_whose_urls_are_configured_may_be_more_than_there_are_here() -> No
     assert list(reads) == [0, 1, 2, 3]
 
 
-def test_only_what_is_pushed_may_lead_to_a_gpu_of_a_peer() -> None:
-    with fake_device() as gpu:
-        for direction, may_lead in (("push", True), ("pull", False)):
-            routes = routes_of(direction, 0)
-            routes.peers.device = gpu.device
-            assert routes.may_lead_to_gpu(SAVE, gpu.device.name) == may_lead
-            assert not routes.may_lead_to_gpu(SAVE, "cuda:7")
+@pytest.mark.parametrize(("direction", "may_lead"), [("push", True), ("pull", False)])
+def test_only_what_is_pushed_may_lead_to_a_gpu_of_a_peer(
+    gpu: FakeDevice, direction: str, may_lead: bool
+) -> None:
+    routes = routes_of(direction, 0)
+    routes.peers.device = gpu.device
+    assert routes.may_lead_to_gpu(SAVE, gpu.device.name) == may_lead
+    assert not routes.may_lead_to_gpu(SAVE, "cuda:7")
 
 
-def test_one_reader_with_a_gpu_is_enough_and_who_cannot_read_has_none() -> None:
-    with fake_device() as gpu:
-        routes, name = routes_of("push", 0), gpu.device.name
-        routes.peers.device = gpu.device
-        routes.peers.line(SAVE.peer, 0).device = None
-        assert routes.may_lead_to_gpu(SAVE, name)
-        routes.peers.line(SAVE.peer, 1).device = None
-        assert not routes.may_lead_to_gpu(SAVE, name)
-        assert not staged("push", 3, (1, 1)).may_lead_to_gpu(SAVE, name)
+def test_one_reader_with_a_gpu_is_enough_and_who_cannot_read_has_none(
+    gpu: FakeDevice,
+) -> None:
+    routes, name = routes_of("push", 0), gpu.device.name
+    routes.peers.device = gpu.device
+    routes.peers.line(SAVE.peer, 0).device = None
+    assert routes.may_lead_to_gpu(SAVE, name)
+    routes.peers.line(SAVE.peer, 1).device = None
+    assert not routes.may_lead_to_gpu(SAVE, name)
+    assert not staged("push", 3, (1, 1)).may_lead_to_gpu(SAVE, name)
 
 
 @pytest.mark.parametrize(
@@ -172,17 +182,12 @@ def test_one_reader_with_a_gpu_is_enough_and_who_cannot_read_has_none() -> None:
     [("push", 0, True), ("push", 1, False), ("pull", 1, True)],
 )
 async def test_who_pushes_or_fetches_has_memory_of_the_gpu_for_its_peers(
-    direction: str, side: int, has_memory: bool
+    direction: str, side: int, has_memory: bool, gpu: FakeDevice
 ) -> None:
-    with fake_device() as gpu:
-        routes = routes_of(direction, side)
-        await routes.open(gpu.device)
-        assert (routes.peers.device is gpu.device) == has_memory
-        await routes.aclose()
-
-
-def test_the_engine_that_decodes_has_as_many_ranks_as_urls() -> None:
-    assert len(staged("push", 2, (2,)).targets(SAVE)) == 2
+    routes = routes_of(direction, side)
+    await routes.open(gpu.device)
+    assert (routes.peers.device is gpu.device) == has_memory
+    await routes.aclose()
 
 
 async def test_closed_routes_reach_nobody() -> None:
@@ -212,47 +217,62 @@ CONFIG = KVTransferConfig(
 )
 
 
-def notices_of(engine: KVEngine) -> tuple[P2PNotifications, Transfers, P2PRoutes]:
-    transfers, routes = Transfers(), P2PRoutes(CONFIG, engine)
-    options = ConnectorOptions.of(CONFIG)
-    return P2PNotifications(transfers, routes, options), transfers, routes
+@pytest.fixture
+async def routes() -> AsyncIterator[P2PRoutes]:
+    engine = KVEngine(engine_id="P", block_size=4)
+    yield (routes := P2PRoutes(CONFIG, engine))
+    await routes.aclose()
 
 
-async def test_no_number_of_transfers_that_there_are_not_is_waited_for() -> None:
-    notices, transfers, routes = notices_of(KVEngine(engine_id="P", block_size=4))
+@pytest.fixture
+async def transfers() -> AsyncIterator[Transfers]:
+    yield (transfers := Transfers())
+    await transfers.aclose()
+
+
+@pytest.fixture
+def notices(transfers: Transfers, routes: P2PRoutes) -> P2PNotifications:
+    return P2PNotifications(transfers, routes, ConnectorOptions.of(CONFIG))
+
+
+async def served(routes: P2PRoutes) -> LookupBuffer:
+    await routes.open()
+    assert routes.buffer is not None
+    return routes.buffer
+
+
+async def test_no_number_of_transfers_that_there_are_not_is_waited_for(
+    notices: P2PNotifications, transfers: Transfers
+) -> None:
     for number in range(1100):
         notices.release(LoadOrder("r", f"{number}", "D", ()))
     await until(lambda: transfers.others == 1024)
-    await transfers.aclose()
-    await routes.aclose()
 
 
-async def test_of_a_failure_there_is_an_entry_where_it_would_have_been() -> None:
-    notices, transfers, routes = notices_of(KVEngine(engine_id="P", block_size=4))
+async def test_of_a_failure_there_is_an_entry_where_it_would_have_been(
+    notices: P2PNotifications, transfers: Transfers, routes: P2PRoutes
+) -> None:
     header = EntryHeader(engine_id="P", rank=0, block_size=4, layers=("a",))
-    await routes.open()
-    assert routes.buffer is not None
+    buffer = await served(routes)
     notices.report_failure(SaveOrder("r", "t", "", (1,), ((0,),)), header, "no room")
-    async with routes.buffer.drop_select(entry_id="t") as entry:
+    async with buffer.drop_select(entry_id="t") as entry:
         assert EntryHeader.of(entry.extras["asynckv"]).failure == "no room"
     await transfers.wait_others()
-    await routes.aclose()
 
 
-async def test_what_was_saved_for_nobody_is_withdrawn() -> None:
-    notices, transfers, routes = notices_of(KVEngine(engine_id="P", block_size=4))
-    await routes.open()
-    assert routes.buffer is not None
-    await routes.buffer.insert([1], None, None, None, None, entry_id="t")
+async def test_what_was_saved_for_nobody_is_withdrawn(
+    notices: P2PNotifications, transfers: Transfers, routes: P2PRoutes
+) -> None:
+    buffer = await served(routes)
+    await buffer.insert([1], None, None, None, None, entry_id="t")
     for transfer_id in ("t", "unknown"):
         notices.withdraw(SaveOrder("r", transfer_id, "", (), ()))
     await transfers.wait_others()
-    assert routes.buffer.statistics().entries == 0
-    await routes.aclose()
+    assert buffer.statistics().entries == 0
 
 
-async def test_those_that_no_plan_leads_to_are_told_nothing() -> None:
-    shape = toy_shape(ToyModel())
-    notices, transfers, _ = notices_of(KVEngine(engine_id="P", block_size=4))
-    notices.release(LoadOrder("r", "t", "D", (), shape=shape))
+async def test_those_that_no_plan_leads_to_are_told_nothing(
+    notices: P2PNotifications, transfers: Transfers
+) -> None:
+    notices.release(LoadOrder("r", "t", "D", (), shape=toy_shape(ToyModel())))
     assert transfers.others == 0
