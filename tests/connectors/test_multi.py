@@ -69,6 +69,11 @@ def make() -> MultiScheduler:
     return scheduler
 
 
+@pytest.fixture
+def scheduler() -> MultiScheduler:
+    return make()
+
+
 def remote(name: str = "r") -> KVRequest:
     asked = {"do_remote_prefill": True, "transfer_id": "t"}
     return KVRequest(name, tuple(range(10)), asked)
@@ -80,8 +85,7 @@ def orders(scheduler: MultiScheduler) -> tuple[bytes, ...]:
     return metadata.parts
 
 
-def test_it_loads_from_the_first_that_has_something() -> None:
-    scheduler = make()
+def test_it_loads_from_the_first_that_has_something(scheduler: MultiScheduler) -> None:
     empty = orders(scheduler)
     assert scheduler.get_num_new_matched_tokens(remote(), 0) == (10, True)
     scheduler.update_state_after_alloc(remote(), ((1, 2, 3),), 10)
@@ -90,8 +94,8 @@ def test_it_loads_from_the_first_that_has_something() -> None:
     assert second == empty[1]
 
 
-def test_one_that_does_not_know_yet_is_waited_for() -> None:
-    scheduler, plain = make(), KVRequest("s", tuple(range(10)))
+def test_one_that_does_not_know_yet_is_waited_for(scheduler: MultiScheduler) -> None:
+    plain = KVRequest("s", tuple(range(10)))
     assert scheduler.get_num_new_matched_tokens(plain, 0) == (None, False)
     (question,) = scheduler.take_questions()
     assert question.asker == 1
@@ -136,8 +140,9 @@ def test_an_end_comes_out_once() -> None:
 
 
 @pytest.mark.parametrize("failed", [False, True])
-def test_the_end_of_one_connector_is_none_of_another(failed: bool) -> None:
-    scheduler = make()
+def test_the_end_of_one_connector_is_none_of_another(
+    scheduler: MultiScheduler, failed: bool
+) -> None:
     begin_store_load(scheduler)
     assert not scheduler.update_connector_output(said_by(0, "s", failed=failed))
     believed = scheduler.update_connector_output(said_by(1, "s"))
@@ -156,8 +161,9 @@ def test_a_load_of_a_used_id_waits_until_the_older_one_is_quiet() -> None:
     assert scheduler.get_num_new_matched_tokens(plain, 0) == (8, True)
 
 
-def test_results_that_do_not_say_whose_they_are_are_refused() -> None:
-    scheduler = make()
+def test_results_that_do_not_say_whose_they_are_are_refused(
+    scheduler: MultiScheduler,
+) -> None:
     begin_store_load(scheduler)
     ended = KVTransferResults(finished_recving=frozenset({"s"}))
     with pytest.raises(ValueError, match="parts"):
@@ -165,8 +171,7 @@ def test_results_that_do_not_say_whose_they_are_are_refused() -> None:
     assert not scheduler.update_connector_output(KVTransferResults())
 
 
-async def test_questions_go_to_who_asked_them() -> None:
-    scheduler = make()
+async def test_questions_go_to_who_asked_them(scheduler: MultiScheduler) -> None:
     scheduler.on_new_request(KVRequest("s", tuple(range(10))))
     await scheduler.start()
     (question,) = scheduler.take_questions()
@@ -180,8 +185,9 @@ async def test_questions_go_to_who_asked_them() -> None:
     scheduler.abort()
 
 
-def test_what_two_loads_of_one_id_hold_is_let_go_by_both() -> None:
-    scheduler = make()
+def test_what_two_loads_of_one_id_hold_is_let_go_by_both(
+    scheduler: MultiScheduler,
+) -> None:
     plain = begin_store_load(scheduler)
     assert scheduler.request_finished(plain, ((1, 2, 3),)) == (True, None)
     scheduler.on_new_request(plain)
@@ -190,8 +196,9 @@ def test_what_two_loads_of_one_id_hold_is_let_go_by_both() -> None:
     assert not scheduler.update_connector_output(said_by(1, "s"))
 
 
-def test_a_connector_that_had_something_before_is_not_asked_to_load_it_now() -> None:
-    scheduler = make()
+def test_a_connector_that_had_something_before_is_not_asked_to_load_it_now(
+    scheduler: MultiScheduler,
+) -> None:
     assert scheduler.get_num_new_matched_tokens(remote(), 0) == (10, True)
     asked = remote()
     assert scheduler.get_num_new_matched_tokens(asked, 10) == (None, False)
@@ -202,8 +209,9 @@ def test_a_connector_that_had_something_before_is_not_asked_to_load_it_now() -> 
     assert not scheduler.update_connector_output(said_by(0, "r")).finished_recving
 
 
-def test_an_id_whose_blocks_one_connector_holds_is_loaded_by_no_other() -> None:
-    scheduler = make()
+def test_an_id_whose_blocks_one_connector_holds_is_loaded_by_no_other(
+    scheduler: MultiScheduler,
+) -> None:
     plain = begin_store_load(scheduler)
     scheduler.request_finished(plain, ((1, 2, 3),))
     assert scheduler.get_num_new_matched_tokens(remote("s"), 0) == (None, False)

@@ -2,7 +2,9 @@ from __future__ import annotations
 
 import asyncio
 import functools
+from collections.abc import AsyncIterator
 
+import pytest
 from hypothesis import given, strategies as st
 
 from asynckv.abc import KVTransferResults
@@ -15,6 +17,22 @@ from asynckv.connectors.transfers import (
     output_of,
     results_of,
 )
+
+
+@pytest.fixture
+async def transfers() -> AsyncIterator[Transfers]:
+    yield (transfers := Transfers())
+    await transfers.aclose()
+
+
+@pytest.fixture
+def ledger() -> TransferLedger:
+    return TransferLedger()
+
+
+@pytest.fixture
+def loads() -> ExpectedLoads:
+    return ExpectedLoads()
 
 
 async def nothing() -> None:
@@ -30,21 +48,13 @@ async def for_ever() -> None:
 
 
 async def ended(transfers: Transfers, count: int = 1) -> None:
-    done = asyncio.Event()
-    left = count
-
-    def one_ended() -> None:
-        nonlocal left
-        left -= 1
-        if not left:
-            done.set()
-
-    transfers.call_when_ended(one_ended)
-    await done.wait()
+    one_more = asyncio.Semaphore(0)
+    transfers.call_when_ended(one_more.release)
+    for _ in range(count):
+        await one_more.acquire()
 
 
-async def test_each_end_is_told_once_with_its_reason() -> None:
-    transfers = Transfers()
+async def test_each_end_is_told_once_with_its_reason(transfers: Transfers) -> None:
     transfers.begin("good", "recv", nothing, [1])
     transfers.begin("bad", "recv", fails, [2, 3])
     transfers.begin("sent", "send", fails)
@@ -58,8 +68,7 @@ async def test_each_end_is_told_once_with_its_reason() -> None:
     assert not transfers.results()
 
 
-async def test_one_that_could_not_begin_is_told_too() -> None:
-    transfers = Transfers()
+async def test_one_that_could_not_begin_is_told_too(transfers: Transfers) -> None:
     told: list[KVTransferResults] = []
     transfers.call_when_ended(lambda: told.append(transfers.results()))
     transfers.refuse("r", "recv", [1, 2], "no such peer")
@@ -68,8 +77,8 @@ async def test_one_that_could_not_begin_is_told_too() -> None:
     assert told[0].reasons == {"r": "no such peer"}
 
 
-async def test_a_cancelled_one_is_told_when_it_is_quiet() -> None:
-    transfers, quiet = Transfers(), asyncio.Event()
+async def test_a_cancelled_one_is_told_when_it_is_quiet(transfers: Transfers) -> None:
+    quiet = asyncio.Event()
 
     async def stubborn() -> None:
         try:
@@ -87,8 +96,7 @@ async def test_a_cancelled_one_is_told_when_it_is_quiet() -> None:
     assert transfers.results().reasons == {"r": "cancelled"}
 
 
-async def test_what_takes_too_long_is_given_up() -> None:
-    transfers = Transfers()
+async def test_what_takes_too_long_is_given_up(transfers: Transfers) -> None:
     slow = transfers.begin("slow", "send", for_ever)
     fast = transfers.begin("fast", "send", nothing)
     assert slow is not None and fast is not None
@@ -100,8 +108,9 @@ async def test_what_takes_too_long_is_given_up() -> None:
     assert "longer than 0.01 s" in results.reasons["slow"]
 
 
-async def test_of_those_that_failed_it_is_said_which_found_no_room() -> None:
-    transfers = Transfers()
+async def test_of_those_that_failed_it_is_said_which_found_no_room(
+    transfers: Transfers,
+) -> None:
     for name, is_full in (("full", True), ("slow", False)):
         life = transfers.begin(name, "send", for_ever)
         assert life is not None
@@ -114,8 +123,7 @@ async def test_of_those_that_failed_it_is_said_which_found_no_room() -> None:
     assert results.full_sending == {"full", "refused"}
 
 
-async def test_a_request_has_one_transfer_of_a_way() -> None:
-    transfers = Transfers()
+async def test_a_request_has_one_transfer_of_a_way(transfers: Transfers) -> None:
     assert transfers.begin("r", "recv", for_ever) is not None
     assert transfers.begin("r", "recv", for_ever) is None
     assert transfers.count("recv") == 1
@@ -123,8 +131,7 @@ async def test_a_request_has_one_transfer_of_a_way() -> None:
     assert transfers.results().failed_recving == {"r"}
 
 
-async def test_closing_ends_what_nobody_is_told_of_too() -> None:
-    transfers = Transfers()
+async def test_closing_ends_what_nobody_is_told_of_too(transfers: Transfers) -> None:
     transfers.begin_unreported(for_ever, "other")
     transfers.begin_unreported(fails, "failing")
     waiting = asyncio.create_task(transfers.wait_others())
@@ -135,8 +142,8 @@ async def test_closing_ends_what_nobody_is_told_of_too() -> None:
     assert transfers.others == 0
 
 
-async def test_of_what_may_be_given_up_the_oldest_is() -> None:
-    transfers, done = Transfers(), list[int]()
+async def test_of_what_may_be_given_up_the_oldest_is(transfers: Transfers) -> None:
+    done = list[int]()
 
     async def wait(number: int) -> None:
         try:
@@ -155,8 +162,7 @@ async def test_of_what_may_be_given_up_the_oldest_is() -> None:
     await transfers.aclose()
 
 
-def test_an_end_is_told_once() -> None:
-    ledger = TransferLedger()
+def test_an_end_is_told_once(ledger: TransferLedger) -> None:
     life = ledger.begin("r", "recv")
     assert life is not None
     assert ledger.settle(life)
@@ -166,15 +172,17 @@ def test_an_end_is_told_once() -> None:
     assert (ledger.counters.done, ledger.counters.duplicate) == (1, 1)
 
 
-def test_the_two_directions_of_a_request_are_two_transfers() -> None:
-    ledger = TransferLedger()
+def test_the_two_directions_of_a_request_are_two_transfers(
+    ledger: TransferLedger,
+) -> None:
     assert ledger.begin("r", "recv") and ledger.begin("r", "send")
     assert ledger.begin("r", "recv") is None
     assert len(ledger) == 2
 
 
-def test_what_was_cancelled_fails_even_if_all_of_it_came() -> None:
-    ledger = TransferLedger()
+def test_what_was_cancelled_fails_even_if_all_of_it_came(
+    ledger: TransferLedger,
+) -> None:
     life = ledger.begin("r", "recv", frozenset({1, 2}))
     assert ledger.cancel("r", "recv") is life
     assert ledger.cancel("r", "recv") is None, "it is stopping already"
@@ -186,8 +194,7 @@ def test_what_was_cancelled_fails_even_if_all_of_it_came() -> None:
     assert told.phase is Phase.TOLD
 
 
-def test_late_and_unknown_ends_are_counted_apart() -> None:
-    ledger = TransferLedger()
+def test_late_and_unknown_ends_are_counted_apart(ledger: TransferLedger) -> None:
     ledger.begin("r", "recv")
     assert ledger.hear("r", "recv") is not None
     ledger.take_unreported()
@@ -197,8 +204,9 @@ def test_late_and_unknown_ends_are_counted_apart() -> None:
     assert (ledger.counters.late, ledger.counters.unknown) == (2, 1)
 
 
-def test_an_id_may_live_again_and_its_first_life_says_nothing_more() -> None:
-    ledger = TransferLedger()
+def test_an_id_may_live_again_and_its_first_life_says_nothing_more(
+    ledger: TransferLedger,
+) -> None:
     first = ledger.begin("r", "recv")
     assert first is not None
     ledger.settle(first)
@@ -253,8 +261,7 @@ def test_whatever_is_said_each_life_is_told_exactly_once(
     assert open_ones <= 4 and len(ledger) == 0
 
 
-def test_each_cancelled_transfer_is_counted_once() -> None:
-    ledger = TransferLedger()
+def test_each_cancelled_transfer_is_counted_once(ledger: TransferLedger) -> None:
     for name in "ab":
         ledger.begin(name, "recv")
         for _ in range(2):
@@ -271,8 +278,7 @@ def said(*names: str, failed: tuple[str, ...] = ()) -> KVTransferResults:
     )
 
 
-def test_only_what_was_ordered_is_believed() -> None:
-    loads = ExpectedLoads()
+def test_only_what_was_ordered_is_believed(loads: ExpectedLoads) -> None:
     assert loads.begin("r", ((1, 2), (3,)))
     believed = loads.hear(said("r", "stranger"))
     assert believed.finished_recving == {"r"}
@@ -282,8 +288,9 @@ def test_only_what_was_ordered_is_believed() -> None:
     assert (loads.counters.unknown, loads.counters.late) == (1, 1)
 
 
-def test_of_a_failed_load_its_own_blocks_are_invalid_and_no_others() -> None:
-    loads = ExpectedLoads()
+def test_of_a_failed_load_its_own_blocks_are_invalid_and_no_others(
+    loads: ExpectedLoads,
+) -> None:
     loads.begin("r", ((1, 2), (3,)))
     believed = loads.hear(said(failed=("r",)))
     assert believed.failed_recving == {"r"}
@@ -291,8 +298,9 @@ def test_of_a_failed_load_its_own_blocks_are_invalid_and_no_others() -> None:
     assert believed.reasons == {"r": "the load failed"}
 
 
-def test_an_aborted_load_holds_its_blocks_until_it_has_ended() -> None:
-    loads = ExpectedLoads()
+def test_an_aborted_load_holds_its_blocks_until_it_has_ended(
+    loads: ExpectedLoads,
+) -> None:
     assert not loads.abort("r"), "nothing is under way"
     loads.begin("r", ((1,),))
     assert loads.are_quiet("r"), "it is no older one's"
@@ -304,8 +312,9 @@ def test_an_aborted_load_holds_its_blocks_until_it_has_ended() -> None:
     assert loads.are_quiet("r") and len(loads) == 0
 
 
-def test_a_second_load_of_one_request_is_counted_and_refused() -> None:
-    loads = ExpectedLoads()
+def test_a_second_load_of_one_request_is_counted_and_refused(
+    loads: ExpectedLoads,
+) -> None:
     assert loads.begin("r", ((1,),))
     assert not loads.begin("r", ((2,),))
     assert loads.counters.duplicate == 1

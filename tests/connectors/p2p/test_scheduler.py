@@ -35,6 +35,11 @@ def make(max_bytes: int = 300, **extra: object) -> P2PScheduler:
     return P2PScheduler(config, KVEngine(engine_id="E", block_size=4, block_nbytes=100))
 
 
+@pytest.fixture
+def scheduler() -> P2PScheduler:
+    return make()
+
+
 def load(name: str = "r", **params: object) -> KVRequest:
     return KVRequest(name, tuple(range(10)), {**ASKED, **params})
 
@@ -49,8 +54,7 @@ def orders(scheduler: P2PScheduler, *scheduled: KVScheduled) -> P2PMetadata:
     return metadata
 
 
-def test_what_it_offers_is_what_is_not_computed_yet() -> None:
-    scheduler = make()
+def test_what_it_offers_is_what_is_not_computed_yet(scheduler: P2PScheduler) -> None:
     for _ in range(2):
         assert scheduler.get_num_new_matched_tokens(load(), 4) == (6, True)
     assert scheduler.get_num_new_matched_tokens(load(), 10) == (0, False)
@@ -58,8 +62,9 @@ def test_what_it_offers_is_what_is_not_computed_yet() -> None:
     assert scheduler.get_num_new_matched_tokens(KVRequest("n", (1,)), 0) == (0, False)
 
 
-def test_only_the_missing_blocks_are_ordered_and_only_once() -> None:
-    scheduler = make()
+def test_only_the_missing_blocks_are_ordered_and_only_once(
+    scheduler: P2PScheduler,
+) -> None:
     for _ in range(2):
         scheduler.update_state_after_alloc(load(), ((7, 8, 9, 10),), 6)
     (order,) = orders(scheduler).loads
@@ -69,8 +74,7 @@ def test_only_the_missing_blocks_are_ordered_and_only_once() -> None:
     assert scheduler.get_num_new_matched_tokens(load(), 0) == (0, False)
 
 
-def test_what_is_not_needed_is_ordered_without_blocks() -> None:
-    scheduler = make()
+def test_what_is_not_needed_is_ordered_without_blocks(scheduler: P2PScheduler) -> None:
     scheduler.update_state_after_alloc(load(), ((7, 8, 9),), 0)
     (order,) = orders(scheduler).loads
     assert order.block_ids == ()
@@ -80,8 +84,7 @@ def test_what_is_not_needed_is_ordered_without_blocks() -> None:
     assert [one.request_id for one in orders(scheduler).loads] == ["rejected"]
 
 
-def test_an_aborted_load_holds_its_blocks_and_its_id() -> None:
-    scheduler = make()
+def test_an_aborted_load_holds_its_blocks_and_its_id(scheduler: P2PScheduler) -> None:
     scheduler.update_state_after_alloc(load(), ((7, 8, 9),), 10)
     assert scheduler.request_finished(load(), ((7, 8, 9),)) == (True, None)
     assert orders(scheduler).aborts == ("r",)
@@ -171,8 +174,7 @@ def test_who_gives_up_waiting_releases_nothing_that_is_loaded() -> None:
     assert order.block_ids == ()
 
 
-def test_a_rest_of_at_most_one_block_is_computed() -> None:
-    scheduler = make()
+def test_a_rest_of_at_most_one_block_is_computed(scheduler: P2PScheduler) -> None:
     assert scheduler.get_num_new_matched_tokens(load(), 6) == (0, False)
     scheduler.update_state_after_alloc(load(), ((7, 8, 9),), 0)
     assert orders(scheduler).loads[0].block_ids == ()
@@ -180,8 +182,7 @@ def test_a_rest_of_at_most_one_block_is_computed() -> None:
     assert scheduler.get_num_new_matched_tokens(short, 0) == (2, True)
 
 
-def test_a_sibling_of_a_short_prompt_computes_it() -> None:
-    scheduler = make()
+def test_a_sibling_of_a_short_prompt_computes_it(scheduler: P2PScheduler) -> None:
     first, second = (KVRequest(n, (1, 2), load().kv_transfer_params) for n in "ab")
     assert scheduler.get_num_new_matched_tokens(first, 0) == (2, True)
     scheduler.update_state_after_alloc(first, ((7,),), 2)
@@ -191,8 +192,9 @@ def test_a_sibling_of_a_short_prompt_computes_it() -> None:
     assert scheduler.get_num_new_matched_tokens(second, 0) == (0, False)
 
 
-def test_a_request_that_loads_nothing_does_not_take_an_id_that_is_held() -> None:
-    scheduler = make()
+def test_a_request_that_loads_nothing_does_not_take_an_id_that_is_held(
+    scheduler: P2PScheduler,
+) -> None:
     scheduler.update_state_after_alloc(load(), ((7, 8, 9),), 10)
     scheduler.request_finished(load(), ((7, 8, 9),))
     assert scheduler.get_num_new_matched_tokens(save(), 0) == (None, False)
@@ -201,8 +203,9 @@ def test_a_request_that_loads_nothing_does_not_take_an_id_that_is_held() -> None
     assert scheduler.get_num_new_matched_tokens(save(), 0) == (0, False)
 
 
-def test_a_prompt_is_saved_by_the_step_that_completes_it() -> None:
-    scheduler = make()
+def test_a_prompt_is_saved_by_the_step_that_completes_it(
+    scheduler: P2PScheduler,
+) -> None:
     scheduler.set_handshake_metadata({0: KVConnectorHandshake(0, "now")})
     scheduler.on_new_request(save())
     assert orders(scheduler, KVScheduled("r", ((1, 2),), 0, 8)).saves == ()
@@ -216,8 +219,9 @@ def test_a_prompt_is_saved_by_the_step_that_completes_it() -> None:
     assert params["incarnations"] == ["now"]
 
 
-def test_what_decides_on_kv_beside_tokens_is_told_of_saves_and_loads() -> None:
-    scheduler = make()
+def test_what_decides_on_kv_beside_tokens_is_told_of_saves_and_loads(
+    scheduler: P2PScheduler,
+) -> None:
     told = []
     for salt in ("", "lora", "image"):
         asked = msgspec.structs.replace(load(f"l{salt}"), salt=salt)
@@ -243,8 +247,9 @@ def test_a_prompt_that_can_never_be_kept_is_not_promised(
     assert (promised is not None) is is_kept
 
 
-def test_what_could_not_be_saved_or_was_not_computed_is_not_promised() -> None:
-    scheduler = make()
+def test_what_could_not_be_saved_or_was_not_computed_is_not_promised(
+    scheduler: P2PScheduler,
+) -> None:
     scheduler.on_new_request(save())
     orders(scheduler, KVScheduled("r", ((1, 2, 3),), 0, 10))
     lost = frozenset({"r"})
@@ -320,8 +325,7 @@ def test_of_several_peers_one_must_be_named() -> None:
     assert scheduler.get_num_new_matched_tokens(named, 0) == (10, True)
 
 
-def test_hybrid_models_have_a_list_of_blocks_a_group() -> None:
-    scheduler = make()
+def test_hybrid_models_have_a_list_of_blocks_a_group(scheduler: P2PScheduler) -> None:
     assert supports_hma(scheduler)
     scheduler.update_state_after_alloc(load(), ((7, 8, 9), (1, 2, 3)), 6)
     assert orders(scheduler).loads[0].block_ids == ((8, 9), (2, 3))
@@ -339,8 +343,7 @@ def test_a_push_that_makes_no_sense_is_none() -> None:
     assert scheduler.statistics().refused_params == 2
 
 
-def test_a_prompt_without_its_last_token_is_not_saved() -> None:
-    scheduler = make()
+def test_a_prompt_without_its_last_token_is_not_saved(scheduler: P2PScheduler) -> None:
     scheduler.on_new_request(save())
     assert orders(scheduler, KVScheduled("r", ((1, 2, 3),), 0, 9)).saves == ()
     assert scheduler.request_finished(save("x"), ((),)) == (False, None)
@@ -362,8 +365,9 @@ def test_what_an_aborted_request_saved_is_withdrawn_unless_it_may_be_known(
     assert not orders(scheduler).withdrawals
 
 
-def test_an_aborted_request_that_saved_nothing_withdraws_nothing() -> None:
-    scheduler = make()
+def test_an_aborted_request_that_saved_nothing_withdraws_nothing(
+    scheduler: P2PScheduler,
+) -> None:
     scheduler.on_new_request(save())
     aborted = msgspec.structs.replace(save(), is_aborted=True)
     assert scheduler.request_finished(aborted, ((1, 2, 3),)) == (False, None)
@@ -382,8 +386,9 @@ def sampled(scheduler: P2PScheduler) -> tuple[KVRequest, KVRequest, SaveOrder]:
     return first, second, order
 
 
-def test_samples_of_a_prompt_are_saved_once_and_all_promise_that() -> None:
-    scheduler = make()
+def test_samples_of_a_prompt_are_saved_once_and_all_promise_that(
+    scheduler: P2PScheduler,
+) -> None:
     first, second, order = sampled(scheduler)
     for request in (first, second):
         _, params = scheduler.request_finished(request, ((1, 2, 3),))
@@ -391,8 +396,9 @@ def test_samples_of_a_prompt_are_saved_once_and_all_promise_that() -> None:
     assert order.request_id == "0_a" and not scheduler.has_pending_work()
 
 
-def test_no_sample_promises_what_another_could_not_save() -> None:
-    scheduler = make()
+def test_no_sample_promises_what_another_could_not_save(
+    scheduler: P2PScheduler,
+) -> None:
     first, second, _ = sampled(scheduler)
     assert scheduler.request_finished(first, ((1, 2, 3),))[1] is not None
     lost = frozenset({"0_a"})
@@ -404,9 +410,8 @@ def test_no_sample_promises_what_another_could_not_save() -> None:
 
 @pytest.mark.parametrize("aborted", [(True, True), (True, False), (False, True)])
 def test_what_samples_share_is_withdrawn_when_all_are_aborted(
-    aborted: tuple[bool, bool],
+    scheduler: P2PScheduler, aborted: tuple[bool, bool]
 ) -> None:
-    scheduler = make()
     first, second, order = sampled(scheduler)
     for request, is_aborted in zip((first, second), aborted, strict=True):
         ended = msgspec.structs.replace(request, is_aborted=is_aborted)

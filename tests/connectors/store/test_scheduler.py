@@ -49,6 +49,11 @@ def make() -> StoreScheduler:
     return StoreScheduler(config, ENGINE)
 
 
+@pytest.fixture
+def scheduler() -> StoreScheduler:
+    return make()
+
+
 def orders(scheduler: StoreScheduler, *scheduled: KVScheduled) -> StoreMetadata:
     metadata = scheduler.build_connector_meta(KVConnectorStep(scheduled))
     assert isinstance(metadata, StoreMetadata)
@@ -64,8 +69,9 @@ def loading() -> StoreScheduler:
     return scheduler
 
 
-def test_until_its_question_is_answered_a_request_is_ask_again() -> None:
-    scheduler = make()
+def test_until_its_question_is_answered_a_request_is_ask_again(
+    scheduler: StoreScheduler,
+) -> None:
     for _ in range(2):
         assert scheduler.get_num_new_matched_tokens(REQUEST, 0) == (None, False)
     (question,) = scheduler.take_questions()
@@ -77,8 +83,9 @@ def test_until_its_question_is_answered_a_request_is_ask_again() -> None:
     assert scheduler.get_num_new_matched_tokens(REQUEST, 8) == (0, False)
 
 
-def test_an_answer_to_an_older_request_of_the_same_id_says_nothing() -> None:
-    scheduler = make()
+def test_an_answer_to_an_older_request_of_the_same_id_says_nothing(
+    scheduler: StoreScheduler,
+) -> None:
     scheduler.on_new_request(REQUEST)
     (old,) = scheduler.take_questions()
     scheduler.request_finished(REQUEST, ())
@@ -90,8 +97,7 @@ def test_an_answer_to_an_older_request_of_the_same_id_says_nothing() -> None:
     assert scheduler.get_num_new_matched_tokens(REQUEST, 0) == (4, True)
 
 
-async def test_a_store_that_is_not_there_has_nothing() -> None:
-    scheduler = make()
+async def test_a_store_that_is_not_there_has_nothing(scheduler: StoreScheduler) -> None:
     await scheduler.start()
     scheduler.on_new_request(REQUEST)
     (question,) = scheduler.take_questions()
@@ -100,8 +106,9 @@ async def test_a_store_that_is_not_there_has_nothing() -> None:
     scheduler.abort()
 
 
-def test_what_is_stored_is_loaded_and_the_rest_is_saved_once() -> None:
-    scheduler = make()
+def test_what_is_stored_is_loaded_and_the_rest_is_saved_once(
+    scheduler: StoreScheduler,
+) -> None:
     scheduler.on_new_request(REQUEST)
     scheduler.take_answer(KVAnswer("r", 1))
     scheduler.update_state_after_alloc(REQUEST, ((7, 8, 9),), 4)
@@ -163,8 +170,9 @@ def test_an_old_answer_is_asked_for_again_but_not_for_ever(
     assert asked == 8
 
 
-def test_a_block_is_stored_once_all_of_it_is_computed() -> None:
-    scheduler = make()
+def test_a_block_is_stored_once_all_of_it_is_computed(
+    scheduler: StoreScheduler,
+) -> None:
     scheduler.on_new_request(REQUEST)
     scheduler.take_answer(KVAnswer("r", 0))
     saved = [
@@ -175,8 +183,9 @@ def test_a_block_is_stored_once_all_of_it_is_computed() -> None:
     assert saved == [[], [((7,),)], [], [((8,),)], []]
 
 
-def test_an_answer_counts_once_and_each_question_is_another() -> None:
-    scheduler = make()
+def test_an_answer_counts_once_and_each_question_is_another(
+    scheduler: StoreScheduler,
+) -> None:
     for name in "ab":
         scheduler.on_new_request(KVRequest(name, tuple(range(10))))
     questions = scheduler.take_questions()
