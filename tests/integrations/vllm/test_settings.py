@@ -79,32 +79,36 @@ def fingerprint(config: Any, cache: Any = None, attention: str = "A") -> Any:
     return settings.config.fingerprint
 
 
-def test_an_engine_fetches_from_its_peers_unless_it_says_otherwise() -> None:
-    pulled = Settings.of(vllm_config(), cache_config(), side="worker")
-    assert pulled.config.kv_connector_extra_config["direction"] == "pull"
-    pushed = Settings.of(
-        vllm_config(extra={"direction": "push"}), cache_config(), side="worker"
-    )
-    assert pushed.config.kv_connector_extra_config["direction"] == "push"
+def settings_of(
+    config: Any = None, cache: Any = None, side: Any = "worker"
+) -> Settings:
+    return Settings.of(config or vllm_config(), cache or cache_config(), side=side)
 
 
-def test_kv_waits_in_host_memory_unless_it_is_said_otherwise() -> None:
-    plain = Settings.of(vllm_config(), cache_config(), side="worker")
-    assert plain.config.kv_buffer_device == "cpu"
-    on_gpu = vllm_config(extra={"buffer_device": "cuda"})
-    settings = Settings.of(on_gpu, cache_config(), side="worker")
-    assert settings.config.kv_buffer_device == "cuda"
+@pytest.mark.parametrize(
+    ("extra", "direction", "device"),
+    [
+        ({}, "pull", "cpu"),
+        ({"direction": "push"}, "push", "cpu"),
+        ({"buffer_device": "cuda"}, "pull", "cuda"),
+    ],
+)
+def test_kv_is_fetched_and_waits_in_host_memory_unless_it_is_said_otherwise(
+    extra: dict[str, Any], direction: str, device: str
+) -> None:
+    config = settings_of(vllm_config(extra=extra)).config
+    assert config.kv_connector_extra_config["direction"] == direction
+    assert config.kv_buffer_device == device
 
 
-def test_the_scheduler_is_of_no_rank() -> None:
-    config = vllm_config(tp=2, rank=1)
-    assert Settings.of(config, cache_config(), side="worker").engine.rank == 1
-    assert Settings.of(config, cache_config(), side="scheduler").engine.rank == 0
+@pytest.mark.parametrize(("side", "rank"), [("worker", 1), ("scheduler", 0)])
+def test_the_scheduler_is_of_no_rank(side: str, rank: int) -> None:
+    assert settings_of(vllm_config(tp=2, rank=1), side=side).engine.rank == rank
 
 
 def test_a_save_is_given_up_before_an_engine_that_waits_for_it_is() -> None:
     config = vllm_config(extra={"save_timeout_s": 100.0})
-    assert Settings.of(config, cache_config(), side="worker").quiet_s > 100
+    assert settings_of(config).quiet_s > 100
 
 
 @pytest.mark.parametrize(
@@ -114,24 +118,16 @@ def test_each_data_parallel_rank_listens_behind_those_before_it(
     number: int, tp: int, port: int
 ) -> None:
     config = vllm_config(tp=tp, data_parallel_index=number, data_parallel_size=1)
-    settings = Settings.of(config, cache_config(), side="worker")
-    extra = settings.config.kv_connector_extra_config
+    extra = settings_of(config).config.kv_connector_extra_config
     assert extra["listen"] == f"tcp://127.0.0.1:{port}"
 
 
-def test_every_layer_knows_its_group() -> None:
+def test_every_layer_knows_its_group_and_how_much_a_block_takes_in_all() -> None:
     groups = cache_config(
         Group(["a", "b"], FullAttentionSpec()), Group(["c"], FullAttentionSpec())
     )
-    settings = Settings.of(vllm_config(), groups, side="worker")
+    settings = settings_of(cache=groups)
     assert settings.groups == {"a": 0, "b": 0, "c": 1}
-
-
-def test_it_is_known_how_much_a_block_takes_in_all_layers() -> None:
-    groups = cache_config(
-        Group(["a", "b"], FullAttentionSpec()), Group(["c"], FullAttentionSpec())
-    )
-    settings = Settings.of(vllm_config(), groups, side="scheduler")
     assert settings.engine.block_nbytes == 3 * 4096
 
 
@@ -191,7 +187,7 @@ def test_a_layout_version_replaces_that_of_vllm(
 
 def test_a_layout_that_is_asked_for_is_no_option_of_the_connector_itself() -> None:
     said = vllm_config(extra={"kv_cache_layout": "BLHNC"})
-    assert Settings.of(said, cache_config(), side="worker").quiet_s > 0
+    assert settings_of(said).quiet_s > 0
 
 
 def test_where_a_model_was_read_does_not_matter_if_it_is_called_the_same() -> None:
@@ -239,19 +235,19 @@ def test_what_cannot_be_moved_is_refused_by_name(
     config: Any, cache: Any, why: str
 ) -> None:
     with pytest.raises(ConfigError, match=why):
-        Settings.of(config, cache or cache_config(), side="worker")
+        settings_of(config, cache)
 
 
 def test_an_option_that_is_none_is_refused_when_the_engine_starts() -> None:
-    settings = Settings.of(
-        vllm_config(extra={"lisen": "x"}), cache_config(), side="scheduler"
-    )
+    settings = settings_of(vllm_config(extra={"lisen": "x"}), side="scheduler")
     with pytest.raises(ConfigError, match="lisen"):
         settings.make_scheduler()
 
 
-def test_a_store_sees_all_requests_and_tells_of_no_saves() -> None:
-    for mode, is_store in (("p2p", False), ("store", True)):
-        config = vllm_config(extra={"mode": mode, "store": "mem://s"})
-        settings = Settings.of(config, cache_config(), side="scheduler")
-        assert (settings.sees_all, settings.reports_saves) == (is_store, not is_store)
+@pytest.mark.parametrize(("mode", "is_store"), [("p2p", False), ("store", True)])
+def test_a_store_sees_all_requests_and_tells_of_no_saves(
+    mode: str, is_store: bool
+) -> None:
+    config = vllm_config(extra={"mode": mode, "store": "mem://s"})
+    settings = settings_of(config, side="scheduler")
+    assert (settings.sees_all, settings.reports_saves) == (is_store, not is_store)
