@@ -113,25 +113,31 @@ ORDERS: dict[type[KVConnectorWorker], KVConnectorMetadata] = {
         tuple(map(msgspec.msgpack.encode, (P2PMetadata(), StoreMetadata())))
     ),
 }
-WORKER_CALLS: list[Callable[[KVConnectorWorker], object]] = [
-    lambda worker: worker.register_kv_caches({"layer": torch.zeros(2, 4)}),
-    lambda worker: worker.start(),
-    lambda worker: worker.bind_connector_metadata(ORDERS[type(worker)]),
-    lambda worker: worker.clear_connector_metadata(),
-    lambda worker: worker.start_load_kv(),
-    lambda worker: worker.wait_for_layer_load("layer"),
-    lambda worker: worker.save_kv_layer("layer"),
-    lambda worker: worker.wait_for_save(),
-    lambda worker: worker.get_finished(),
-    lambda worker: worker.call_when_finished(print),
-    lambda worker: worker.aclose(),
-]
+WORKER_CALLS: dict[str, Callable[[KVConnectorWorker], object]] = {
+    "register_kv_caches": lambda worker: worker.register_kv_caches(
+        {"layer": torch.zeros(2, 4)}
+    ),
+    "start": lambda worker: worker.start(),
+    "bind_connector_metadata": lambda worker: worker.bind_connector_metadata(
+        ORDERS[type(worker)]
+    ),
+    "clear_connector_metadata": lambda worker: worker.clear_connector_metadata(),
+    "start_load_kv": lambda worker: worker.start_load_kv(),
+    "wait_for_layer_load": lambda worker: worker.wait_for_layer_load("layer"),
+    "save_kv_layer": lambda worker: worker.save_kv_layer("layer"),
+    "wait_for_save": lambda worker: worker.wait_for_save(),
+    "get_finished": lambda worker: worker.get_finished(),
+    "call_when_finished": lambda worker: worker.call_when_finished(print),
+    "aclose": lambda worker: worker.aclose(),
+}
 
 
-CACHE_CALLS: list[Callable[[Any], object]] = [
-    lambda worker: worker.register_cross_layers_kv_cache(torch.zeros(1, 2, 4), ["a"]),
-    lambda worker: worker.follow(None),
-]
+CACHE_CALLS: dict[str, Callable[[Any], object]] = {
+    "register_cross_layers_kv_cache": lambda worker: (
+        worker.register_cross_layers_kv_cache(torch.zeros(1, 2, 4), ["a"])
+    ),
+    "follow": lambda worker: worker.follow(None),
+}
 
 
 @pytest.mark.parametrize(
@@ -142,13 +148,14 @@ CACHE_CALLS: list[Callable[[Any], object]] = [
     ],
 )
 def test_a_worker_is_used_on_one_loop(
-    name: str, call: Callable[[KVConnectorWorker], object], other: Bridge[None]
+    name: str, call: str, other: Bridge[None]
 ) -> None:
     worker = make_worker(config_of(name), ENGINE)
+    misuse = {**WORKER_CALLS, **CACHE_CALLS}[call]
     other.run(worker.start, timeout_s=5)
     try:
         with pytest.raises(WrongLoop):
-            asyncio.run(called(lambda: call(worker)))
+            asyncio.run(called(lambda: misuse(worker)))
     finally:
         other.run(worker.aclose, timeout_s=5)
 
@@ -165,18 +172,28 @@ def test_caches_may_be_registered_before_a_loop_runs(
     other.run(worker.aclose, timeout_s=5)
 
 
-SCHEDULER_CALLS: list[Callable[[KVConnectorScheduler], object]] = [
-    lambda scheduler: scheduler.on_new_request(REQUEST),
-    lambda scheduler: scheduler.get_num_new_matched_tokens(REQUEST, 0),
-    lambda scheduler: scheduler.update_state_after_alloc(REQUEST, ((0, 1),), 0),
-    lambda scheduler: scheduler.build_connector_meta(KVConnectorStep()),
-    lambda scheduler: scheduler.update_connector_output(KVTransferResults()),
-    lambda scheduler: scheduler.request_finished(REQUEST, ((0, 1),)),
-]
+SCHEDULER_CALLS: dict[str, Callable[[KVConnectorScheduler], object]] = {
+    "on_new_request": lambda scheduler: scheduler.on_new_request(REQUEST),
+    "get_num_new_matched_tokens": lambda scheduler: (
+        scheduler.get_num_new_matched_tokens(REQUEST, 0)
+    ),
+    "update_state_after_alloc": lambda scheduler: scheduler.update_state_after_alloc(
+        REQUEST, ((0, 1),), 0
+    ),
+    "build_connector_meta": lambda scheduler: scheduler.build_connector_meta(
+        KVConnectorStep()
+    ),
+    "update_connector_output": lambda scheduler: scheduler.update_connector_output(
+        KVTransferResults()
+    ),
+    "request_finished": lambda scheduler: scheduler.request_finished(
+        REQUEST, ((0, 1),)
+    ),
+}
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("call", SCHEDULER_CALLS)
+@pytest.mark.parametrize("call", SCHEDULER_CALLS.values(), ids=SCHEDULER_CALLS)
 def test_a_scheduler_is_used_in_one_thread(
     name: str, call: Callable[[KVConnectorScheduler], object], other: Bridge[None]
 ) -> None:

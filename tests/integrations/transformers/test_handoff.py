@@ -44,7 +44,7 @@ def go_on(model: Any, ids: torch.Tensor, **options: Any) -> torch.Tensor:
 
 
 def check_goes_on(
-    model: Any, expected: torch.Tensor, kwargs: dict[str, Any], count: int = 8
+    model: Any, expected: torch.Tensor, kwargs: Any, count: int = 8
 ) -> None:
     done = model.generate(**kwargs, max_new_tokens=count, do_sample=False)
     assert torch.equal(done, expected)
