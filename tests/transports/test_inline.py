@@ -1,11 +1,14 @@
+"""What nobody touches any more once the inline transport says that it is quiet."""
+
 from __future__ import annotations
 
 import asyncio
 import functools
 import socket
 import threading
-from collections.abc import Awaitable, Callable
-from typing import Any, Final
+import weakref
+from collections.abc import Awaitable
+from typing import Final
 
 import pytest
 from hypothesis import given, settings, strategies as st
@@ -26,6 +29,7 @@ from harness.inline_ends import (
 
 pytestmark = pytest.mark.both_loops
 
+
 _LARGE: Final = 24 * 2**20
 
 
@@ -39,23 +43,6 @@ def _lane_threads() -> list[str]:
 
 def _pattern(nbytes: int) -> bytes:
     return (bytes(range(251)) * (nbytes // 251 + 1))[:nbytes]
-
-
-@pytest.mark.parametrize("connect", [tcp_pair, socket.socketpair])
-@pytest.mark.parametrize("lanes", [1, 3])
-async def test_parts_land_with_equal_digests(
-    lanes: int, connect: Callable[[], tuple[Any, Any]]
-) -> None:
-    sources = [
-        _pattern(size) for size in (1, 0, CHUNK_NBYTES, 3 * CHUNK_NBYTES + 7, 2**20)
-    ]
-    targets = [bytearray(len(source)) for source in sources]
-    async with open_inline_ends(lanes, connect) as (near, far):
-        landings = [far.receive(1, i, target) for i, target in enumerate(targets)]
-        leavings = [near.send(1, i, source) for i, source in enumerate(sources)]
-        for source, landing, leaving in zip(sources, landings, leavings, strict=True):
-            assert await landing == await leaving == digest_of(source)
-    assert targets == sources
 
 
 @settings(deadline=None, max_examples=20)
@@ -79,34 +66,6 @@ def test_any_sizes_of_parts_land(transfers: list[list[int]], lanes: int) -> None
     targets: list[tuple[int, bytearray]] = []
     asyncio.run(run())
     assert all(target == _pattern(size) for size, target in targets)
-
-
-async def test_both_directions_move_at_once() -> None:
-    async with open_inline_ends(2) as (near, far):
-        targets = bytearray(_LARGE), bytearray(_LARGE)
-        waits = [
-            far.receive(1, 0, targets[0]),
-            near.receive(2, 0, targets[1]),
-            near.send(1, 0, _pattern(_LARGE)),
-            far.send(2, 0, _pattern(_LARGE)),
-        ]
-        for wait in waits:
-            await wait
-        assert targets[0] == targets[1] == _pattern(_LARGE)
-
-
-async def test_a_known_digest_is_passed_on_and_not_computed() -> None:
-    async with open_inline_ends() as (near, far):
-        landing = far.receive(1, 0, bytearray(3))
-        assert await near.send(1, 0, b"abc", digest=b"k" * 16) == b"k" * 16
-        assert await landing == digest_of(b"abc")
-
-
-async def test_without_digests_they_are_empty() -> None:
-    async with open_inline_ends(digest=False) as (near, far):
-        landing = far.receive(1, 0, bytearray(3))
-        assert await near.send(1, 0, b"abc", digest=b"k" * 16) == b""
-        assert await landing == b""
 
 
 async def test_a_transfer_does_not_wait_for_a_longer_one_before_it() -> None:
@@ -182,18 +141,6 @@ async def test_a_part_is_received_once() -> None:
         with pytest.raises(LocalProtocolError, match="twice"):
             near.transport.receive(1, 0, memoryview(bytearray(3)), Landing())
         near.transport.stop(1)
-
-
-async def test_late_chunks_of_an_announced_transfer_are_dropped() -> None:
-    async with open_inline_ends() as (near, far):
-        far.transport.announce(5)
-        landing = far.receive(3, 0, bytearray(3))
-        assert await near.send(5, 0, bytes(CHUNK_NBYTES * 2)) == digest_of(
-            bytes(CHUNK_NBYTES * 2)
-        )
-        await near.send(3, 0, b"abc")
-        await landing
-        assert far.lost == []
 
 
 async def test_flipped_bits_change_the_digest() -> None:
@@ -283,18 +230,6 @@ async def test_a_peer_that_closes_only_one_lane_is_lost_soon() -> None:
             await landing
 
 
-async def test_closing_lets_queued_parts_leave() -> None:
-    async with open_inline_ends(2) as (near, far):
-        targets = [bytearray(_LARGE) for _ in range(3)]
-        landings = [far.receive(1, i, target) for i, target in enumerate(targets)]
-        leavings = [near.send(1, i, b"\1" * _LARGE) for i in range(3)]
-        await near.transport.aclose()
-        assert all(leaving.future.done() for leaving in leavings)
-        for landing in landings:
-            await landing
-        assert far.lost == []
-
-
 async def test_closing_is_bounded_beside_a_stalled_peer() -> None:
     async with open_beside_a_socket() as (end, _):
         leaving = end.send(1, 0, bytes(_LARGE))
@@ -364,3 +299,56 @@ def test_abort_and_the_end_of_the_loop_leave_nothing() -> None:
         far.transport.abort()
 
     asyncio.run(run())
+
+
+@pytest.mark.parametrize("holds", ["source", "target"])
+async def test_memory_that_a_stalled_peer_holds_is_quiet_within_a_second(
+    holds: str,
+) -> None:
+    async with open_beside_a_socket(chunk_bytes=_LARGE) as (end, peer):
+        if holds == "source":
+            moving = end.send(1, 0, bytearray(_LARGE))
+        else:
+            moving = end.receive(1, 0, bytearray(CHUNK_NBYTES))
+            peer.sendall(encode_chunk_header(1, 0, 0, CHUNK_NBYTES) + b"some")
+        await until(lambda: end.transport._lanes.is_touched(1))
+        async with asyncio.timeout(3):
+            await end.transport.quiesce(1)
+        assert not end.transport._lanes.is_touched(1)
+        assert [type(error) for error in end.lost] == [PeerLost]
+        assert not moving.future.done()
+
+
+async def test_what_is_stopped_when_all_of_it_has_left_is_let_go() -> None:
+    async with open_beside_a_socket() as (end, peer):
+        memory, landing = memoryview(bytes(CHUNK_NBYTES)), Landing()
+        kept = weakref.ref(memory)
+        end.transport.send(1, 0, memory, landing)
+        del memory
+        while not end.transport._completions._parts:
+            threading.Event().wait(0.001)  # the loop stands still: nobody is told yet
+        end.transport.stop(1)
+        await until(lambda: kept() is None)
+        assert not landing.future.done()
+        assert peer.fileno() >= 0
+
+
+async def test_after_an_abort_a_plain_function_can_wait_until_a_source_is_quiet() -> (
+    None
+):
+    async with open_inline_ends(2) as (near, far):
+        sources = [bytearray(b"\1" * _LARGE) for _ in range(4)]
+        targets = [bytearray(_LARGE) for _ in range(4)]
+        for i, target in enumerate(targets):
+            far.receive(1, i, target)
+        for i, source in enumerate(sources):
+            near.send(1, i, source)
+        await until(lambda: bool(targets[1][0]))
+        near.transport.abort()
+        near.transport.block_until_quiet(1)
+        assert not near.transport._lanes.is_touched(1)
+        for source in sources:
+            source[:] = b"\2" * _LARGE
+        far.transport.abort()
+        await far.transport.quiesce(1)
+        assert not any(2 in target for target in targets)

@@ -9,9 +9,9 @@ import anyio
 import pytest
 
 from asynckv.errors import LocalProtocolError, PeerLost, RemoteProtocolError
-from asynckv.protocol.wire import digest_of
 from asynckv.tensors.feeds import Feed
 from asynckv.transports.mem import MemTransport
+from harness.inline_ends import Landing
 
 _LARGE: Final = 24 * 2**20
 
@@ -19,35 +19,25 @@ _LARGE: Final = 24 * 2**20
 class End:
     """One of a pair, and why it was lost."""
 
-    def __init__(self, *, digest: bool = True) -> None:
+    def __init__(self) -> None:
         self.lost: list[Exception] = []
         loop = asyncio.get_running_loop()
-        self.transport = MemTransport(1, digest, loop, self.lost.append)
+        self.transport = MemTransport(1, True, loop, self.lost.append)
 
     def send(self, transfer: int, part: int, source: Any) -> asyncio.Future[bytes]:
-        future: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
-        self.transport.send(transfer, part, memoryview(source), _settling(future))
-        return future
+        landing = Landing()
+        self.transport.send(transfer, part, memoryview(source), landing)
+        return landing.future
 
     def receive(self, transfer: int, part: int, target: Any) -> asyncio.Future[bytes]:
-        future: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
-        self.transport.receive(transfer, part, memoryview(target), _settling(future))
-        return future
-
-
-def _settling(future: asyncio.Future[bytes]) -> Any:
-    def done(digest: bytes, error: BaseException | None) -> None:
-        if error is None:
-            future.set_result(digest)
-        else:
-            future.set_exception(error)
-
-    return done
+        landing = Landing()
+        self.transport.receive(transfer, part, memoryview(target), landing)
+        return landing.future
 
 
 @contextlib.asynccontextmanager
-async def _connected(*, digest: bool = True) -> AsyncIterator[tuple[End, End]]:
-    near, far = End(digest=digest), End(digest=digest)
+async def _connected() -> AsyncIterator[tuple[End, End]]:
+    near, far = End(), End()
     await near.transport.open(far.transport.describe(), far.transport)
     await far.transport.open(near.transport.describe(), near.transport)
     try:
@@ -61,33 +51,6 @@ async def _until_written(target: bytearray) -> None:
     async with asyncio.timeout(10):
         while not target[0]:  # noqa: ASYNC110
             await asyncio.sleep(0)
-
-
-@pytest.mark.both_loops
-@pytest.mark.parametrize("nbytes", [0, 1, 65536, 65537, _LARGE])
-async def test_parts_land_with_equal_digests(nbytes: int) -> None:
-    async with _connected() as (near, far):
-        source, target = bytes(range(256)) * (nbytes // 256 + 1), bytearray(nbytes)
-        landing = far.receive(1, 0, target)
-        leaving = near.send(1, 0, memoryview(source)[:nbytes])
-        assert await landing == await leaving == digest_of(source[:nbytes])
-        assert target == source[:nbytes]
-
-
-async def test_without_digests_they_are_empty() -> None:
-    async with _connected(digest=False) as (near, far):
-        landing = far.receive(1, 0, bytearray(3))
-        assert await near.send(1, 0, b"abc") == await landing == b""
-
-
-@pytest.mark.parametrize("source", [b"late", b""])
-async def test_without_digests_a_known_one_is_not_told(source: bytes) -> None:
-    async with _connected(digest=False) as (near, far):
-        far.transport.announce(1)
-        told: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
-        view = memoryview(source)
-        near.transport.send(1, 0, view, _settling(told), digest=b"k" * 16)
-        assert await told == b""
 
 
 async def test_nothing_moves_before_it_is_open() -> None:
@@ -111,16 +74,6 @@ async def test_its_threads_need_the_loop_to_let_go() -> None:
         assert not near.transport.can_block_until_quiet
         with pytest.raises(LocalProtocolError, match="mem cannot block"):
             near.transport.block_until_quiet(1)
-
-
-async def test_a_known_digest_is_passed_on() -> None:
-    async with _connected() as (near, far):
-        landing = far.receive(1, 0, bytearray(3))
-        known: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
-        source = memoryview(b"abc")
-        near.transport.send(1, 0, source, _settling(known), digest=b"k" * 16)
-        assert await known == b"k" * 16
-        assert await landing == digest_of(b"abc")
 
 
 async def test_it_opens_on_its_peer_only() -> None:
@@ -159,26 +112,6 @@ async def test_a_quiet_source_may_be_overwritten(quiesce: Any) -> None:
         assert near.lost == far.lost == []
 
 
-@pytest.mark.parametrize("quiesce", [_quiesce, _quiesce_cancelled])
-async def test_a_quiet_target_is_not_written_to(quiesce: Any) -> None:
-    async with _connected() as (near, far):
-        target = bytearray(_LARGE)
-        landing, leaving = far.receive(1, 0, target), near.send(1, 0, b"\1" * _LARGE)
-        await _until_written(target)
-        await quiesce(far, 1)
-        target[:] = bytes(_LARGE)
-        assert await leaving == digest_of(b"\1" * _LARGE)
-        assert target == bytes(_LARGE)
-        assert not landing.done()
-
-
-async def test_parts_of_a_stopped_transfer_are_dropped() -> None:
-    async with _connected() as (near, far):
-        far.transport.announce(4)
-        assert await near.send(3, 0, b"late") == digest_of(b"late")
-        assert far.lost == []
-
-
 @pytest.mark.parametrize(("transfer", "nbytes"), [(9, 4), (1, 5), (1, 3)])
 async def test_a_peer_that_lies_ends_the_transport(transfer: int, nbytes: int) -> None:
     async with _connected() as (near, far):
@@ -212,25 +145,3 @@ async def test_when_one_side_ends_the_other_is_not_lost_but_can_do_no_more() -> 
             await far.send(2, 0, b"abcd")
         with pytest.raises(PeerLost, match="this side"):
             await near.send(3, 0, b"abcd")
-
-
-async def test_after_an_abort_memory_is_quiet() -> None:
-    async with _connected() as (near, far):
-        source, target = bytearray(b"\1" * _LARGE), bytearray(_LARGE)
-        landing, leaving = far.receive(1, 0, target), near.send(1, 0, source)
-        await _until_written(target)
-        near.transport.abort()
-        with pytest.raises(PeerLost):
-            await leaving
-        source[:] = b"\2" * _LARGE
-        with pytest.raises(PeerLost):
-            await landing
-        assert 2 not in target
-
-
-async def test_closing_lets_queued_parts_leave() -> None:
-    async with _connected() as (near, far):
-        target = bytearray(_LARGE)
-        landing, leaving = far.receive(1, 0, target), near.send(1, 0, b"\1" * _LARGE)
-        await near.transport.aclose()
-        assert await landing == await leaving

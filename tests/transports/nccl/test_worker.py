@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import math
 import queue
@@ -7,16 +8,144 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 
 from asynckv.devices.cuda import DeviceMemory, Event
+from asynckv.devices.names import Device
 from asynckv.devices.quiet import quiet_gpu
-from asynckv.errors import GPUFailed
+from asynckv.devices.tensors import Gpus
+from asynckv.errors import ConfigError, GPUFailed
+from asynckv.testing.blocked import until
+from asynckv.testing.cancellation import CancelMode, Outcome, sweep_cancellation
 from asynckv.transports.nccl.api import Comm
-from asynckv.transports.nccl.worker import DeviceWorker
+from asynckv.transports.nccl.worker import (
+    DeviceWorker,
+    WorkerTurns,
+    WorkerUse,
+    use_worker,
+    worker_of,
+)
 from asynckv.transports.nccl.worker_pipes import WorkerPipe
+from harness.fake_devices import fake_device
 from harness.fake_gpus import FakeGpus
+
+
+def test_the_first_has_its_turn_at_once_and_the_others_in_line() -> None:
+    turns, begun = WorkerTurns(), list[int]()
+    first, second, third = (partial(begun.append, number) for number in (1, 2, 3))
+    for begin in (first, second, third):
+        turns.ask(begin)
+    assert begun == [1]
+    turns.end(first)
+    turns.end(second)
+    assert begun == [1, 2, 3]
+
+
+def test_who_does_not_want_it_any_more_is_passed_over() -> None:
+    turns, begun = WorkerTurns(), list[int]()
+    first, second = partial(begun.append, 1), partial(begun.append, 2)
+    turns.ask(first)
+    turns.ask(second)
+    turns.end(second)
+    turns.end(first)
+    turns.end(first)
+    assert begun == [1]
+    assert turns.count == 0
+
+
+def test_a_gpu_has_one_worker_however_many_use_it() -> None:
+    with fake_device() as gpu:
+        one, other = use_worker(gpu.device), use_worker(gpu.device)
+        assert one.worker is other.worker
+        one.end()
+        one.end()
+        assert other.worker.run(lambda: None)
+        other.end()
+        assert not other.worker.run(lambda: None)
+
+
+def test_the_next_user_gets_another_one() -> None:
+    with fake_device() as gpu:
+        first = use_worker(gpu.device)
+        first.end()
+        second = use_worker(gpu.device)
+        assert second.worker is not first.worker
+        second.end()
+
+
+def test_one_that_was_given_up_is_the_last() -> None:
+    with fake_device() as gpu:
+        use = use_worker(gpu.device)
+        use.worker.give_up(GPUFailed("it is stuck"))
+        use.end()
+        with pytest.raises(GPUFailed, match="it is stuck"):
+            use_worker(gpu.device)
+
+
+async def test_what_is_no_nccl_is_refused() -> None:
+    with fake_device() as gpu:
+        gpus = Gpus(gpu.process.cuda, gpu.tensors, object)
+        with pytest.raises(ConfigError, match="is no NCCL"):
+            await worker_of(Device(0, lambda: gpus))
+
+
+async def test_a_cancelled_call_uses_none() -> None:
+    with fake_device() as gpu:
+        held = use_worker(gpu.device)
+        opening = asyncio.create_task(worker_of(gpu.device))
+        await asyncio.sleep(0)
+        opening.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await opening
+        await asyncio.get_running_loop().run_in_executor(None, lambda: None)
+        held.end()
+
+
+async def test_one_that_comes_in_the_tick_of_a_cancellation_is_let_go() -> None:
+    async def check(k: int, mode: CancelMode, outcome: Outcome[WorkerUse]) -> None:
+        if outcome.value is not None:
+            outcome.value.end()
+        await until(lambda: held.worker.users == 1)
+
+    with fake_device() as gpu:
+        held = use_worker(gpu.device)
+        await sweep_cancellation(
+            lambda: worker_of(gpu.device), check, modes=("completion",)
+        )
+        held.end()
+
+
+def pipe_of(gpus: FakeGpus, lost: list[Exception]) -> WorkerPipe:
+    process = gpus.process()
+    return WorkerPipe(
+        process.cuda, process.nccl, "send", opened=lambda: None, lost=lost.append
+    )
+
+
+def test_an_end_is_told_once(gpus: FakeGpus) -> None:
+    lost: list[Exception] = []
+    pipe = pipe_of(gpus, lost)
+    for number in range(2):
+        pipe.lost(GPUFailed(str(number)))
+    assert [str(error) for error in lost] == ["0"]
+
+
+def test_what_is_not_open_posts_nothing(gpus: FakeGpus) -> None:
+    pipe = pipe_of(gpus, [])
+    for use in (lambda: pipe.post(0, 1), lambda: pipe.stream):
+        with pytest.raises(GPUFailed, match="not open"):
+            use()
+    assert pipe.async_error() is None
+
+
+def test_what_is_not_open_ends_without_a_word(gpus: FakeGpus) -> None:
+    pipe = pipe_of(gpus, [])
+    assert pipe.end_comm(is_aborted=True) is pipe.end_comm(is_aborted=False) is None
+    pipe.release()
+    assert pipe.mark_if_possible() is None
+    assert "<send pipe>" in repr(pipe)
 
 
 class Moving:
