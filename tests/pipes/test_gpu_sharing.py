@@ -1,14 +1,14 @@
-"""Memory that both sides of a pipe share: refused, lost, changed, or still read."""
+"""Pipes between two processes on one GPU: each reads where the other has it."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import gc
 from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
+import torch
 
 from asynckv.devices.cuda import DeviceMemory
 from asynckv.errors import (
@@ -53,15 +53,36 @@ from harness.link_pairs import Hearer
 
 pytestmark = pytest.mark.skipif(not has_fd_sockets(), reason="no sockets for handles")
 
-BY_HOST = "goes through host memory"
-ENDS = pytest.mark.parametrize("end", ["near_sharing", "far_sharing"])
-SPEC = TensorSpec((LARGE,), "uint8")
-
 
 @pytest.fixture
 async def pair(two_gpus: FakeGpus) -> AsyncIterator[IpcPipes]:
     async with open_ipc_pipes(two_gpus) as pair:
         yield pair
+
+
+async def test_a_tensor_never_leaves_the_gpu(pair: IpcPipes) -> None:
+    for source in (noise(LARGE, 1), pair.ours.tensor(noise(LARGE, 1))):
+        await pair.near.send_tensor(source)
+        found = await pair.far.recv_tensor()
+        assert found is not None and found.device == torch.device("cuda", 0)
+        assert is_same(found, noise(LARGE, 1))
+    assert pair.moved == 2
+    assert not pair.near._outbound._memory.arena.used_bytes
+
+
+async def test_the_sender_keeps_nothing_that_the_receiver_has(pair: IpcPipes) -> None:
+    await pair.near.send_tensor(pair.ours.tensor(noise(LARGE, 1)))
+    await pair.near.flush()
+    assert pair.used_bytes == LARGE  # the receiver's own
+    found = await pair.far.recv_tensor()
+    assert is_same(found, noise(LARGE, 1))
+    del found
+    await until(lambda: not pair.used_bytes)
+
+
+BY_HOST = "goes through host memory"
+ENDS = pytest.mark.parametrize("end", ["near_sharing", "far_sharing"])
+SPEC = TensorSpec((LARGE,), "uint8")
 
 
 def fail(*anything: object, **options: object) -> Any:
@@ -368,24 +389,6 @@ async def test_who_does_not_close_keeps_the_memory(
         await until(lambda: not arenas_of(pair.ours))
 
 
-async def test_what_was_received_outlives_its_pipe(two_gpus: FakeGpus) -> None:
-    async with open_ipc_pipes(two_gpus) as pair:
-        await pair.near.send_tensor(noise(LARGE, 1))
-        found = await pair.far.recv_tensor()
-    assert found is not None and is_same(found, noise(LARGE, 1))
-    assert arenas_of(pair.theirs) and not arenas_of(pair.ours)
-    del found
-    gc.collect()
-    await until(lambda: not arenas_of(pair.theirs))
-
-
-async def test_nothing_is_left_on_the_gpu(two_gpus: FakeGpus) -> None:
-    async with open_ipc_pipes(two_gpus) as pair:
-        await asyncio.gather(send_many(pair.near, 8), receive_many(pair.far, 8))
-        assert arenas_of(pair.ours) and arenas_of(pair.theirs)
-    assert not (pair.opened or arenas_of(pair.ours) or arenas_of(pair.theirs))
-
-
 @pytest.mark.parametrize("which", [0, 1], ids=["far", "near"])
 async def test_what_is_closed_meanwhile_shares_nothing(
     two_gpus: FakeGpus, monkeypatch: pytest.MonkeyPatch, which: int
@@ -426,3 +429,14 @@ async def test_memory_that_nobody_reads_is_not_pinned(pair: IpcPipes) -> None:
     source = RegionSource(region, TensorSpec((LARGE,), "uint8"))
     assert idle.show(source, None) is None  # type: ignore[arg-type]
     region.release()
+
+
+async def test_what_has_no_room_on_the_gpu_comes_by_host(pair: IpcPipes) -> None:
+    kept = []
+    for seed in range(10):
+        await pair.near.send_tensor(noise(LARGE, seed))
+        found = await pair.far.recv_tensor()
+        assert found is not None and is_same(found, noise(LARGE, seed))
+        kept.append(found)
+    assert all(found.is_cuda for found in kept) and is_same(kept[0], noise(LARGE, 0))
+    assert pair.near.transport == pair.far.transport == "cuda_ipc"

@@ -2,7 +2,9 @@ from __future__ import annotations
 
 import asyncio
 import socket
+from collections.abc import AsyncIterator
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import pytest
 
@@ -15,14 +17,106 @@ from asynckv.links.options import new_identity
 from asynckv.links.sockets import prepare
 from asynckv.links.streams import StreamHandler
 from asynckv.pipes.end import PipeEnd
-from asynckv.pipes.joining import Joining
+from asynckv.pipes.joining import Callers, Joining
 from asynckv.pipes.pipe import Pipe
-from asynckv.protocol.frames import JoinGroup, Members, OpeningFrame, Peek
-from asynckv.testing import until_blocked
+from asynckv.protocol.frames import (
+    Failure,
+    JoinGroup,
+    Members,
+    OpeningFrame,
+    OpenPipe,
+    Peek,
+)
+from asynckv.testing import until, until_blocked
 from asynckv.testing.pairs import free_port
-from harness.link_pairs import Hearer
+from harness.link_pairs import Hearer, LinkPair, ScriptedService, linked
 
-pytestmark = pytest.mark.both_loops
+LOST = PeerLost("rank 2 is lost")
+
+
+class Asked(ScriptedService):
+    """Hands each pipe that is opened to ``callers``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.callers = Callers(2**20, has_gpu=False)
+
+    def open(  # type: ignore[override]
+        self, stream: LinkStream, frame: OpeningFrame, body: bytes
+    ) -> StreamHandler:
+        assert isinstance(frame, OpenPipe)
+        return self.callers.arrived(stream, frame)
+
+
+class Calling(NamedTuple):
+    pair: LinkPair
+    callers: Callers
+
+    def call(self, name: str) -> Hearer:
+        hearer = Hearer()
+        self.pair.near.open_stream(hearer, OpenPipe(name))
+        return hearer
+
+
+@pytest.fixture
+async def calling() -> AsyncIterator[Calling]:
+    service = Asked()
+    async with linked(service=service) as pair:
+        yield Calling(pair, service.callers)
+        service.callers.abort()
+
+
+async def test_who_has_called_is_taken_once_by_name(calling: Calling) -> None:
+    calling.call("group/1")
+    end = await calling.callers.taken("group/1")
+    assert end.link is calling.pair.far and calling.callers.of(end.link) is None
+    end.abort()
+
+
+async def test_who_has_not_called_yet_is_waited_for(calling: Calling) -> None:
+    waiting = asyncio.create_task(calling.callers.taken("group/1"))
+    calling.call("group/2")
+    await until(lambda: calling.callers.of(calling.pair.far) is not None)
+    await until_blocked(waiting)
+    calling.call("group/1")
+    (await waiting).abort()
+
+
+async def test_a_cancelled_call_takes_nobody(calling: Calling) -> None:
+    waiting = asyncio.create_task(calling.callers.taken("group/1"))
+    await until_blocked(waiting)
+    calling.call("group/1")
+    waiting.cancel()
+    await asyncio.wait({waiting})
+    (await calling.callers.taken("group/1")).abort()
+
+
+async def test_when_the_group_has_ended_nobody_is_waited_for(calling: Calling) -> None:
+    waiting = asyncio.create_task(calling.callers.taken("group/1"))
+    await until_blocked(waiting)
+    calling.callers.fail(LOST)
+    with pytest.raises(PeerLost, match="rank 2"):
+        await waiting
+    calling.callers.hope_again()
+    calling.call("group/1")
+    (await calling.callers.taken("group/1")).abort()
+
+
+@pytest.mark.parametrize("most", [1, 1024])
+async def test_a_second_pipe_of_a_rank_and_one_too_many_are_refused(
+    monkeypatch: pytest.MonkeyPatch, calling: Calling, most: int
+) -> None:
+    monkeypatch.setattr("asynckv.pipes.joining._MAX_CALLERS", most)
+    calling.call("group/1")
+    frame, _ = await calling.call("group/1" if most > 1 else "group/2").next()
+    assert isinstance(frame, Failure) and "already" in frame.message
+
+
+async def test_who_was_not_taken_is_hung_up_on(calling: Calling) -> None:
+    calling.call("group/1")
+    await until(lambda: calling.callers.of(calling.pair.far) is not None)
+    calling.callers.abort()
+    await until(lambda: not calling.pair.near.is_open)
 
 
 def joining(rank: int, size: int, port: int, timeout_s: float = 10.0) -> Joining:
@@ -46,6 +140,7 @@ async def come_early(port: int) -> tuple[asyncio.Task[dict[int, Pipe]], Joining]
     return task, leader
 
 
+@pytest.mark.both_loops
 async def test_rank_0_may_come_last() -> None:
     port = free_port()
     follower = joining(1, 2, port)
@@ -56,15 +151,7 @@ async def test_rank_0_may_come_last() -> None:
     await close(follower, await early)
 
 
-async def test_a_group_of_one_is_a_pipe_to_itself() -> None:
-    alone = joining(0, 1, 0)
-    pipes = await alone.join()
-    await pipes[0].send_tensor(None)
-    assert await pipes[0].recv_tensor() is None
-    await pipes[0].aclose()
-    await alone.aclose()
-
-
+@pytest.mark.both_loops
 @pytest.mark.parametrize("missing", [0, 1, 2])
 async def test_a_rank_that_never_comes_is_named_by_all_others(missing: int) -> None:
     port = free_port()
@@ -75,6 +162,7 @@ async def test_a_rank_that_never_comes_is_named_by_all_others(missing: int) -> N
     assert all("within 0.3 s" in str(error) for error in found)
 
 
+@pytest.mark.both_loops
 async def test_a_rank_that_gives_up_early_knows_who_is_missing() -> None:
     port = free_port()
     leader = joining(0, 3, port)
@@ -86,6 +174,7 @@ async def test_a_rank_that_gives_up_early_knows_who_is_missing() -> None:
     await asyncio.wait({waiting})
 
 
+@pytest.mark.both_loops
 async def test_ranks_that_do_not_agree_on_the_size_are_told() -> None:
     port = free_port()
     task, leader = await come_early(port)
@@ -97,6 +186,7 @@ async def test_ranks_that_do_not_agree_on_the_size_are_told() -> None:
     await close(follower, pipes)
 
 
+@pytest.mark.both_loops
 async def test_a_rank_that_crashed_on_its_way_may_come_again() -> None:
     port = free_port()
     leader = joining(0, 3, port)
@@ -111,6 +201,7 @@ async def test_a_rank_that_crashed_on_its_way_may_come_again() -> None:
         await close(rank, found)
 
 
+@pytest.mark.both_loops
 async def test_a_rank_lost_before_it_opened_its_pipes_is_named() -> None:
     port = free_port()
     task, _ = await come_early(port)
@@ -123,6 +214,7 @@ async def test_a_rank_lost_before_it_opened_its_pipes_is_named() -> None:
         await task
 
 
+@pytest.mark.both_loops
 async def test_a_meeting_answers_nothing_else_and_no_stranger_gets_a_place() -> None:
     port = free_port()
     task, _ = await come_early(port)
@@ -138,6 +230,7 @@ async def test_a_meeting_answers_nothing_else_and_no_stranger_gets_a_place() -> 
     await asyncio.wait({task})
 
 
+@pytest.mark.both_loops
 async def test_a_port_that_is_taken_is_told_at_once() -> None:
     port = free_port()
     task, _ = await come_early(port)
@@ -160,6 +253,7 @@ class Rank0:
         return Hearer()
 
 
+@pytest.mark.both_loops
 @pytest.mark.parametrize("url", ["unix:///run/docker.sock", "mem://x", "tls://h:1"])
 async def test_not_even_rank_0_can_send_a_rank_elsewhere(url: str) -> None:
     """A group of TCP is one of TCP, whatever is said of where a rank is."""
@@ -187,6 +281,7 @@ def come_from(host: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("asynckv.links.dial.connect", connect)
 
 
+@pytest.mark.both_loops
 async def test_a_rank_is_where_rank_0_sees_it_come_from_and_nowhere_else(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -204,6 +299,7 @@ async def test_a_rank_is_where_rank_0_sees_it_come_from_and_nowhere_else(
     await link.aclose()
 
 
+@pytest.mark.both_loops
 async def test_ranks_of_several_hosts_find_each_other(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -218,6 +314,7 @@ async def test_ranks_of_several_hosts_find_each_other(
         await close(rank, pipes)
 
 
+@pytest.mark.both_loops
 def test_a_rank_that_others_cannot_reach_is_named() -> None:
     last = joining(2, 3, 7000)
     members = Members("group", ("", "tcp://127.0.0.1:7001", ""))

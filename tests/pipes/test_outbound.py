@@ -9,13 +9,106 @@ import torch
 
 from asynckv.errors import EndOfStream, PeerLost, PipeBroken, RemoteProtocolError
 from asynckv.pipes.outbound import Outbound
-from asynckv.pipes.parcels import MAX_TENSORS, Parcel
+from asynckv.pipes.parcels import MAX_TENSORS, Credit, Parcel, SendRoom
 from asynckv.protocol.codec import Buffer
 from asynckv.protocol.frames import Frame, Push
 from asynckv.protocol.transfer_frames import Grant, Sent
 from asynckv.testing import until_blocked
 from asynckv.transfers.source import HostSource
 from asynckv.types import TensorSpec
+
+
+def test_none_has_no_bytes() -> None:
+    assert Parcel(None).nbytes == 0
+    assert Parcel(TensorSpec((2, 3), "float32")).nbytes == 24
+
+
+async def test_who_was_cancelled_is_not_woken() -> None:
+    parcel, loop = Parcel(None), asyncio.get_running_loop()
+    parcel.wake()
+    parcel.turn = loop.create_future()
+    parcel.watchers = [loop.create_future(), loop.create_future()]
+    parcel.turn.cancel()
+    parcel.watchers[0].cancel()
+    parcel.wake()
+    parcel.settle(is_verified=True)
+    parcel.settle(is_verified=False)
+    assert parcel.watchers[1].result() is True
+
+
+def _parcel(nbytes: int) -> Parcel:
+    return Parcel(TensorSpec((nbytes,), "uint8"))
+
+
+async def test_room_is_given_in_the_order_of_the_calls() -> None:
+    admitted: list[Parcel] = []
+    room = SendRoom(10, admitted.append)
+    parcels = [_parcel(nbytes) for nbytes in (6, 6, 1)]
+    tasks = [asyncio.create_task(room.wait_for(parcel)) for parcel in parcels]
+    await until_blocked(*tasks)
+    assert (admitted, len(room), room.waits) == (parcels[:1], 2, 2)
+    room.release(parcels[0])
+    room.advance()
+    await asyncio.gather(*tasks)
+    assert (admitted, room.used_bytes, room.used_tensors) == (parcels, 7, 2)
+
+
+async def test_what_is_above_the_bound_goes_alone() -> None:
+    room = SendRoom(10, lambda parcel: None)
+    await room.wait_for(_parcel(11))
+    small = asyncio.create_task(room.wait_for(_parcel(1)))
+    await until_blocked(small)
+    room.release(_parcel(11))
+    room.advance()
+    await small
+
+
+async def test_who_leaves_the_line_is_not_admitted() -> None:
+    admitted: list[Parcel] = []
+    room = SendRoom(10, admitted.append)
+    parcels = [_parcel(10) for _ in range(3)]
+    tasks = [asyncio.create_task(room.wait_for(parcel)) for parcel in parcels]
+    await until_blocked(*tasks)
+    tasks[1].cancel()
+    room.quit(parcels[1])
+    room.quit(parcels[1])
+    room.release(parcels[0])
+    room.advance()
+    await tasks[2]
+    assert admitted == [parcels[0], parcels[2]]
+
+
+async def test_a_closed_room_wakes_all_and_admits_nobody() -> None:
+    room = SendRoom(10, lambda parcel: None)
+    await room.wait_for(first := _parcel(10))
+    late = _parcel(1)
+    waiting = asyncio.create_task(room.wait_for(late))
+    await until_blocked(waiting)
+    room.close()
+    await waiting
+    room.release(first)
+    await room.wait_for(late)
+    assert not late.has_room
+
+
+def test_the_first_word_of_the_peer_is_its_bound() -> None:
+    credit = Credit()
+    assert not credit.allows(0)
+    credit.add(10, MAX_TENSORS)
+    assert credit.allows(11)
+    credit.take(1)
+    assert credit.allows(9)
+    assert not credit.allows(10)
+    credit.add(1, 1)
+    assert credit.allows(11)
+
+
+def test_without_tensors_to_spare_nothing_goes() -> None:
+    credit = Credit()
+    credit.add(10, 1)
+    credit.take(0)
+    assert not credit.allows(0)
+
 
 BOUND = 2**20
 LARGE = 2**18
@@ -179,23 +272,6 @@ async def test_what_is_above_the_peers_room_goes_when_all_was_read() -> None:
     assert len(sender.frames) == 2
 
 
-async def test_room_is_given_in_the_order_of_the_calls() -> None:
-    sender = Sender()
-    await sender.put(BOUND)
-    first = asyncio.create_task(sender.put(BOUND))
-    await until_blocked(first)
-    second = asyncio.create_task(sender.put(1))
-    await until_blocked(first, second)
-    assert len(sender.half.room) == 2
-    sender.deliver(1)
-    sender.half.has_verified(1)
-    await first
-    assert not second.done()
-    second.cancel()
-    await asyncio.wait({second})
-    assert (len(sender.half.room), sender.half.room.waits) == (1, 2)
-
-
 async def test_what_was_dropped_gives_back_its_room_and_its_place() -> None:
     sender = Sender()
     parcel = Parcel(TensorSpec((BOUND,), "uint8"))
@@ -317,18 +393,16 @@ async def test_a_refusing_half_sends_what_it_has_and_takes_no_more() -> None:
     assert len(sender.frames) == 1
 
 
-async def test_a_peer_cannot_have_what_was_never_sent() -> None:
+@pytest.mark.parametrize(
+    ("nbytes", "verified", "why"), [(64, 2, "never sent"), (LARGE, 1, "on its way")]
+)
+async def test_a_peer_cannot_have_what_has_not_come(
+    nbytes: int, verified: int, why: str
+) -> None:
     sender = Sender()
-    await sender.put(64)
-    with pytest.raises(RemoteProtocolError, match="never sent"):
-        sender.half.has_verified(2)
-
-
-async def test_a_peer_cannot_have_what_is_still_on_its_way() -> None:
-    sender = Sender()
-    await sender.put(LARGE)
-    with pytest.raises(RemoteProtocolError, match="on its way"):
-        sender.half.has_verified(1)
+    await sender.put(nbytes)
+    with pytest.raises(RemoteProtocolError, match=why):
+        sender.half.has_verified(verified)
 
 
 async def test_a_peer_grants_only_what_it_was_offered() -> None:

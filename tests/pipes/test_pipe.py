@@ -1,16 +1,30 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import random
+from collections.abc import AsyncIterator
 from typing import Final
 
 import pytest
 import torch
 
-from asynckv.errors import EndOfStream, PeerLost, PipeBroken, WrongLoop
+from asynckv.errors import ChecksumError, EndOfStream, PeerLost, PipeBroken, WrongLoop
+from asynckv.links.link import LinkStream
 from asynckv.pipes import pipe as pipe_module
-from asynckv.pipes.pipe import Pipe, PipeStatistics
+from asynckv.pipes.end import PipeEnd
+from asynckv.pipes.pipe import Pipe, PipeStatistics, ToldErrors
+from asynckv.protocol.frames import (
+    Accepted,
+    Commit,
+    Failure,
+    Flushed,
+    Frame,
+    OpenPipe,
+    Push,
+    Read,
+)
 from asynckv.testing import (
     CancelMode,
     Outcome,
@@ -21,8 +35,8 @@ from asynckv.testing import (
 )
 from asynckv.testing.pairs import SCHEMES, Scheme, open_pipe_pair
 from asynckv.testing.pipe_checks import PIPE_CHECKS, PipeCheck
-
-pytestmark = pytest.mark.both_loops
+from asynckv.types import TensorSpec
+from harness.link_pairs import Hearer, linked
 
 BOUND: Final = 2**20
 LARGE: Final = 2**18
@@ -41,19 +55,21 @@ async def fill(near: Pipe, far: Pipe) -> None:
     await until(lambda: far.statistics().held_bytes == BOUND)
 
 
-async def test_a_pipe_belongs_to_the_loop_on_which_it_was_opened() -> None:
+@pytest.mark.both_loops
+@pytest.mark.parametrize("call", ["send_tensor", "recv_tensor", "flush"])
+async def test_a_pipe_belongs_to_the_loop_on_which_it_was_opened(call: str) -> None:
     async with open_pipe_pair("mem") as (near, far):
 
-        def send_from_another_loop(pipe: Pipe) -> None:
-            asyncio.run(pipe.send_tensor(torch.ones(3)))
+        def call_from_another_loop() -> None:
+            asyncio.run(getattr(near, call)(*[None][: call == "send_tensor"]))
 
-        for pipe in (near, far):
-            with pytest.raises(WrongLoop):
-                await asyncio.to_thread(send_from_another_loop, pipe)
+        with pytest.raises(WrongLoop):
+            await asyncio.to_thread(call_from_another_loop)
         await near.send_tensor(torch.ones(3))
         assert await far.recv_tensor() is not None
 
 
+@pytest.mark.both_loops
 async def test_statistics_tell_what_is_where() -> None:
     async with open_pipe_pair("mem") as (near, far):
         assert near.statistics() == far.statistics() == IDLE
@@ -72,6 +88,7 @@ async def test_statistics_tell_what_is_where() -> None:
         assert far.statistics().received_bytes == 8 * LARGE + 4
 
 
+@pytest.mark.both_loops
 @pytest.mark.parametrize("scheme", SCHEMES)
 async def test_a_refused_or_failed_send_gives_its_room_back(scheme: Scheme) -> None:
     async with open_pipe_pair(scheme) as (near, far):
@@ -86,6 +103,7 @@ async def test_a_refused_or_failed_send_gives_its_room_back(scheme: Scheme) -> N
         assert near.statistics().in_flight_tensors == 0
 
 
+@pytest.mark.both_loops
 async def test_a_wait_on_a_full_pipe_is_logged_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -103,6 +121,7 @@ async def test_a_wait_on_a_full_pipe_is_logged_once(
         )
 
 
+@pytest.mark.both_loops
 async def test_left_by_an_error_the_peer_does_not_take_it_for_the_end() -> None:
     async with open_pipe_pair() as (near, far):
         await near.send_tensor(None)
@@ -115,6 +134,7 @@ async def test_left_by_an_error_the_peer_does_not_take_it_for_the_end() -> None:
             await far.recv_tensor()
 
 
+@pytest.mark.both_loops
 async def test_closing_waits_until_the_peer_has_everything() -> None:
     async with open_pipe_pair() as (near, far):
         for seed in range(8):
@@ -125,6 +145,7 @@ async def test_closing_waits_until_the_peer_has_everything() -> None:
         assert [int(t[0]) for t in received if t is not None] == list(range(8))
 
 
+@pytest.mark.both_loops
 async def test_a_peer_that_takes_nothing_cannot_keep_a_pipe_open(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -141,6 +162,7 @@ async def test_a_peer_that_takes_nothing_cannot_keep_a_pipe_open(
             await far.recv_tensor()
 
 
+@pytest.mark.both_loops
 async def test_closing_tells_a_loss_that_nobody_was_told_of() -> None:
     async with open_pipe_pair() as (near, far):
         await near.send_tensor(large())
@@ -150,6 +172,7 @@ async def test_closing_tells_a_loss_that_nobody_was_told_of() -> None:
         await near.aclose()
 
 
+@pytest.mark.both_loops
 async def test_closing_does_not_tell_a_loss_twice() -> None:
     async with open_pipe_pair() as (near, far):
         far.abort()
@@ -158,6 +181,7 @@ async def test_closing_does_not_tell_a_loss_twice() -> None:
         await near.aclose()
 
 
+@pytest.mark.both_loops
 async def test_closing_while_others_send_and_receive_ends_them() -> None:
     async with open_pipe_pair() as (near, far):
         await fill(near, far)
@@ -174,6 +198,7 @@ async def test_closing_while_others_send_and_receive_ends_them() -> None:
             await receiving
 
 
+@pytest.mark.both_loops
 async def test_a_loop_over_small_tensors_lets_others_run() -> None:
     ticks = 0
 
@@ -192,6 +217,7 @@ async def test_a_loop_over_small_tensors_lets_others_run() -> None:
         await near.flush()
 
 
+@pytest.mark.both_loops
 async def test_a_tensor_in_the_copy_does_not_hold_small_ones_of_the_peer() -> None:
     async with open_pipe_pair() as (near, far):
         sending = asyncio.create_task(near.send_tensor(torch.zeros(2**24)))
@@ -201,6 +227,7 @@ async def test_a_tensor_in_the_copy_does_not_hold_small_ones_of_the_peer() -> No
         await sending
 
 
+@pytest.mark.both_loops
 @pytest.mark.parametrize("scheme", SCHEMES)
 async def test_digests_can_be_off(scheme: Scheme) -> None:
     async with open_pipe_pair(scheme, digest="off") as (near, far):
@@ -211,6 +238,7 @@ async def test_digests_can_be_off(scheme: Scheme) -> None:
             assert torch.equal(found, tensor)
 
 
+@pytest.mark.both_loops
 async def test_a_cancelled_close_leaves_nothing_half_closed() -> None:
     pairs: list[tuple[Pipe, Pipe]] = []
     managers = []
@@ -234,21 +262,12 @@ async def test_a_cancelled_close_leaves_nothing_half_closed() -> None:
     await sweep_cancellation(lambda: pairs[-1][0].aclose(), check, before=before)
 
 
+@pytest.mark.both_loops
 async def test_a_pipe_is_left_in_another_task_than_it_was_entered() -> None:
     await use_across_tasks(open_pipe_pair("mem"), lambda pair: pair[0].flush())
 
 
-def test_a_pipe_belongs_to_one_loop() -> None:
-    async def use() -> Pipe:
-        async with open_pipe_pair("mem") as (near, _):
-            await near.flush()
-            return near
-
-    near = asyncio.run(use())
-    with pytest.raises(WrongLoop):
-        asyncio.run(near.flush())
-
-
+@pytest.mark.both_loops
 async def test_a_pipe_says_who_the_peer_is_and_how_bytes_move() -> None:
     async with open_pipe_pair("mem") as (near, far):
         assert near.transport == far.transport == "mem"
@@ -256,6 +275,7 @@ async def test_a_pipe_says_who_the_peer_is_and_how_bytes_move() -> None:
         assert "Link to" in repr(near)
 
 
+@pytest.mark.both_loops
 @pytest.mark.parametrize("check", [c for c in PIPE_CHECKS if "cancelled" in c.__name__])
 async def test_after_any_cancellation_the_budget_is_exact(
     check: PipeCheck,
@@ -270,6 +290,7 @@ async def test_after_any_cancellation_the_budget_is_exact(
             assert found.waiting_senders == 0
 
 
+@pytest.mark.both_loops
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("seed", range(3))
 async def test_whatever_is_cancelled_nothing_is_lost_repeated_or_reordered(
@@ -304,7 +325,163 @@ async def test_whatever_is_cancelled_nothing_is_lost_repeated_or_reordered(
     assert received == sent
 
 
+@pytest.mark.both_loops
 async def test_what_is_no_tensor_is_refused_by_name() -> None:
     async with open_pipe_pair("mem") as (near, _):
         with pytest.raises(TypeError, match="not 3"):
             await near.send_tensor(3)  # type: ignore[arg-type]
+
+
+LOST = PipeBroken("the peer is lost", maybe_delivered=0)
+LOST_WITH_SOME = PipeBroken("the peer is lost", maybe_delivered=1)
+
+
+def test_nobody_has_heard_of_anything_at_first_and_then_of_it_once() -> None:
+    told = ToldErrors()
+    assert not told.has(LOST)
+    assert told.has(LOST) and told.has(LOST_WITH_SOME)
+
+
+@pytest.mark.parametrize("error", [PeerLost("gone"), ChecksumError("changed")])
+def test_who_has_heard_of_a_loss_has_not_heard_what_may_not_have_arrived(
+    error: Exception,
+) -> None:
+    told = ToldErrors()
+    told.note(error)
+    assert not told.has(LOST_WITH_SOME)
+    told = ToldErrors()
+    told.note(error)
+    assert told.has(LOST)
+
+
+def test_another_error_tells_nothing_of_the_end() -> None:
+    told = ToldErrors()
+    told.note(ValueError("no tensor"))
+    assert not told.has(LOST)
+
+
+def test_who_has_hung_up_is_told_nothing() -> None:
+    told = ToldErrors()
+    told.note_all()
+    assert told.has(LOST_WITH_SOME)
+
+
+SPEC = TensorSpec((8,), "uint8")
+
+
+class Peer:
+    """The other side of a pipe, frame by frame."""
+
+    def __init__(self, stream: LinkStream, hearer: Hearer) -> None:
+        self.stream = stream
+        self.hearer = hearer
+
+    def send(self, frame: Frame, body: bytes = b"") -> None:
+        self.stream.send(frame, body)
+
+
+@contextlib.asynccontextmanager
+async def piped(digest: str = "full") -> AsyncIterator[tuple[Pipe, Peer]]:
+    """A pipe that has dialled, and whoever it has reached."""
+    options = {"digest": digest}
+    async with linked("mem://", lambda *asked: None, near=options, far=options) as pair:
+        end = PipeEnd.dialled(pair.near, 2**20, name="rank")
+        pipe = Pipe(end, end)
+        await until(lambda: bool(pair.service.asked))
+        stream, frame, _ = pair.service.asked[0]
+        assert frame == OpenPipe("rank")
+        try:
+            yield pipe, Peer(stream, pair.service.hearers[0])
+        finally:
+            pipe.abort()
+            await pipe.aclose()
+
+
+@pytest.mark.both_loops
+async def test_a_dialled_end_gives_the_peer_room_at_once() -> None:
+    async with piped() as (_, peer):
+        frame, _ = await peer.hearer.next()
+        assert isinstance(frame, Read)
+        assert frame.nbytes == 2**20
+
+
+@pytest.mark.both_loops
+async def test_changed_bytes_break_the_pipe_on_both_sides() -> None:
+    async with piped() as (pipe, peer):
+        peer.send(Push(0, 0, True, SPEC, b"wrong"), bytes(8))
+        with pytest.raises(ChecksumError, match="pipe is broken"):
+            await pipe.recv_tensor()
+        await until(lambda: len(peer.hearer.frames) == 2)
+        failure, _ = peer.hearer.frames[-1]
+        assert isinstance(failure, Failure)
+        assert failure.code == "ChecksumError"
+        with pytest.raises(PipeBroken, match="other bytes"):
+            await pipe.send_tensor(None)
+
+
+@pytest.mark.both_loops
+async def test_without_digests_nothing_is_compared() -> None:
+    async with piped(digest="off") as (pipe, peer):
+        peer.send(Push(0, 0, True, SPEC), bytes(8))
+        found = await pipe.recv_tensor()
+        assert found is not None
+        assert found.tolist() == [0] * 8
+
+
+@pytest.mark.both_loops
+async def test_a_peer_that_found_changed_bytes_breaks_the_pipe_here() -> None:
+    async with piped() as (pipe, peer):
+        await pipe.send_tensor(None)
+        peer.send(Failure("ChecksumError", "tensor 1 changed"))
+        with pytest.raises(PeerLost, match="tensor 1 changed"):
+            await pipe.recv_tensor()
+        with pytest.raises(PipeBroken) as caught:
+            await pipe.flush()
+        assert caught.value.maybe_delivered == 1
+
+
+@pytest.mark.both_loops
+@pytest.mark.parametrize("frame", [Commit(), Accepted(), Flushed(1)])
+async def test_a_frame_that_makes_no_sense_breaks_the_link(frame: Frame) -> None:
+    async with piped() as (pipe, peer):
+        peer.send(frame)
+        with pytest.raises(PeerLost):
+            await pipe.recv_tensor()
+        assert not peer.stream.link.is_open
+
+
+@pytest.mark.both_loops
+async def test_what_was_verified_is_said_before_the_goodbye() -> None:
+    async with piped() as (pipe, peer):
+        await peer.hearer.next()
+        peer.send(Push(inline=True))
+        assert await pipe.recv_tensor() is None
+        await pipe.aclose()
+        await until(lambda: bool(peer.hearer.losses))
+        assert Flushed(1) in [frame for frame, _ in peer.hearer.frames]
+        assert peer.hearer.losses[0].goodbye
+
+
+@pytest.mark.both_loops
+async def test_an_aborted_end_gives_nothing_that_it_had_received() -> None:
+    async with piped() as (pipe, peer):
+        peer.send(Push(inline=True))
+        await until(lambda: pipe.statistics().held_tensors == 1)
+        pipe.abort()
+        with pytest.raises(PeerLost, match="aborted on this side"):
+            await pipe.recv_tensor()
+
+
+@pytest.mark.both_loops
+async def test_a_peer_that_says_goodbye_in_the_middle_is_lost() -> None:
+    async with piped() as (pipe, peer):
+        large = TensorSpec((2**18,), "uint8")
+        peer.send(Push(inline=True))
+        peer.send(Push(4, 0, False, large))
+        await until(lambda: pipe.statistics().held_tensors == 2)
+        await peer.stream.link.aclose()
+        assert await pipe.recv_tensor() is None
+        with pytest.raises(PeerLost):
+            await pipe.recv_tensor()
+        with pytest.raises(EndOfStream):
+            await pipe.send_tensor(None)
