@@ -5,6 +5,7 @@ import contextlib
 import errno
 import socket
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 import anyio
 import pytest
@@ -16,23 +17,24 @@ from asynckv.errors import (
     LocalProtocolError,
     PeerLost,
     RemoteProtocolError,
+    WrongLoop,
 )
 from asynckv.links.address import parse_url
 from asynckv.links.dial import dial
 from asynckv.links.listen import LinkListener, listen
-from asynckv.links.options import cores, default_lanes, make_terms
+from asynckv.links.options import cores, default_lanes, keys_of, make_terms
 from asynckv.links.sockets import bind
 from asynckv.protocol.codec import encode_frame
 from asynckv.protocol.failures import to_refuse
 from asynckv.protocol.frames import PROTOCOL_MAJOR, Frame, Peek, Welcome
 from asynckv.protocol.values import Limits, PeerIdentity
+from asynckv.security.keyring import Keyring
 from asynckv.testing.blocked import until, until_blocked
 from asynckv.types import KVFingerprint
 from harness.link_pairs import Hearer, ScriptedService, linked, name_of
 
-pytestmark = pytest.mark.both_loops
-
 ME = PeerIdentity("me", "1")
+RESET = b"\1\0\0\0\0\0\0\0"
 WELCOME = Welcome(PROTOCOL_MAJOR, 0, ME, Limits(), "inline", 1, b"token")
 
 
@@ -70,6 +72,7 @@ async def impostor(*answers: Frame | bytes) -> AsyncIterator[str]:
             await asyncio.wait({task})
 
 
+@pytest.mark.both_loops
 @pytest.mark.parametrize("url", ["tcp://:0", "mem://"])
 async def test_a_dialled_link_knows_its_peer(url: str) -> None:
     fingerprint = KVFingerprint("model")
@@ -82,6 +85,7 @@ async def test_a_dialled_link_knows_its_peer(url: str) -> None:
         assert pair.near.url == pair.listener.url
 
 
+@pytest.mark.both_loops
 async def test_limits_are_the_smaller_of_both_and_each_keeps_its_own() -> None:
     near = {"limits": Limits(max_streams=5, max_receive_bytes=100)}
     far = {"limits": Limits(heartbeat_ms=1000)}
@@ -92,6 +96,7 @@ async def test_limits_are_the_smaller_of_both_and_each_keeps_its_own() -> None:
         assert pair.near.peer_limits.max_receive_bytes == Limits().max_receive_bytes
 
 
+@pytest.mark.both_loops
 @pytest.mark.parametrize("url", ["tcp://:0", "mem://"])
 async def test_another_fingerprint_is_refused_and_its_field_named(url: str) -> None:
     far = {"fingerprint": KVFingerprint("m", dtype="bf16")}
@@ -113,6 +118,7 @@ async def test_another_fingerprint_is_refused_and_its_field_named(url: str) -> N
     assert not pair.near.is_open
 
 
+@pytest.mark.both_loops
 @pytest.mark.parametrize("url", ["tcp://127.0.0.1:1", "mem://nobody"])
 async def test_nobody_there_is_said_with_what_to_do(url: str) -> None:
     with pytest.raises(PeerLost, match="nobody listens") as caught:
@@ -120,6 +126,7 @@ async def test_nobody_there_is_said_with_what_to_do(url: str) -> None:
     assert caught.value.hint
 
 
+@pytest.mark.both_loops
 async def test_one_that_listens_and_never_answers_is_given_up() -> None:
     with bind(parse_url("tcp://:0")) as silent:
         url = f"tcp://127.0.0.1:{silent.getsockname()[1]}"
@@ -128,6 +135,7 @@ async def test_one_that_listens_and_never_answers_is_given_up() -> None:
     assert "something listens" in caught.value.hint
 
 
+@pytest.mark.both_loops
 async def test_the_callers_own_timeout_stays_a_timeout() -> None:
     with bind(parse_url("tcp://:0")) as silent:
         url = f"tcp://127.0.0.1:{silent.getsockname()[1]}"
@@ -136,12 +144,14 @@ async def test_the_callers_own_timeout_stays_a_timeout() -> None:
                 await dial(url, identity=ME)
 
 
+@pytest.mark.both_loops
 async def test_something_else_than_asynckv_is_recognised() -> None:
     async with impostor(b"SSH-2.0-OpenSSH_9.6 and so on, and so on") as url:
         with pytest.raises(RemoteProtocolError, match="something else than asynckv"):
             await dial(url, identity=ME)
 
 
+@pytest.mark.both_loops
 @pytest.mark.parametrize(
     ("answers", "error"),
     [
@@ -160,6 +170,7 @@ async def test_a_handshake_that_goes_wrong_leaves_nothing(
             await dial(url, identity=ME, lanes=1)
 
 
+@pytest.mark.both_loops
 async def test_dial_can_be_cancelled_at_every_tick() -> None:
     async with listening() as listener:
         link = None
@@ -176,6 +187,7 @@ async def test_dial_can_be_cancelled_at_every_tick() -> None:
     assert ticks > 3
 
 
+@pytest.mark.both_loops
 async def test_dial_in_a_cancelled_scope_leaves_nothing() -> None:
     async with listening() as listener:
         with anyio.move_on_after(0) as scope:
@@ -183,6 +195,7 @@ async def test_dial_in_a_cancelled_scope_leaves_nothing() -> None:
         assert scope.cancelled_caught
 
 
+@pytest.mark.both_loops
 async def test_a_dial_that_waits_for_its_lanes_can_be_cancelled() -> None:
     async with impostor(WELCOME) as url:
         task = asyncio.create_task(dial(url, identity=ME, lanes=1))
@@ -192,6 +205,7 @@ async def test_a_dial_that_waits_for_its_lanes_can_be_cancelled() -> None:
         assert task.cancelled()
 
 
+@pytest.mark.both_loops
 async def test_a_link_dialled_in_one_task_is_used_and_closed_in_others() -> None:
     async with listening() as listener:
         link = await asyncio.create_task(dial(listener.url, identity=ME))
@@ -201,12 +215,14 @@ async def test_a_link_dialled_in_one_task_is_used_and_closed_in_others() -> None
         await asyncio.create_task(link.aclose())
 
 
+@pytest.mark.both_loops
 @pytest.mark.parametrize("lanes", [0, -1, 9])
 async def test_an_impossible_number_of_lanes_is_refused(lanes: int) -> None:
     with pytest.raises(ConfigError, match="lanes"):
         await dial("tcp://:1", identity=ME, lanes=lanes)
 
 
+@pytest.mark.both_loops
 @pytest.mark.parametrize(
     ("count", "lanes"), [(1, 1), (2, 1), (3, 1), (4, 2), (8, 4), (64, 4)]
 )
@@ -216,6 +232,7 @@ def test_half_of_the_cores_have_a_lane_each_and_at_most_four(
     assert default_lanes(count) == lanes
 
 
+@pytest.mark.both_loops
 def test_lanes_are_those_of_the_cores_unless_told_otherwise() -> None:
     terms = make_terms(
         parse_url("tcp://:1"),
@@ -228,8 +245,14 @@ def test_lanes_are_those_of_the_cores_unless_told_otherwise() -> None:
     assert terms.lanes == default_lanes(cores())
 
 
-async def test_a_killed_peer_is_lost_at_once() -> None:
+@pytest.mark.both_loops
+@pytest.mark.parametrize(
+    "linger", [bytes(8), b"\1\0\0\0\0\0\0\0"], ids=["end", "reset"]
+)
+async def test_a_killed_peer_is_lost_at_once(linger: bytes) -> None:
     async with linked(answer=lambda *_: None) as pair:
+        sock: socket.socket = pair.far._stream._sock  # type: ignore[attr-defined]
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
         hearer = Hearer()
         pair.near.open_stream(hearer, Peek(has_key=True))
         await until(lambda: len(pair.service.asked) == 1)
@@ -237,16 +260,7 @@ async def test_a_killed_peer_is_lost_at_once() -> None:
         assert not (await hearer.loss()).goodbye
 
 
-async def test_a_reset_connection_is_a_lost_peer() -> None:
-    async with linked(answer=lambda *_: None) as pair:
-        sock: socket.socket = pair.far._stream._sock  # type: ignore[attr-defined]
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
-        hearer = Hearer()
-        pair.near.open_stream(hearer, Peek(has_key=True))
-        pair.far._stream.abort()
-        assert isinstance(await hearer.loss(), PeerLost)
-
-
+@pytest.mark.both_loops
 async def test_a_process_without_file_descriptors_is_told_so(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -257,3 +271,56 @@ async def test_a_process_without_file_descriptors_is_told_so(
     with pytest.raises(PeerLost, match="Too many open files") as caught:
         await dial("tcp://127.0.0.1:1", identity=name_of("consumer"))
     assert "ulimit -n" in caught.value.hint
+
+
+async def test_both_ends_are_there_when_dial_returns() -> None:
+    async with linked("mem://") as pair:
+        assert pair.listener.links == (pair.far,)
+
+
+async def test_a_listener_on_another_loop_is_named_as_such() -> None:
+    listener = await listen(
+        "mem://here", identity=ME, service_for=lambda link: ScriptedService()
+    )
+
+    def elsewhere() -> None:
+        asyncio.run(_fail_to_dial())
+
+    async def _fail_to_dial() -> None:
+        with pytest.raises(WrongLoop):
+            await dial("mem://here", identity=ME)
+
+    await asyncio.to_thread(elsewhere)
+    await listener.aclose()
+
+
+async def test_a_listener_that_was_dropped_is_not_found() -> None:
+    listener = await listen(
+        "mem://dropped", identity=ME, service_for=lambda link: ScriptedService()
+    )
+    listener.abort()
+    with pytest.raises(PeerLost, match="of this process only"):
+        await dial("mem://dropped", identity=ME)
+
+
+async def test_a_door_that_closes_while_its_keys_are_read_lets_nobody_in(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "secret"
+    path.touch(0o600)
+    path.write_text("correct-horse-battery-staple-0123")
+    keyring = Keyring(secret_file=str(path))
+    listener = await listen(
+        "mem://closing",
+        identity=ME,
+        service_for=lambda link: ScriptedService(),
+        keyring=keyring,
+    )
+    keyring._checked_at = 0.0
+    secrets = Keyring(secrets=(await keys_of(keyring)).secrets)
+    keyring._checked_at = 0.0
+    task = asyncio.create_task(dial("mem://closing", identity=ME, keyring=secrets))
+    await asyncio.sleep(0)
+    listener.abort()
+    with pytest.raises(PeerLost, match="nobody listens"):
+        await task

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +24,6 @@ from asynckv.protocol.transfer_frames import Grant
 from asynckv.protocol.values import Limits
 from asynckv.testing.blocked import until, until_blocked
 from harness.link_pairs import Hearer, LinkPair, ScriptedService, linked
-
-pytestmark = pytest.mark.both_loops
 
 SCHEMES = ["tcp", "unix", "mem", "mem-inline"]
 ASK = Peek(has_key=True)
@@ -50,6 +49,7 @@ async def ask(link: Link, body: bytes = b"") -> tuple[Frame, bytes]:
     return await hearer.next()
 
 
+@pytest.mark.both_loops
 @pytest.mark.parametrize("nbytes", [0, 64, 65_536, 65_537, 1_000_000, 16 * 2**20])
 async def test_a_request_and_its_body_come_back(url: str, nbytes: int) -> None:
     body = bytes(range(256)) * (nbytes // 256) + bytes(nbytes % 256)
@@ -57,6 +57,7 @@ async def test_a_request_and_its_body_come_back(url: str, nbytes: int) -> None:
         assert await ask(pair.near, body) == (Result(nbytes), body)
 
 
+@pytest.mark.both_loops
 async def test_both_ends_can_ask(url: str) -> None:
     async with linked(url, near={"service": _Doubler()}) as pair:
         assert await ask(pair.far, b"ab") == (Result(4), b"abab")
@@ -69,6 +70,7 @@ class _Doubler:
         return Hearer()
 
 
+@pytest.mark.both_loops
 async def test_a_thousand_requests_share_a_link(url: str) -> None:
     async with linked(url) as pair:
         answers = await asyncio.gather(
@@ -78,6 +80,7 @@ async def test_a_thousand_requests_share_a_link(url: str) -> None:
     assert bodies == [str(number).encode() * 50 for number in range(1000)]
 
 
+@pytest.mark.both_loops
 async def test_a_blocked_request_delays_no_other(url: str) -> None:
     def answer(stream: LinkStream, frame: object, body: bytes) -> None:
         if body != b"wait":
@@ -93,6 +96,7 @@ async def test_a_blocked_request_delays_no_other(url: str) -> None:
         assert await blocked == (Result(7), b"")
 
 
+@pytest.mark.both_loops
 async def test_a_small_request_passes_a_large_one(url: str) -> None:
     async with linked(url) as pair:
         large = asyncio.create_task(ask(pair.near, bytes(16 * 2**20)))
@@ -102,6 +106,7 @@ async def test_a_small_request_passes_a_large_one(url: str) -> None:
         await large
 
 
+@pytest.mark.both_loops
 async def test_frames_of_a_stream_keep_their_order_both_ways(url: str) -> None:
     sizes = [0, 100_000, 3, 70_000, 200_000, 1]
     async with linked(url, never) as pair:
@@ -116,12 +121,14 @@ async def test_frames_of_a_stream_keep_their_order_both_ways(url: str) -> None:
             assert [len(body) for _, body in got] == sizes
 
 
+@pytest.mark.both_loops
 async def test_transfers_have_numbers_of_their_own() -> None:
     async with linked() as pair:
         numbers = [pair.near.new_transfer() for _ in range(3)]
         assert sorted(set(numbers)) == numbers
 
 
+@pytest.mark.both_loops
 async def test_what_is_too_long_is_our_own_error_and_hurts_nobody() -> None:
     limits = Limits(max_body_bytes=70_000)
     async with linked(near={"limits": limits}) as pair:
@@ -131,6 +138,7 @@ async def test_what_is_too_long_is_our_own_error_and_hurts_nobody() -> None:
         assert (await ask(pair.near, bytes(70_000)))[0] == Result(70_000)
 
 
+@pytest.mark.both_loops
 async def test_a_body_may_be_overwritten_once_it_is_sent() -> None:
     async with linked() as pair:
         hearer, body = Hearer(), bytearray(b"a" * 300_000)
@@ -142,6 +150,7 @@ async def test_a_body_may_be_overwritten_once_it_is_sent() -> None:
 # The end of a link.
 
 
+@pytest.mark.both_loops
 async def test_closing_says_goodbye_to_both_ends(url: str) -> None:
     async with linked(url, never) as pair:
         ours, theirs = Hearer(), Hearer()
@@ -155,6 +164,7 @@ async def test_closing_says_goodbye_to_both_ends(url: str) -> None:
     assert "said goodbye" in str(far_loss)
 
 
+@pytest.mark.both_loops
 async def test_what_was_queued_leaves_before_the_goodbye(url: str) -> None:
     async with linked(url, never) as pair:
         for _ in range(3):
@@ -164,6 +174,7 @@ async def test_what_was_queued_leaves_before_the_goodbye(url: str) -> None:
         assert [len(body) for _, _, body in pair.service.asked] == [1_000_000] * 3
 
 
+@pytest.mark.both_loops
 async def test_aborting_says_nothing(url: str) -> None:
     async with linked(url, never) as pair:
         hearer = Hearer()
@@ -176,6 +187,7 @@ async def test_aborting_says_nothing(url: str) -> None:
         assert "without a goodbye" in str(loss)
 
 
+@pytest.mark.both_loops
 async def test_a_closed_stream_hears_of_nothing() -> None:
     async with linked(answer=never) as pair:
         hearer = Hearer()
@@ -187,11 +199,15 @@ async def test_a_closed_stream_hears_of_nothing() -> None:
         assert hearer.frames == [] and hearer.losses == []
 
 
-async def test_sending_after_the_end_does_nothing() -> None:
+@pytest.mark.both_loops
+@pytest.mark.parametrize("send", [LinkStream.send, LinkStream.send_at_once])
+async def test_sending_after_the_end_does_nothing(
+    send: Callable[[LinkStream, Grant, bytes], None],
+) -> None:
     async with linked(answer=never) as pair:
         stream = pair.near.open_stream(Hearer(), ASK)
         pair.near.abort()
-        stream.send(Grant(1), bytes(100))
+        send(stream, Grant(1), bytes(100))
         assert pair.near.outgoing_bytes == 0
 
 
@@ -203,6 +219,7 @@ class _Strict(Hearer):
         raise RemoteProtocolError("that makes no sense here")
 
 
+@pytest.mark.both_loops
 async def test_a_broken_rule_ends_that_link_and_tells_why(url: str) -> None:
     async with linked(url) as pair, linked(url.replace("link", "other")) as other:
         pair.near.open_stream(_Strict(), ASK)
@@ -213,6 +230,7 @@ async def test_a_broken_rule_ends_that_link_and_tells_why(url: str) -> None:
         assert await ask(other.near, b"fine") == (Result(4), b"fine")
 
 
+@pytest.mark.both_loops
 async def test_the_payload_transport_that_breaks_takes_the_link_along() -> None:
     async with linked() as pair:
         pair.near.abort(ChildProcessError("lane 1"))
@@ -222,6 +240,7 @@ async def test_the_payload_transport_that_breaks_takes_the_link_along() -> None:
 # Closing, cancelled and repeated.
 
 
+@pytest.mark.both_loops
 async def test_closing_twice_and_after_an_abort_is_fine(url: str) -> None:
     async with linked(url) as pair:
         await pair.near.aclose()
@@ -230,6 +249,7 @@ async def test_closing_twice_and_after_an_abort_is_fine(url: str) -> None:
         await pair.far.aclose()
 
 
+@pytest.mark.both_loops
 async def test_closing_from_two_tasks_is_fine() -> None:
     async with linked() as pair:
         await asyncio.gather(pair.near.aclose(), pair.near.aclose(), pair.far.aclose())
@@ -243,12 +263,14 @@ async def _stuck(pair: LinkPair) -> asyncio.Task[None]:
     return closing
 
 
+@pytest.mark.both_loops
 async def test_a_close_is_bounded_though_the_peer_never_hangs_up() -> None:
     async with linked() as pair:
         async with asyncio.timeout(3):
             await (await _stuck(pair))
 
 
+@pytest.mark.both_loops
 async def test_a_cancelled_close_aborts() -> None:
     async with linked() as pair:
         closing = await _stuck(pair)
@@ -258,6 +280,7 @@ async def test_a_cancelled_close_aborts() -> None:
         await asyncio.wait_for(pair.near.wait_closed(), 1)
 
 
+@pytest.mark.both_loops
 async def test_a_close_in_a_cancelled_scope_still_says_goodbye() -> None:
     async with linked() as pair:
         with anyio.CancelScope() as scope:
@@ -270,6 +293,7 @@ async def test_a_close_in_a_cancelled_scope_still_says_goodbye() -> None:
 # Heartbeats and peers that do not read.
 
 
+@pytest.mark.both_loops
 async def test_a_silent_peer_is_found_dead() -> None:
     limits = Limits(heartbeat_ms=20)
     async with linked(answer=never, near={"limits": limits}) as pair:
@@ -281,6 +305,7 @@ async def test_a_silent_peer_is_found_dead() -> None:
     assert "was silent for 3 heartbeats of 0.02 s" in str(loss)
 
 
+@pytest.mark.both_loops
 async def test_an_idle_link_lives_on_its_heartbeats(url: str) -> None:
     async with linked(url, near={"limits": Limits(heartbeat_ms=10)}) as pair:
         pings = pair.near._pings
@@ -292,6 +317,7 @@ def _flood(stream: LinkStream, frame: Any, body: bytes) -> None:
     stream.send(Result(len(body)), bytes(60_000))
 
 
+@pytest.mark.both_loops
 async def test_a_peer_that_never_reads_cannot_make_us_hold_memory() -> None:
     limits = Limits(heartbeat_ms=30)
     async with linked(answer=_flood, near={"limits": limits}) as pair:
@@ -309,6 +335,7 @@ async def test_a_peer_that_never_reads_cannot_make_us_hold_memory() -> None:
         assert most < 20 * 2**20
 
 
+@pytest.mark.both_loops
 async def test_two_that_answer_each_other_never_wait_for_ever() -> None:
     limits = Limits(heartbeat_ms=100)
     service = ScriptedService()
@@ -321,6 +348,7 @@ async def test_two_that_answer_each_other_never_wait_for_ever() -> None:
         assert len(answers) == 300
 
 
+@pytest.mark.both_loops
 async def test_who_waits_for_room_is_told_when_it_has_drained() -> None:
     async with linked(answer=never) as pair:
         told = list[int]()
@@ -331,6 +359,7 @@ async def test_who_waits_for_room_is_told_when_it_has_drained() -> None:
         assert told[0] < 2**20
 
 
+@pytest.mark.both_loops
 async def test_who_waits_for_room_is_told_of_the_end_too() -> None:
     async with linked(answer=never) as pair:
         told = list[int]()
@@ -340,6 +369,7 @@ async def test_who_waits_for_room_is_told_of_the_end_too() -> None:
         await until(lambda: bool(told))
 
 
+@pytest.mark.both_loops
 async def test_an_answer_of_what_has_ended_leaves_at_once_and_others_together() -> None:
     async with linked(answer=lambda *_: None) as pair:
         for _ in range(3):
@@ -354,3 +384,47 @@ async def test_an_answer_of_what_has_ended_leaves_at_once_and_others_together() 
         assert pair.far.outgoing_bytes
         await asyncio.sleep(0)
         assert not pair.far.outgoing_bytes
+
+
+async def test_a_service_may_answer_and_forget_within_open() -> None:
+    async with linked(answer=lambda stream, *_: stream.close()) as pair:
+        hearer = Hearer()
+        pair.near.open_stream(hearer, Peek(has_key=True))
+        await pair.near.aclose()
+        assert (await hearer.loss()).goodbye
+        assert pair.service.hearers[0].losses == []
+
+
+async def test_a_stream_shows_its_number_and_its_link_alone() -> None:
+    async with linked() as pair:
+        stream = pair.near.open_stream(Hearer(), Peek(has_key=True))
+        assert repr(stream) == f"<LinkStream {stream.id} of {pair.near!r}>"
+
+
+async def test_what_is_sent_at_once_has_left_and_what_follows_goes_together() -> None:
+    async with linked(answer=lambda *_: None) as pair:
+        stream = pair.near.open_stream(Hearer(), Peek(has_key=True))
+        await asyncio.sleep(0)
+        stream.send(Grant(1))
+        assert pair.near.outgoing_bytes
+        stream.send_at_once(Grant(2))
+        assert not pair.near.outgoing_bytes
+        stream.send_at_once(Grant(3))
+        assert pair.near.outgoing_bytes
+        await asyncio.sleep(0)
+        assert not pair.near.outgoing_bytes
+
+
+async def test_a_long_body_is_sent_at_once_as_by_send() -> None:
+    async with linked(answer=lambda *_: None) as pair:
+        stream = pair.near.open_stream(Hearer(), Peek(has_key=True))
+        await asyncio.sleep(0)
+        body = bytes(range(256)) * 1000
+        stream.send_at_once(Grant(1), body)
+        stream.send_at_once(Grant(2))
+        await until(lambda: bool(pair.service.hearers))
+        hearer = pair.service.hearers[0]
+        assert [await hearer.next() for _ in range(2)] == [
+            (Grant(1), body),
+            (Grant(2), b""),
+        ]

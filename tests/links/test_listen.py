@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
@@ -27,10 +28,15 @@ async def door(url: str = "tcp://:0") -> LinkListener:
     return await listen(url, identity=YOU, service_for=lambda link: ScriptedService())
 
 
-async def test_port_0_takes_a_free_port() -> None:
+@pytest.fixture
+async def listener() -> AsyncIterator[LinkListener]:
     listener = await door()
-    assert not listener.url.endswith(":0")
+    yield listener
     await listener.aclose()
+
+
+async def test_port_0_takes_a_free_port(listener: LinkListener) -> None:
+    assert not listener.url.endswith(":0")
 
 
 async def test_a_name_in_memory_is_free_again_after_the_close() -> None:
@@ -57,8 +63,9 @@ async def test_the_socket_file_is_gone_after_the_close(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("incarnation", ["1", "2"])
-async def test_a_second_link_of_a_peer_ends_the_first(incarnation: str) -> None:
-    listener = await door()
+async def test_a_second_link_of_a_peer_ends_the_first(
+    incarnation: str, listener: LinkListener
+) -> None:
     first = await dial(listener.url, identity=ME)
     second = await dial(listener.url, identity=PeerIdentity("me", incarnation))
     await first.wait_closed()
@@ -68,11 +75,9 @@ async def test_a_second_link_of_a_peer_ends_the_first(incarnation: str) -> None:
     assert await hearer.next() == (Result(0), b"")
     assert not first.is_open
     await second.aclose()
-    await listener.aclose()
 
 
-async def test_different_peers_keep_their_links() -> None:
-    listener = await door()
+async def test_different_peers_keep_their_links(listener: LinkListener) -> None:
     links = [
         await dial(listener.url, identity=PeerIdentity(str(n), "1")) for n in range(5)
     ]
@@ -80,30 +85,25 @@ async def test_different_peers_keep_their_links() -> None:
     for link in links:
         await link.aclose()
     await until(lambda: listener.links == ())
-    await listener.aclose()
 
 
-async def test_fifty_may_dial_at_once() -> None:
-    listener = await door()
+async def test_fifty_may_dial_at_once(listener: LinkListener) -> None:
     links = await asyncio.gather(
         *(dial(listener.url, identity=PeerIdentity(str(n), "1")) for n in range(50))
     )
     assert len(listener.links) == 50
-    await listener.aclose()
     await asyncio.gather(*(link.aclose() for link in links))
 
 
 async def test_who_comes_who_leaves_and_who_is_lost_is_a_line_of_the_log_each(
-    caplog: pytest.LogCaptureFixture,
+    caplog: pytest.LogCaptureFixture, listener: LinkListener
 ) -> None:
     caplog.set_level(logging.INFO)
-    listener = await door()
     url = listener.url
     await (await dial(url, identity=ME)).aclose()
     await until(lambda: listener.links == ())
     (await dial(url, identity=ME)).abort()
     await until(lambda: listener.links == () and len(caplog.records) == 4)
-    await listener.aclose()
     came, left, again, lost = (record.getMessage() for record in caplog.records)
     assert came == again == f"{url}: me connected, payload by inline"
     assert left == f"{url}: me left"

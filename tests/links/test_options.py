@@ -1,19 +1,29 @@
 from __future__ import annotations
 
 import os
+import secrets
 import traceback
 from pathlib import Path
 
 import pytest
 
+from asynckv.abc import PayloadTransport
 from asynckv.errors import ConfigError
+from asynckv.links.address import parse_url
+from asynckv.links.fd_socket import has_fd_sockets
 from asynckv.links.options import (
+    TRANSPORTS,
     device_digest,
+    keys_of,
     make_keyring,
     new_identity,
     payload_digest,
+    payload_paths,
 )
+from asynckv.security.keyring import NO_KEYS, Keyring, Keys
 from asynckv.testing.certificates import Authority
+from harness.inline_ends import Landing
+from harness.link_pairs import linked
 
 
 def test_each_identity_is_another_incarnation() -> None:
@@ -92,3 +102,74 @@ def test_an_identity_tells_which_machine_and_since_which_start() -> None:
     assert first.boot_id == second.boot_id
     boot_id = Path("/proc/sys/kernel/random/boot_id")
     assert first.boot_id == (boot_id.read_text().strip() if boot_id.exists() else "")
+
+
+@pytest.mark.both_loops
+async def test_no_keys_take_no_thread() -> None:
+    assert await keys_of(NO_KEYS) == Keys()
+
+
+@pytest.mark.both_loops
+async def test_files_are_read_off_the_loop(tmp_path: Path) -> None:
+    path = tmp_path / "secret"
+    path.touch(0o600)
+    keyring = Keyring(secret_file=str(path))
+    with pytest.raises(ConfigError, match="holds 0 secrets"):
+        await keys_of(keyring)
+    path.write_text(secrets.token_hex(32))
+    keys = await keys_of(keyring)
+    assert keys.first_secret is not None
+    assert await keys_of(keyring) is keys
+
+
+@pytest.mark.parametrize("name", TRANSPORTS)
+def test_every_transport_stands_under_its_own_name(name: str) -> None:
+    assert issubclass(TRANSPORTS[name], PayloadTransport)
+    assert TRANSPORTS[name].name == name
+
+
+NEEDS_FILES = pytest.mark.skipif(not has_fd_sockets(), reason="nothing to map here")
+
+
+@pytest.mark.parametrize(
+    ("url", "paths"),
+    [
+        ("tcp://:1?payload=inline", ("inline",)),
+        ("mem://x", ("mem", "inline")),
+        ("mem://x?payload=inline", ("inline",)),
+        *(
+            pytest.param(url, paths, marks=NEEDS_FILES)
+            for scheme in ("tcp://:1", "tls://:1", "unix:///x")
+            for url, paths in (
+                (scheme, ("map", "inline")),
+                (f"{scheme}?payload=map", ("map",)),
+            )
+        ),
+    ],
+)
+def test_each_url_has_its_payload_paths(url: str, paths: tuple[str, ...]) -> None:
+    assert payload_paths(parse_url(url)) == paths
+
+
+def test_one_that_there_is_not_is_refused() -> None:
+    with pytest.raises(ConfigError, match="possible: .*inline"):
+        payload_paths(parse_url("tcp://:1?payload=nccl"))
+
+
+@pytest.mark.both_loops
+@pytest.mark.parametrize(
+    ("url", "name"),
+    [("tcp://:0", "inline"), ("mem://", "mem"), ("mem://?payload=inline", "inline")],
+)
+async def test_a_payload_crosses_a_link_by_what_was_agreed_on(
+    url: str, name: str
+) -> None:
+    async with linked(url, far={"lanes": 2}) as pair:
+        assert pair.near.transport_name == pair.far.transport_name == name
+        assert pair.near.payload.name == name
+        source, target = bytes(range(256)) * 4096, bytearray(256 * 4096)
+        transfer, landed, sent = pair.near.new_transfer(), Landing(), Landing()
+        pair.far.payload.receive(transfer, 0, memoryview(target), landed)
+        pair.near.payload.send(transfer, 0, memoryview(source), sent)
+        assert await landed == await sent
+        assert target == source

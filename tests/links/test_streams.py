@@ -14,8 +14,6 @@ from asynckv.security.tls_socket import TlsSocket
 from asynckv.testing.blocked import until
 from asynckv.testing.certificates import Authority
 
-pytestmark = pytest.mark.both_loops
-
 Pair = tuple[ControlStream, ControlStream]
 
 
@@ -66,6 +64,7 @@ class Owner:
         self.ends.append(error)
 
 
+@pytest.mark.both_loops
 async def test_bytes_come_out_as_they_went_in(make: Callable[[], Pair]) -> None:
     near, far = make()
     Owner(near)
@@ -77,6 +76,7 @@ async def test_bytes_come_out_as_they_went_in(make: Callable[[], Pair]) -> None:
     assert near.sent_bytes == 6
 
 
+@pytest.mark.both_loops
 async def test_who_says_much_is_heard_more_at_a_time() -> None:
     near, far = socket.socketpair()
     with near, far:
@@ -92,6 +92,7 @@ async def test_who_says_much_is_heard_more_at_a_time() -> None:
         asyncio.get_running_loop().remove_reader(far)
 
 
+@pytest.mark.both_loops
 async def test_what_does_not_leave_at_once_leaves_later(
     make: Callable[[], Pair],
 ) -> None:
@@ -104,6 +105,7 @@ async def test_what_does_not_leave_at_once_leaves_later(
     assert near.unsent_bytes == 0
 
 
+@pytest.mark.both_loops
 async def test_nothing_is_read_while_it_is_paused(make: Callable[[], Pair]) -> None:
     near, far = make()
     Owner(near)
@@ -117,6 +119,7 @@ async def test_nothing_is_read_while_it_is_paused(make: Callable[[], Pair]) -> N
     await until(lambda: owner.data == b"later")
 
 
+@pytest.mark.both_loops
 async def test_a_finished_half_still_reads(make: Callable[[], Pair]) -> None:
     near, far = make()
     one, two = Owner(near), Owner(far)
@@ -129,6 +132,7 @@ async def test_a_finished_half_still_reads(make: Callable[[], Pair]) -> None:
     assert two.data == b"last words"
 
 
+@pytest.mark.both_loops
 async def test_finishing_waits_for_what_was_written(make: Callable[[], Pair]) -> None:
     near, far = make()
     Owner(near)
@@ -139,6 +143,7 @@ async def test_finishing_waits_for_what_was_written(make: Callable[[], Pair]) ->
     assert len(owner.data) == 4 * 2**20
 
 
+@pytest.mark.both_loops
 async def test_the_end_is_told_once(make: Callable[[], Pair]) -> None:
     near, far = make()
     owner = Owner(near)
@@ -149,6 +154,7 @@ async def test_the_end_is_told_once(make: Callable[[], Pair]) -> None:
     assert owner.ends == [None]
 
 
+@pytest.mark.both_loops
 async def test_an_aborted_stream_calls_nobody_and_ends_the_other(
     make: Callable[[], Pair],
 ) -> None:
@@ -164,6 +170,7 @@ async def test_an_aborted_stream_calls_nobody_and_ends_the_other(
     assert not one.data and not one.ends
 
 
+@pytest.mark.both_loops
 async def test_a_broken_socket_is_told_on_a_later_tick() -> None:
     near, far = _sockets()
     owner = Owner(near)
@@ -189,6 +196,7 @@ async def greeted(authority: Authority) -> AsyncIterator[SocketStream]:
         yield SocketStream(near, asyncio.get_running_loop())
 
 
+@pytest.mark.both_loops
 async def test_what_came_with_the_end_of_the_greeting_is_read(
     authority: Authority,
 ) -> None:
@@ -198,6 +206,7 @@ async def test_what_came_with_the_end_of_the_greeting_is_read(
         stream.abort()
 
 
+@pytest.mark.both_loops
 async def test_a_stream_that_is_aborted_at_once_hears_nothing(
     authority: Authority,
 ) -> None:
@@ -207,3 +216,44 @@ async def test_a_stream_that_is_aborted_at_once_hears_nothing(
         await asyncio.sleep(0)
         assert not owner.data
         assert not owner.ends
+
+
+class Reader:
+    """Pauses after each piece."""
+
+    def __init__(self, stream: MemoryStream) -> None:
+        self.pieces: list[bytes] = []
+        self._stream = stream
+        stream.start(self)
+
+    def on_bytes(self, data: bytes) -> None:
+        self.pieces.append(bytes(data))
+        self._stream.pause_reading()
+
+    def on_writable(self) -> None: ...
+
+    def on_end(self, error: OSError | None) -> None: ...
+
+
+async def test_a_reader_that_pauses_within_a_call_gets_no_more() -> None:
+    near, far = MemoryStream.pair(asyncio.get_running_loop())
+    reader = Reader(far)
+    near.write(b"one")
+    near.write(b"two")
+    for _ in range(5):
+        await asyncio.sleep(0)
+    assert reader.pieces == [b"one"]
+    assert near.unsent_bytes == 3
+    far.resume_reading()
+    for _ in range(5):
+        await asyncio.sleep(0)
+    assert reader.pieces == [b"one", b"two"]
+
+
+async def test_nothing_is_delivered_within_the_call_that_writes() -> None:
+    near, far = MemoryStream.pair(asyncio.get_running_loop())
+    reader = Reader(far)
+    near.write(b"one")
+    assert reader.pieces == []
+    near.abort()
+    far.abort()
