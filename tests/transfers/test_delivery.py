@@ -1,18 +1,34 @@
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 import torch
 
-from asynckv.errors import ChecksumError
+from asynckv.devices.copying import CopyPool
+from asynckv.devices.growth import Growth
+from asynckv.errors import ChecksumError, EntryTooLarge
 from asynckv.protocol.frames import Offer
 from asynckv.protocol.wire import digest_of
+from asynckv.tensors.blocks import KVBlocks, KVMemory
+from asynckv.tensors.slabs import has_slabs
 from asynckv.tensors.views import bytes_of, spec_of
-from asynckv.transfers.delivery import Delivery, SmallTensors
+from asynckv.testing.expectations import is_same
+from asynckv.testing.lookup_checks.values import noise
+from asynckv.transfers.delivery import (
+    Delivery,
+    ReceiveBudget,
+    SmallTensors,
+    move_to_device,
+    moved_to_device,
+    on_host,
+)
 from asynckv.transfers.layout import layout_of
 from asynckv.transfers.manifest import INLINE_NBYTES, Manifest, unpack
 from asynckv.transfers.queries import as_tokens
 from asynckv.types import TensorSpec
 from harness.bodies import body_with
+from harness.fake_devices import FakeDevice
 
 KEY, HIDDEN = torch.arange(6.0).reshape(2, 3), torch.tensor([7])
 
@@ -145,3 +161,146 @@ def test_a_prepared_tensor_takes_no_piece_of_another_length(shape: tuple[int]) -
     small.prepare()
     with pytest.raises(ValueError, match="."):
         small.tensor(bytes(5), spec)
+
+
+async def started(budget: ReceiveBudget, nbytes: int) -> asyncio.Task[None]:
+    task = asyncio.create_task(budget.reserve(nbytes))
+    await asyncio.sleep(0)
+    return task
+
+
+async def test_what_exceeds_the_bound_is_refused_at_once() -> None:
+    with pytest.raises(EntryTooLarge, match="11 bytes"):
+        await ReceiveBudget(10).reserve(11)
+
+
+async def test_it_waits_for_the_memory_that_comes_back() -> None:
+    memory = Growth(2**20)
+    budget = ReceiveBudget(2**20, memory)
+    await budget.reserve(2**20)
+    tensor = budget.empty(TensorSpec((2**20,), "uint8"))
+    assert memory.arena.handed_out_bytes == (2**20 if has_slabs() else 0)
+    budget.release(2**20)
+    del tensor
+    await memory.aclose()
+
+
+async def test_who_is_cancelled_while_a_slab_comes_leaves_no_trace() -> None:
+    budget = ReceiveBudget(2**20)
+    reserving = await started(budget, 2**20)
+    reserving.cancel()
+    await asyncio.wait({reserving})
+    assert reserving.cancelled() is has_slabs()
+    assert budget.used_bytes == (0 if has_slabs() else 2**20)
+
+
+async def test_bytes_are_given_first_come_first_served() -> None:
+    budget = ReceiveBudget(10)
+    await budget.reserve(8)
+    large, small = await started(budget, 9), await started(budget, 1)
+    budget.release(7)
+    assert not large.done() and not small.done()
+    budget.release(1)
+    await asyncio.gather(large, small)
+    assert budget.used_bytes == 10
+
+
+async def test_a_cancelled_wait_leaves_no_trace_and_lets_others_pass() -> None:
+    budget = ReceiveBudget(10)
+    await budget.reserve(8)
+    large, small = await started(budget, 9), await started(budget, 1)
+    large.cancel()
+    await asyncio.wait({large, small})
+    assert large.cancelled() and budget.used_bytes == 9
+
+
+async def test_a_wait_cancelled_in_the_tick_of_its_turn_gives_the_bytes_back() -> None:
+    budget = ReceiveBudget(10)
+    await budget.reserve(8)
+    waiting = await started(budget, 9)
+    budget.release(8)
+    waiting.cancel()
+    await asyncio.wait({waiting})
+    assert waiting.cancelled() and budget.used_bytes == 0
+
+
+async def test_a_wait_is_logged_with_its_bytes_and_the_bound(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level("DEBUG", "asynckv.observability.waits")
+    budget = ReceiveBudget(10)
+    await budget.reserve(8)
+    waiting = await started(budget, 9)
+    assert "a delivery of 9 bytes waits for room" in caplog.text
+    assert "receive bound of 10 bytes" in caplog.text
+    budget.release(8)
+    await waiting
+
+
+async def test_room_passes_the_first_in_line_if_it_is_cancelled_then() -> None:
+    budget = ReceiveBudget(10)
+    await budget.reserve(10)
+    first, second = await started(budget, 4), await started(budget, 7)
+    first.cancel()
+    budget.release(10)  # in the same tick: nobody in the line has run since
+    await asyncio.wait({first, second})
+    assert first.cancelled() and budget.used_bytes == 7
+
+
+def delivered(**tensors: torch.Tensor) -> Delivery:
+    layout = layout_of({name: spec_of(tensor) for name, tensor in tensors.items()})
+    manifest = Manifest(layout, (b"",) * len(tensors), None, None, ())
+    delivery = Delivery(Offer(transfer=2, inline=False), manifest)
+    delivery.tensors = dict(tensors)
+    return delivery
+
+
+async def test_what_came_to_the_host_is_moved_to_the_gpu(pool: CopyPool) -> None:
+    delivery = delivered(key=noise(64), hidden=noise(8))
+    await move_to_device(delivery, {}, pool)
+    assert all(tensor.is_cuda for tensor in delivery.tensors.values())
+    assert is_same(delivery.tensors["key"], noise(64))
+
+
+async def test_what_has_its_place_on_the_host_stays_there(
+    gpu: FakeDevice, pool: CopyPool
+) -> None:
+    key, hidden = noise(64), noise(8)
+    delivery, into = delivered(key=key, hidden=hidden), gpu.tensor(noise(8) * 0)
+    await move_to_device(delivery, {"key": key, "hidden": into}, pool)
+    assert delivery.tensors["key"] is key and delivery.tensors["hidden"] is into
+    assert is_same(into, hidden)
+
+
+async def test_one_tensor_is_moved_alone(gpu: FakeDevice, pool: CopyPool) -> None:
+    delivery = delivered(key=noise(64), hidden=noise(8))
+    assert is_same(await moved_to_device(delivery, "key", {}, pool), noise(64))
+    assert not delivery.tensors["hidden"].is_cuda
+
+
+async def test_one_tensor_whose_place_is_on_the_host_stays_there(
+    pool: CopyPool,
+) -> None:
+    delivery = delivered(key=noise(64))
+    key = delivery.tensors["key"]
+    assert await moved_to_device(delivery, "key", {"key": key}, pool) is key
+    assert not key.is_cuda and is_same(key, noise(64))
+
+
+async def test_a_place_that_does_not_fit_is_refused(
+    gpu: FakeDevice, pool: CopyPool
+) -> None:
+    with pytest.raises(ValueError, match="key"):
+        await move_to_device(
+            delivered(key=noise(64)), {"key": gpu.tensor(noise(8))}, pool
+        )
+
+
+def test_only_places_of_the_host_take_bytes_from_a_socket(gpu: FakeDevice) -> None:
+    there, here = gpu.tensor(noise(64).view(4, 16)), noise(8)
+    places: dict[str, KVMemory] = {
+        "key": there,
+        "value": KVBlocks(there, [1]),
+        "hidden": here,
+    }
+    assert on_host(places) == {"hidden": here}

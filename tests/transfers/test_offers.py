@@ -112,11 +112,6 @@ async def between_gpus(two_gpus: FakeGpus, ground: Ground) -> AsyncIterator[Grou
         yield ground
 
 
-def test_an_offer_says_what_will_land(ground: Ground) -> None:
-    delivery = ground.offer()
-    assert list(delivery.manifest.layout.specs) == ["key"] and not delivery.is_whole
-
-
 @pytest.mark.parametrize(
     ("inline", "complete", "is_mapped"),
     [(False, True, False), (True, True, True), (False, False, True)],
@@ -190,16 +185,6 @@ async def test_memory_that_was_lent_is_not_granted_twice_before_it_is_quiet(
     quiet.set()
     await accepting
     assert await ground.heard(2) == [Grant(2), Grant(4)]
-
-
-async def test_a_part_that_was_not_asked_for_from_a_gpu_is_refused(
-    ground: Ground,
-) -> None:
-    receiver, delivery = ground.receiver(), ground.offer()
-    await ground.accept(receiver, delivery)
-    assert delivery.incoming is not None
-    with pytest.raises(RemoteProtocolError, match="not asked for"):
-        delivery.incoming.on_frame(Sent(2, 0, b"", "off", "nccl"), b"")
 
 
 async def test_between_gpus_it_lands_on_the_gpu(between_gpus: Ground) -> None:

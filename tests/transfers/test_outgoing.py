@@ -7,7 +7,8 @@ import contextlib
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
-from typing import Any, TypeAlias
+from functools import partial
+from typing import Any, NamedTuple, TypeAlias
 
 import pytest
 import torch
@@ -18,25 +19,34 @@ from asynckv.buffers.remote.peer import Peer, connect
 from asynckv.buffers.remote.store import begin_put
 from asynckv.buffers.serve import serve
 from asynckv.errors import GPUFailed, RemoteProtocolError
-from asynckv.protocol.frames import Accepted, Cancel, Frame, Put
+from asynckv.links.link import Link
+from asynckv.protocol.frames import (
+    Accepted,
+    Cancel,
+    Frame,
+    Get,
+    Put,
+)
 from asynckv.protocol.transfer_frames import (
     Eager,
     Grant,
     RouteName,
     Sent,
 )
+from asynckv.protocol.wire import digest_of
 from asynckv.testing.blocked import until, until_blocked
 from asynckv.testing.cancellation import CancelMode, Outcome, sweep_cancellation
 from asynckv.testing.expectations import is_same
 from asynckv.testing.lookup_checks.values import MIB, noise
 from asynckv.transfers.host_copies import D2HCopier
-from asynckv.transfers.outgoing import Outgoing
+from asynckv.transfers.manifest import EAGER_NBYTES, is_eager
+from asynckv.transfers.outgoing import EagerParts, Outgoing
 from asynckv.transfers.source import HostSource
 from asynckv.transports.lane_sockets import LaneSocket
 from harness.fake_devices import fake_device_of
 from harness.fake_gpus import FakeGpus
 from harness.fake_gpus.cuda import FakeCuda
-from harness.link_pairs import LinkPair, linked
+from harness.link_pairs import Hearer, LinkPair, ScriptedService, linked
 from harness.nccl_buffer_pairs import open_nccl_buffers
 from harness.no_routes import NoRoutes
 
@@ -79,24 +89,22 @@ async def asked(
         await one.sending.quiesce()
 
 
-@pytest.mark.parametrize("routes", [None, NoRoutes()], ids=["none", "no way"])
+@pytest.mark.parametrize(
+    ("route", "routes", "why"),
+    [
+        ("nccl", None, "nothing leads to"),
+        ("nccl", NoRoutes(), "nothing leads to"),
+        ("cuda_ipc", None, "nothing leads to"),
+        ("cuda_ipc", NoRoutes(), "second grant"),
+    ],
+    ids=["no nccl", "no way", "nothing shown", "nobody reads"],
+)
 async def test_a_grant_that_makes_no_sense_breaks_the_link(
-    routes: NoRoutes | None,
+    route: RouteName, routes: NoRoutes | None, why: str
 ) -> None:
     async with asked(routes) as one:
-        await one.grant("nccl", "nccl")
+        await one.grant(route, route)
         await until(lambda: not one.pair.near.is_open)
-        assert "nothing leads to" in str(one.pair.near.error)
-
-
-@pytest.mark.parametrize("routes", [None, NoRoutes()], ids=["none", "nobody reads"])
-async def test_a_grant_of_what_was_never_shown_breaks_the_link(
-    routes: NoRoutes | None,
-) -> None:
-    async with asked(routes) as one:
-        await one.grant("cuda_ipc", "cuda_ipc")
-        await until(lambda: not one.pair.near.is_open)
-        why = "nothing leads to" if routes is None else "second grant"
         assert why in str(one.pair.near.error)
 
 
@@ -294,3 +302,130 @@ async def test_an_entry_that_is_accepted_early_is_not_digested_any_more(
         await inserting
         assert digesting[0] is not None and digesting[0].done()
         await until(lambda: not pair.staged_bytes)
+
+
+KIB = 1024
+
+
+class EagerEnds(NamedTuple):
+    """A link whose near side has opened a stream, and what it sends on that."""
+
+    near: Link
+    riding: EagerParts
+    service: ScriptedService
+
+    def riders(self) -> list[tuple[Eager, bytes]]:
+        (hearer,) = self.service.hearers
+        return [(frame, b) for frame, b in hearer.frames if isinstance(frame, Eager)]
+
+    async def heard(self, count: int) -> list[tuple[Eager, bytes]]:
+        await until(lambda: sum(len(f.parts) for f, _ in self.riders()) >= count)
+        return self.riders()
+
+
+@pytest.fixture(params=["full", "off"])
+async def eager_ends(request: pytest.FixtureRequest) -> AsyncIterator[EagerEnds]:
+    digest = {"digest": request.param}
+    async with linked("tcp://127.0.0.1:0", lambda *_: None, near=digest) as pair:
+        stream_id = pair.near.open_stream(Hearer(), Get("k"))
+        await until(lambda: bool(pair.service.asked))
+        yield EagerEnds(pair.near, EagerParts(pair.near, stream_id, 5), pair.service)
+
+
+def part(index: int, nbytes: int) -> memoryview:
+    return memoryview(bytes([index % 251]) * nbytes)
+
+
+def add(
+    eager_ends: EagerEnds, index: int, nbytes: int, digest: bytes | None = None
+) -> None:
+    eager_ends.riding.add(index, nbytes, partial(part, index, nbytes), digest)
+
+
+def test_what_rides_is_a_matter_of_size_alone() -> None:
+    assert is_eager(0) and is_eager(EAGER_NBYTES) and not is_eager(EAGER_NBYTES + 1)
+
+
+async def test_as_many_ride_together_as_fit_in_a_frame_s_body(
+    eager_ends: EagerEnds,
+) -> None:
+    sizes = [4 * KIB] * 16 + [16 * KIB] * 3 + [15 * KIB, 2 * KIB, 0]
+    for index, nbytes in enumerate(sizes):
+        add(eager_ends, index, nbytes)
+    heard = await eager_ends.heard(len(sizes))
+    assert [len(frame.parts) for frame, _ in heard] == [16, 4, 2]
+    assert [p for frame, _ in heard for p in frame.parts] == [*range(22)]
+    assert b"".join(body for _, body in heard) == b"".join(
+        part(index, nbytes) for index, nbytes in enumerate(sizes)
+    )
+    assert {frame.transfer for frame, _ in heard} == {5}
+
+
+async def test_each_has_its_digest_unless_the_link_carries_none(
+    eager_ends: EagerEnds,
+) -> None:
+    add(eager_ends, 3, 100)
+    add(eager_ends, 4, 100, b"known already")
+    ((frame, _),) = await eager_ends.heard(2)
+    digests = (digest_of(part(3, 100)), b"known already")
+    assert frame.digests == (digests if eager_ends.near.digest == "full" else ())
+
+
+async def test_those_without_bytes_are_too_many_for_a_frame_as_well(
+    eager_ends: EagerEnds,
+) -> None:
+    for index in range(1025):
+        add(eager_ends, index, 0)
+    heard = await eager_ends.heard(1025)
+    assert [len(frame.parts) for frame, _ in heard] == [1024, 1]
+
+
+async def test_memory_is_read_a_little_in_each_tick_and_never_after_the_stop(
+    eager_ends: EagerEnds,
+) -> None:
+    read = list[int]()
+
+    def note(index: int) -> memoryview:
+        read.append(index)
+        return part(index, EAGER_NBYTES)
+
+    for index in range(1000):
+        eager_ends.riding.add(index, EAGER_NBYTES, partial(note, index))
+    assert not read
+    await asyncio.sleep(0)
+    assert 0 < len(read) <= 20
+    eager_ends.riding.stop()
+    count = len(read)
+    await eager_ends.heard(count)
+    add(eager_ends, 1000, 10)
+    await eager_ends.heard(count + 1)
+    assert len(read) == count
+
+
+async def test_a_slow_reader_makes_nobody_hold_more_than_a_little(
+    eager_ends: EagerEnds,
+) -> None:
+    most = 0
+    for index in range(1000):
+        add(eager_ends, index, EAGER_NBYTES)
+    while sum(len(frame.parts) for frame, _ in eager_ends.riders()) < 1000:
+        most = max(most, eager_ends.near.outgoing_bytes)
+        await asyncio.sleep(0)
+    assert 0 < most < 2 * 2**20
+
+
+async def test_while_much_is_unwritten_they_wait(
+    eager_ends: EagerEnds, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waiting = list[Callable[[], None]]()
+    with monkeypatch.context() as patch:
+        patch.setattr(type(eager_ends.near), "outgoing_bytes", 5 * 2**20)
+        patch.setattr(eager_ends.near, "call_when_drained", waiting.append)
+        for index in range(100):
+            add(eager_ends, index, EAGER_NBYTES)
+        await until(lambda: bool(waiting))
+    (go_on,) = waiting
+    heard = sum(len(frame.parts) for frame, _ in eager_ends.riders())
+    assert heard < 100
+    go_on()
+    assert sum(len(frame.parts) for frame, _ in await eager_ends.heard(100)) == 100

@@ -1,18 +1,32 @@
 from __future__ import annotations
 
+import asyncio
 import struct
+from collections.abc import Awaitable, Callable
+from typing import Any, Final
 
+import numpy
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
+from asynckv.abc import KVLookupBuffer, KVStoreBuffer
+from asynckv.abc.closing import AsyncWithOnly
+from asynckv.buffers.lookup import LookupBuffer
+from asynckv.buffers.store import StoreBuffer
+from asynckv.testing.blocked import until
+from asynckv.testing.pairs import open_peers
 from asynckv.transfers.queries import (
     Query,
+    as_count,
     as_mask,
     as_seconds,
+    as_specs,
     as_tokens,
     key_of,
     make_query,
 )
+from asynckv.types import TensorSpec
 
 INTEGERS = ("uint8", "int8", "int16", "uint16", "int32", "uint32", "int64")
 MASKS = (*INTEGERS, "bool", "float32", "bfloat16", "float8_e4m3fn", "complex64")
@@ -90,3 +104,211 @@ def test_what_cannot_tell_how_many_seconds_it_is_is_no_time() -> None:
 
     with pytest.raises(TypeError, match="is a number of seconds"):
         as_seconds(Late(), "ttl_s")
+
+
+_NO_TEXT: Final = "\ud800"
+_SPEC: Final = TensorSpec((2,), "float32")
+_ROWS: Final = torch.zeros(2, 2)
+
+with FakeTensorMode():
+    _FAKE: Final = torch.ones(3)
+
+_Values = tuple[tuple[object, type[Exception]], ...]
+
+_COUNTS: Final[_Values] = (
+    (1.5, TypeError),
+    (True, TypeError),
+    ("1", TypeError),
+    (None, TypeError),
+    (torch.tensor([1, 2]), TypeError),
+    (torch.tensor(True), TypeError),
+    (0, ValueError),
+    (2**40, ValueError),
+)
+_SECONDS: Final[_Values] = (
+    ("1", TypeError),
+    (True, TypeError),
+    (1j, TypeError),
+    (float("nan"), ValueError),
+    (10**400, ValueError),
+)
+_IDS: Final[_Values] = ((b"x", TypeError), (5, TypeError), (_NO_TEXT, ValueError))
+_TOKENS: Final[_Values] = (
+    ([True, True], ValueError),
+    ("hello", ValueError),
+    (b"hello", ValueError),
+    ([1, 2.5], ValueError),
+    (torch.ones(3, dtype=torch.int64, device="meta"), ValueError),
+)
+_SPECS: Final[_Values] = (
+    (None, TypeError),
+    ([("key", _SPEC)], TypeError),
+    ({"key": ((2,), "float32")}, TypeError),
+    ({5: _SPEC}, TypeError),
+    ({f"{_NO_TEXT}.key": _SPEC}, ValueError),
+)
+_INTO: Final[_Values] = (
+    ([1], TypeError),
+    ({"key": None}, TypeError),
+    ({"key": [1]}, TypeError),
+    ({"key": torch.zeros(2, 2).t()}, ValueError),
+    ({"key": _ROWS, "value": _ROWS}, ValueError),
+    ({"key": _ROWS, "value": _ROWS[1]}, ValueError),
+)
+_TENSORS: Final[_Values] = (
+    ([1], TypeError),
+    (numpy.zeros(2), TypeError),
+    (_FAKE, ValueError),
+    (torch._to_functional_tensor(torch.ones(2)), ValueError),
+    (torch.ones(2).to_sparse(), ValueError),
+    (torch.ones(2, device="meta"), ValueError),
+)
+_EXTRAS: Final[_Values] = (
+    ([1], TypeError),
+    ({5: torch.ones(1)}, TypeError),
+    ({_NO_TEXT: torch.ones(1)}, ValueError),
+)
+_KEYS: Final[_Values] = ((b"x", TypeError), (_NO_TEXT, ValueError))
+_SOME_KEYS: Final[_Values] = (
+    ("key", TypeError),
+    (5, TypeError),
+    ([b"x"], TypeError),
+    ([_NO_TEXT], ValueError),
+)
+
+_CASES: Final[dict[str, dict[str, _Values]]] = {
+    "insert": {
+        "input_tokens": _TOKENS,
+        "key": _TENSORS,
+        "extras": _EXTRAS,
+        "entry_id": _IDS,
+        "ttl_s": _SECONDS,
+        "deliveries": _COUNTS,
+    },
+    "open_insert": {
+        "specs": _SPECS,
+        "entry_id": _IDS,
+        "ttl_s": _SECONDS,
+        "deliveries": _COUNTS,
+    },
+    "drop_select": {
+        "input_tokens": _TOKENS,
+        "entry_id": _IDS,
+        "min_matched_tokens": _COUNTS,
+        "match": ((b"prefix", ValueError), (None, ValueError)),
+        "into": _INTO,
+    },
+    "open_drop_select": {
+        "entry_id": _IDS,
+        "min_matched_tokens": _COUNTS,
+        "into": _INTO,
+    },
+    "peek": {"input_tokens": _TOKENS},
+    "taken": {"entry_id": _IDS},
+    "withdraw": {"entry_id": _IDS},
+}
+_STORE_CASES: Final[dict[str, dict[str, _Values]]] = {
+    "put": {"key": _KEYS, "value": _TENSORS},
+    "get": {"key": _KEYS, "into": (([1], TypeError), (_ROWS.t(), ValueError))},
+    "delete": {"key": _KEYS},
+    "contains": {"keys": _SOME_KEYS},
+    "match_prefix": {"block_keys": _SOME_KEYS},
+    "pin": {"keys": _SOME_KEYS},
+}
+_NEEDED: Final[dict[str, dict[str, object]]] = {
+    "insert": {"input_tokens": [1], "roi": None}
+    | dict.fromkeys(("key", "value", "hidden")),
+    "open_insert": {"input_tokens": [1], "roi": None, "specs": {"key": _SPEC}},
+    "drop_select": {"input_tokens": [1]},
+    "open_drop_select": {"input_tokens": [1]},
+    "put": {"key": "k", "value": torch.ones(2)},
+    "get": {"key": "k"},
+}
+
+
+async def _call(verb: Callable[..., Any], arguments: dict[str, object]) -> object:
+    made = verb(**arguments)
+    if isinstance(made, Awaitable) and not isinstance(made, AsyncWithOnly):
+        return await made
+    async with made as entered:
+        return entered
+
+
+async def _check_refusals(
+    buffer: KVLookupBuffer | KVStoreBuffer, cases: dict[str, dict[str, _Values]]
+) -> None:
+    wrong: list[str] = []
+    for verb, arguments in cases.items():
+        for name, values in arguments.items():
+            for value, error in values:
+                called = _NEEDED.get(verb, {}) | {name: value}
+                try:
+                    async with asyncio.timeout(10):
+                        await _call(getattr(buffer, verb), called)
+                    found = "nothing"
+                except Exception as exc:  # noqa: BLE001 - whatever leaks is shown
+                    found = "" if type(exc) is error else repr(exc)
+                if found:
+                    wrong.append(f"{verb}({name}={value!r:.40}) raised {found}")
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("is_remote", [False, True], ids=["local", "remote"])
+async def test_a_wrong_argument_is_refused_and_disturbs_nobody(
+    is_remote: bool, local: LookupBuffer
+) -> None:
+    async with open_peers("tcp", local) as (_, producer, consumer):
+        lookup = consumer.lookup if is_remote else local
+        other = asyncio.create_task(consumer.lookup.drop_select([7]))
+        await until(lambda: local.statistics().waiting_selects == 1)
+        await _check_refusals(lookup, _CASES)
+        assert local.statistics().entries == 0 and not other.done()
+        await producer.lookup.insert([7], None, None, None, None)
+        await other
+
+
+@pytest.mark.parametrize("is_remote", [False, True], ids=["local", "remote"])
+async def test_a_wrong_argument_to_a_store_is_refused(is_remote: bool) -> None:
+    async with StoreBuffer("1MiB") as store:
+        async with open_peers("tcp", store=store) as (_, _, consumer):
+            found = consumer.store if is_remote else store
+            await _check_refusals(found, _STORE_CASES)
+            await found.put("k", torch.ones(2))
+            assert await found.contains(iter(["k"])) == (True,)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("is_remote", [False, True], ids=["local", "remote"])
+async def test_integers_of_numpy_and_torch_are_integers(
+    is_remote: bool, local: LookupBuffer
+) -> None:
+    one = torch.tensor(1)
+    async with open_peers("tcp", local) as (_, _, consumer):
+        lookup = consumer.lookup if is_remote else local
+        entry_id = await lookup.insert(
+            *([1], None, None, None, None),
+            entry_id=numpy.str_("x"),
+            ttl_s=numpy.float32(60),  # type: ignore[arg-type]
+            deliveries=numpy.int64(1),  # type: ignore[arg-type]
+        )
+        entry = await lookup.drop_select([1], min_matched_tokens=one)  # type: ignore[arg-type]
+        assert entry.entry_id == entry_id == "x"
+
+
+async def test_a_writer_puts_nothing_but_tensors(local: LookupBuffer) -> None:
+    async with open_peers("tcp", local) as (_, _, consumer):
+        for lookup in (local, consumer.lookup):
+            async with lookup.open_insert([1], None, {"key": _SPEC}) as writer:
+                with pytest.raises(TypeError, match="'key' is a NoneType"):
+                    await writer.put("key", None)  # type: ignore[arg-type]
+                await writer.put("key", torch.ones(2))
+
+
+def test_counts_and_seconds_come_back_as_plain_numbers() -> None:
+    assert type(as_count(numpy.uint8(3), "n")) is int
+    assert type(as_seconds(2**70, "s")) is float and as_seconds(None, "s") is None
+
+
+def test_a_tensor_is_declared_by_a_spec() -> None:
+    assert as_specs({"key": _SPEC}) == {"key": _SPEC}
+    with pytest.raises(TypeError, match=r"is a tuple: write .*TensorSpec"):
+        as_specs({"key": ((1,), "int8")})

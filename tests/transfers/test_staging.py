@@ -5,18 +5,28 @@ from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+import torch
 
+from asynckv.devices.copying import CopyPool
 from asynckv.devices.cuda import DeviceMemory
 from asynckv.devices.growth import Growth
 from asynckv.errors import GPUFailed, PeerLost
+from asynckv.tensors.blocks import KVBlocks
 from asynckv.tensors.paged_arena import PagedArena
 from asynckv.testing.blocked import until_blocked
+from asynckv.testing.expectations import is_same
 from asynckv.testing.lookup_checks.values import noise
-from asynckv.transfers.source import GpuStaging, StagedTensor, release_staged
+from asynckv.transfers.source import (
+    GpuStaging,
+    HostSource,
+    StagedTensor,
+    release_staged,
+)
 from asynckv.transfers.staging import GpuRoom
 from asynckv.types import TensorSpec
 from asynckv.waits.replies import Reply
-from harness.fake_devices import fake_device
+from harness.fake_devices import FakeDevice, fake_device
+from harness.fake_gpus.streams import Delay
 
 LARGEST = 2**20
 NBYTES = 2**17
@@ -195,3 +205,93 @@ async def test_who_waits_can_be_failed(ground: Ground) -> None:
     with pytest.raises(PeerLost, match="gone"):
         await waiting
     release_staged(some)
+
+
+class GpuGround:
+    def __init__(self, gpu: FakeDevice) -> None:
+        self.gpu = gpu
+        self.growth = Growth(2 * NBYTES, device=gpu.device)
+        self.pool = self.growth.make_pool()
+        self.staging = GpuStaging(self.growth, self.pool)
+
+    async def read(self, staged: StagedTensor) -> torch.Tensor:
+        """Return what lies there, in host memory."""
+        copy = self.pool.host_empty(staged.spec)
+        await self.pool.copy([staged.place()], [copy])
+        return copy
+
+
+@pytest.fixture
+async def gpu_ground() -> AsyncIterator[GpuGround]:
+    with fake_device() as gpu:
+        gpu_ground = GpuGround(gpu)
+        await gpu_ground.growth.open()
+        yield gpu_ground
+        gpu_ground.pool.close()
+        await gpu_ground.growth.aclose()
+        assert not gpu_ground.growth.arena.used_bytes
+
+
+async def test_a_copy_is_made_at_once_where_there_is_room_or_not_at_all(
+    gpu_ground: GpuGround,
+) -> None:
+    pool, source = gpu_ground.pool, gpu_ground.gpu.tensor(noise(NBYTES))
+    awaited = GpuStaging(gpu_ground.growth, pool, is_awaited=lambda: True)
+    assert await awaited.staged(source) is None
+    made = [await gpu_ground.staging.staged(source) for _ in range(3)]
+    assert [one is None for one in made] == [False, False, True]
+    release_staged([one for one in made if one is not None])
+    assert await GpuStaging(Growth(NBYTES), pool).staged(source) is None
+    closed = Growth(NBYTES, device=gpu_ground.gpu.device)
+    assert await GpuStaging(closed, pool).staged(source) is None
+
+
+async def test_what_is_on_the_gpu_is_copied_there(gpu_ground: GpuGround) -> None:
+    pool = gpu_ground.gpu.tensor(noise(NBYTES).view(4, -1))
+    for source in (pool.t(), gpu_ground.pool.catch(pool), KVBlocks(pool, [2, 0])):
+        staged = await gpu_ground.staging.staged(source)
+        assert staged is not None and staged.nbytes == source.nbytes
+        found = await gpu_ground.read(staged)
+        staged.release()
+        assert found.shape == source.shape
+    assert is_same(found, noise(NBYTES).view(4, -1)[[2, 0]])
+
+
+async def test_what_is_elsewhere_is_left_where_it_is(gpu_ground: GpuGround) -> None:
+    host = noise(NBYTES)
+    assert await gpu_ground.staging.staged(host) is None
+    assert await gpu_ground.staging.staged(KVBlocks(host.view(4, -1), [1])) is None
+    release_staged([HostSource(host)])
+    nowhere = CopyPool()
+    key = gpu_ground.gpu.tensor(host)
+    assert await GpuStaging(Growth(NBYTES), nowhere).staged(key) is None
+    nowhere.close()
+
+
+async def test_there_is_only_as_much_room_as_there_is(gpu_ground: GpuGround) -> None:
+    key = gpu_ground.gpu.tensor(noise(NBYTES))
+    staged = [await gpu_ground.staging.staged(key) for _ in range(3)]
+    assert [one is not None for one in staged] == [True, True, False]
+    release_staged([one for one in staged if one is not None])
+    again = await gpu_ground.staging.staged(key)
+    assert again is not None
+    again.release()
+
+
+async def test_a_copy_that_fails_or_is_cancelled_leaves_nothing(
+    gpu_ground: GpuGround, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*anything: object) -> None:
+        raise GPUFailed("it has fallen off the bus")
+
+    key = gpu_ground.gpu.tensor(noise(NBYTES))
+    with monkeypatch.context() as patch:
+        patch.setattr(gpu_ground.gpu.process.cuda, "copy", fail)
+        with pytest.raises(GPUFailed, match="off the bus"):
+            await gpu_ground.staging.staged(key)
+    gpu_ground.gpu.tensors.stream(0).add(Delay(20))
+    task = asyncio.create_task(gpu_ground.staging.staged(key))
+    await asyncio.sleep(0)
+    task.cancel()
+    await asyncio.wait({task})
+    assert task.cancelled() and not gpu_ground.growth.arena.used_bytes
