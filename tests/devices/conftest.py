@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import AsyncIterator, Iterator
 
 import pytest
@@ -9,6 +10,7 @@ import pytest
 from asynckv.devices.arena import DeviceArena
 from asynckv.devices.copying import CopyPool
 from asynckv.devices.lanes import DeviceLanes
+from asynckv.testing.blocked import until
 from harness.begun import begin
 from harness.device_memory import open_device_arena
 from harness.fake_devices import FakeDevice
@@ -56,3 +58,12 @@ async def pool() -> AsyncIterator[CopyPool]:
     pool = CopyPool()
     yield pool
     pool.close()
+
+
+@pytest.fixture
+async def gpu_pool(lanes: DeviceLanes) -> AsyncIterator[CopyPool]:
+    """One of both, whose threads are gone at the end."""
+    pool = CopyPool(lanes=lanes)
+    yield pool
+    pool.close()
+    await until(lambda: not any("asynckv-" in t.name for t in threading.enumerate()))

@@ -1,18 +1,28 @@
 from __future__ import annotations
 
-from collections.abc import Sequence
+import asyncio
+import contextlib
+import threading
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from typing import Any, TypeAlias
 
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
 from asynckv.devices.block_copies import (
+    BlockCopier,
     BlockIds,
     CopyBlocksOp,
     CopyDirection,
     block_copy_jobs,
     copy_kv_blocks,
 )
+from asynckv.devices.copying import CopyPool
+from asynckv.testing.blocked import until
+from harness.fake_gpus import FakeProcess
+from harness.fake_gpus.gates import Gate
+from harness.fake_gpus.tensors import FakeTensors
 
 
 def _caches(
@@ -215,3 +225,229 @@ def test_blocks_come_back_from_a_device_as_they_went(
     copy_kv_blocks(host, device, ids[0], ids[1], "h2d")
     copy_kv_blocks(device, back, ids[1], ids[0], "d2h")
     assert all(torch.equal(back[layer], expected[layer]) for layer in back)
+
+
+_Cancel: TypeAlias = Callable[[], Coroutine[Any, Any, None]]
+_Begin: TypeAlias = Callable[
+    [Coroutine[Any, Any, None]], tuple[asyncio.Task[None], _Cancel]
+]
+
+
+def _filled_caches(blocks: int, width: int, fill: int) -> dict[str, torch.Tensor]:
+    return {
+        f"layers.{layer}": torch.full((blocks, width), fill, dtype=torch.uint8)
+        for layer in range(4)
+    }
+
+
+@pytest.mark.parametrize("width", [16, 2**19])
+async def test_small_and_large_blocks_are_copied(pool: CopyPool, width: int) -> None:
+    src, dst = _filled_caches(4, width, 1), _filled_caches(4, width, 0)
+    await BlockCopier(pool).copy(src, dst, [1, 2, 0], [3, 0, 1])
+    assert [dst["layers.3"][block, -1].item() for block in range(4)] == [1, 1, 0, 1]
+
+
+async def test_large_blocks_are_copied_in_threads_of_the_pool(pool: CopyPool) -> None:
+    src, dst = _filled_caches(24, 2**20, 1), _filled_caches(24, 2**20, 0)
+    copier, before = BlockCopier(pool), threading.active_count()
+    task = asyncio.create_task(copier.copy(src, dst, range(24), range(24)))
+    await asyncio.sleep(0)
+    assert not task.done()
+    assert threading.active_count() == before + 2
+    await task
+    assert all(cache.all() for cache in dst.values())
+
+
+async def test_after_a_cancelled_copy_nothing_is_written_any_more(
+    pool: CopyPool, begin: _Begin
+) -> None:
+    src, dst = _filled_caches(24, 2**20, 1), _filled_caches(24, 2**20, 0)
+    _, cancel = begin(BlockCopier(pool).copy(src, dst, range(24), range(24)))
+    while not dst["layers.0"][0, 0]:  # noqa: ASYNC110
+        await asyncio.sleep(0)
+    await cancel()
+    left = {layer: cache.clone() for layer, cache in dst.items()}
+    assert not all(cache.all() for cache in dst.values())
+    await pool.copy([torch.ones(2**17)], [torch.zeros(2**17)])
+    assert all(torch.equal(left[layer], dst[layer]) for layer in dst)
+
+
+class _Own:
+    """An engine's operation that notes where it ran."""
+
+    def __init__(self) -> None:
+        self.threads: list[threading.Thread] = []
+        self.gate = threading.Event()
+        self.gate.set()
+
+    def __call__(
+        self,
+        src: Mapping[str, torch.Tensor],
+        dst: Mapping[str, torch.Tensor],
+        src_ids: list[int],
+        dst_ids: list[int],
+        direction: CopyDirection,
+    ) -> None:
+        self.threads.append(threading.current_thread())
+        self.gate.wait(10)
+        copy_kv_blocks(src, dst, src_ids, dst_ids, direction)
+
+
+async def test_an_engines_own_operation_runs_in_a_thread(pool: CopyPool) -> None:
+    copier, own = BlockCopier(pool), _Own()
+    copier.set_host_xfer_buffer_ops(own)
+    src, dst = _filled_caches(4, 16, 1), _filled_caches(4, 16, 0)
+    await copier.copy(src, dst, torch.tensor([1]), torch.tensor([2]), "h2d")
+    assert dst["layers.0"][2].all()
+    assert [thread.name.startswith("asynckv-copy") for thread in own.threads] == [True]
+    copier.set_host_xfer_buffer_ops(None)
+    await copier.copy(src, dst, [1], [3])
+    assert len(own.threads) == 1
+
+
+async def test_a_cancelled_call_waits_for_an_engines_own_operation(
+    pool: CopyPool,
+) -> None:
+    copier, own = BlockCopier(pool), _Own()
+    own.gate.clear()
+    copier.set_host_xfer_buffer_ops(own)
+    src, dst = _filled_caches(4, 16, 1), _filled_caches(4, 16, 0)
+    task = asyncio.create_task(copier.copy(src, dst, [1], [2], "h2d"))
+    while not own.threads:  # noqa: ASYNC110
+        await asyncio.sleep(0)
+    task.cancel()
+    await asyncio.sleep(0)
+    assert not task.done()
+    own.gate.set()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert dst["layers.3"][2].all()
+
+
+async def test_what_is_refused_is_refused_whoever_copies(pool: CopyPool) -> None:
+    copier, own = BlockCopier(pool), _Own()
+    src, dst = _filled_caches(4, 16, 1), _filled_caches(4, 16, 0)
+    for operation in (None, own):
+        copier.set_host_xfer_buffer_ops(operation)
+        with pytest.raises(ValueError, match="2 blocks cannot go into 1"):
+            await copier.copy(src, dst, [1, 2], [1], "h2d")
+        await copier.copy(src, dst, [], [], "h2d")
+    with pytest.raises(ValueError, match="needs a direction"):
+        await copier.copy(src, dst, [1], [1])
+    assert own.threads == []
+
+
+class _Watched(torch.Tensor):
+    """A cache that notes which threads look at it: at its shape, or its blocks."""
+
+    threads: set[int]
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        cls.threads.add(threading.get_ident())
+        run = super().__torch_function__
+        return run(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
+
+
+@pytest.mark.parametrize("ids", [[*range(24, 99)], [1, 1]])
+async def test_no_cache_is_looked_at_on_the_loop(
+    pool: CopyPool, ids: list[int]
+) -> None:
+    src, dst = (
+        {f"layers.{layer}": torch.full((99, 16), fill) for layer in range(24)}
+        for fill in (1, 0)
+    )
+    _Watched.threads = set()
+    watched: dict[str, torch.Tensor] = {
+        layer: cache.as_subclass(_Watched) for layer, cache in src.items()
+    }
+    watched["layers.0"] = src["layers.0"]  # it says on which device they all are
+    with contextlib.suppress(ValueError):
+        await BlockCopier(pool).copy(watched, dst, ids, ids)
+    assert _Watched.threads
+    assert threading.get_ident() not in _Watched.threads
+    rows = {int(cache.all(1).sum()) for cache in dst.values()}
+    assert rows == {0 if ids == [1, 1] else len(ids)}
+
+
+async def test_ids_may_be_changed_while_they_are_copied(pool: CopyPool) -> None:
+    src, dst = _filled_caches(99, 2**14, 1), _filled_caches(99, 2**14, 0)
+    ids = [*range(80)]
+    copied = asyncio.create_task(BlockCopier(pool).copy(src, dst, ids, ids))
+    await asyncio.sleep(0)
+    ids[:] = [98] * 80
+    await copied
+    assert dst["layers.3"].all(1).tolist() == [True] * 80 + [False] * 19
+
+
+_LAYERS = 3
+
+
+def _cache(shape: tuple[int, ...]) -> dict[str, torch.Tensor]:
+    return {
+        f"layers.{number}": torch.randint(0, 256, shape, dtype=torch.uint8)
+        for number in range(_LAYERS)
+    }
+
+
+def _on_gpu(
+    cache: dict[str, torch.Tensor], tensors: FakeTensors
+) -> dict[str, torch.Tensor]:
+    return {layer: tensors.on_gpu(tensor) for layer, tensor in cache.items()}
+
+
+@pytest.mark.parametrize("direction", ["d2h", "h2d", "d2d"])
+@pytest.mark.parametrize("block_dim", [0, 1])
+async def test_blocks_of_all_layers_go_where_torch_would_put_them(
+    gpu_pool: CopyPool, tensors: FakeTensors, direction: CopyDirection, block_dim: int
+) -> None:
+    shape = (20, 4, 16) if not block_dim else (2, 20, 4, 8)
+    one, other = _cache(shape), _cache(shape)
+    source = _on_gpu(one, tensors) if direction[0] == "d" else one
+    target = _on_gpu(other, tensors) if direction[2] == "d" else other
+    ids, places = [17, 3, 4, 11, 0], [2, 9, 10, 1, 19]
+    copier = BlockCopier(gpu_pool, block_dim=block_dim)
+    expected = {layer: cache.clone() for layer, cache in other.items()}
+    for layer, cache in expected.items():
+        moved = one[layer].index_select(block_dim, torch.tensor(ids))
+        cache.index_copy_(block_dim, torch.tensor(places), moved)
+    await copier.copy(source, target, ids, places, direction)
+    for layer, cache in target.items():
+        assert torch.equal(cache.cpu(), expected[layer])
+
+
+class Fill:
+    """Work of a stream that computes a cache of the GPU, as the engine does."""
+
+    def __init__(self, cache: dict[str, torch.Tensor], value: int) -> None:
+        self._cache, self._value = cache, value
+
+    def run(self) -> bool:
+        for layer in self._cache.values():
+            layer.as_subclass(torch.Tensor).fill_(self._value)
+        return True
+
+
+@pytest.mark.parametrize("direction", ["d2h", "h2d"])
+async def test_what_the_callers_stream_was_given_before_is_done_first(
+    gpu_pool: CopyPool,
+    tensors: FakeTensors,
+    process: FakeProcess,
+    direction: CopyDirection,
+) -> None:
+    on_gpu, on_host = _on_gpu(_cache((8, 64)), tensors), _cache((8, 64))
+    is_out, copier, gate = direction == "d2h", BlockCopier(gpu_pool), Gate()
+    source, target = (on_gpu, on_host) if is_out else (on_host, on_gpu)
+    expected = [7 if is_out else int(layer[3, 0]) for layer in source.values()]
+    engines = tensors.new_stream(0)  # the threads of the pool have another one
+    engines.add(gate)
+    engines.add(Fill(on_gpu, 7))
+    with tensors.use_stream(engines):
+        copying = asyncio.create_task(copier.copy(source, target, [3], [5], direction))
+        await until(lambda: copying.done() or "an event to fire" in process.gpus.kept)
+    assert not copying.done()
+    gate.open()
+    await copying
+    assert [int(layer.cpu()[5, 0]) for layer in target.values()] == expected

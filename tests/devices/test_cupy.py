@@ -1,16 +1,91 @@
 from __future__ import annotations
 
 import ctypes
+import ctypes.util
+import subprocess
 import sys
+import threading
 
 import pytest
 
-from asynckv.devices.cuda import CudaApi, DeviceMemory
-from asynckv.devices.cupy import CudaDriver, CupyCuda, import_cupy, open_cuda
+from asynckv.devices.cuda import DeviceMemory
+from asynckv.devices.cupy import (
+    CudaDriver,
+    CupyCuda,
+    import_cupy,
+    open_cuda,
+    open_driver,
+)
 from asynckv.errors import GPUFailed, GPUUnavailable
 from harness.cupy_double import CUDARuntimeError, CupyDouble, LibcudaDouble
 
+
+def test_a_part_of_device_memory_keeps_its_owner_and_its_gpu() -> None:
+    memory = DeviceMemory(4096, 100, 1, owner=(owner := object()))
+    part = memory.part(10, 30)
+    assert (part.address, part.nbytes, part.device) == (4106, 20, 1)
+    assert part.owner is owner
+
+
+@pytest.mark.parametrize("span", [(-1, 5), (5, 4), (0, 101)])
+def test_a_part_lies_within_its_memory(span: tuple[int, int]) -> None:
+    with pytest.raises(ValueError, match="of 100 bytes"):
+        DeviceMemory(4096, 100, 0).part(*span)
+
+
+def test_the_seam_and_its_adapters_import_no_cupy() -> None:
+    modules = "asynckv.devices.cupy, asynckv.transports.nccl.api"
+    code = f"import sys, {modules}; assert 'cupy' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
 RELAXED = 2
+
+
+def test_a_uuid_keeps_its_zero_bytes() -> None:
+    library = LibcudaDouble(uuid=bytes(15) + b"\x07")
+    assert CudaDriver(library).uuid(0) == "00" * 15 + "07"
+
+
+def test_a_gpu_that_is_not_there_has_no_uuid() -> None:
+    with pytest.raises(GPUFailed, match="ask GPU 3 for its UUID: CUDA error 101"):
+        CudaDriver(LibcudaDouble()).uuid(3)
+
+
+def test_a_relaxed_thread_stays_so() -> None:
+    driver = CudaDriver(library := LibcudaDouble())
+    driver.relax_capture()
+    driver.relax_capture()
+    with driver.capture_relaxed():
+        assert library.mode == RELAXED
+    assert library.mode == RELAXED
+
+
+def test_another_threads_mode_is_its_own() -> None:
+    driver = CudaDriver(library := LibcudaDouble())
+    thread = threading.Thread(target=driver.relax_capture)
+    thread.start()
+    thread.join()
+    library.mode = 0  # the real library has one for each thread
+    with driver.capture_relaxed():
+        assert library.mode == RELAXED
+    assert library.mode == 0
+
+
+def test_a_call_that_fails_leaves_the_mode_as_it_was() -> None:
+    driver = CudaDriver(library := LibcudaDouble())
+    with pytest.raises(ValueError), driver.capture_relaxed():
+        raise ValueError
+    assert library.mode == 0
+
+
+@pytest.mark.skipif(
+    ctypes.util.find_library("cuda") is not None, reason="a driver is installed here"
+)
+def test_without_a_driver_it_says_what_to_install() -> None:
+    with pytest.raises(GPUUnavailable, match="libcuda") as caught:
+        open_driver()
+    assert "driver" in caught.value.hint
 
 
 @pytest.fixture
@@ -99,11 +174,6 @@ def test_pinned_memory_is_looked_at_where_it_lies(cupy: CupyDouble) -> None:
     cupy.answers["hostAlloc"] = ctypes.addressof(array)
     open_cuda().host_alloc(8).view[3] = 9
     assert bytes(array) == bytes([0, 0, 0, 9, 0, 0, 0, 0])
-
-
-def test_it_fits_the_seam() -> None:
-    cuda: CudaApi = CupyCuda(CupyDouble())
-    assert cuda.device_count() == 0
 
 
 def test_the_uuid_of_a_gpu_is_read_whole(

@@ -1,8 +1,6 @@
 from __future__ import annotations
 
 import dataclasses
-import threading
-from collections.abc import AsyncIterator
 
 import pytest
 import torch
@@ -12,16 +10,7 @@ from asynckv.devices.lanes import DeviceLanes
 from asynckv.devices.pools import GpuPools
 from asynckv.devices.tensors import at_once
 from asynckv.tensors.blocks import KVBlocks
-from asynckv.testing.blocked import until
 from harness.fake_gpus.tensors import FakeTensors
-
-
-@pytest.fixture
-async def pool(lanes: DeviceLanes) -> AsyncIterator[CopyPool]:
-    pool = CopyPool(lanes=lanes)
-    yield pool
-    pool.close()
-    await until(lambda: not any("asynckv-" in t.name for t in threading.enumerate()))
 
 
 def _pools(width: int = 16) -> list[torch.Tensor]:
@@ -30,43 +19,43 @@ def _pools(width: int = 16) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("width", [16, 7, 4096, 2500])
 async def test_blocks_of_some_pools_come_to_the_host_and_go_back(
-    pool: CopyPool, tensors: FakeTensors, lanes: DeviceLanes, width: int
+    gpu_pool: CopyPool, tensors: FakeTensors, lanes: DeviceLanes, width: int
 ) -> None:
     caches, ids = _pools(width), [7, 3, 4]
     on_gpu = [tensors.on_gpu(cache) for cache in caches]
     pools = GpuPools(on_gpu, lanes)
     found = [torch.zeros(3, width, dtype=torch.uint8) for _ in caches]
     blocks = [KVBlocks(cache, ids) for cache in on_gpu]
-    await pool.make_and_run(lambda: pools.gathering(blocks, found))
+    await gpu_pool.make_and_run(lambda: pools.gathering(blocks, found))
     assert all(torch.equal(f, c[ids]) for f, c in zip(found, caches, strict=True))
     landing = [KVBlocks(cache, [0, 8, 1]) for cache in on_gpu]
-    await pool.make_and_run(lambda: pools.scattering(found, landing))
+    await gpu_pool.make_and_run(lambda: pools.scattering(found, landing))
     for cache, now in zip(caches, on_gpu, strict=True):
         cache[[0, 8, 1]] = cache[ids]
         assert torch.equal(now.cpu(), cache)
 
 
 async def test_pools_of_several_widths_move_together(
-    pool: CopyPool, tensors: FakeTensors, lanes: DeviceLanes
+    gpu_pool: CopyPool, tensors: FakeTensors, lanes: DeviceLanes
 ) -> None:
     caches = [*_pools(16), *_pools(48)]
     on_gpu = [tensors.on_gpu(cache) for cache in caches]
     blocks = [KVBlocks(cache, [5, 1]) for cache in on_gpu]
     found = [torch.zeros_like(cache[:2]) for cache in caches]
     (job,) = GpuPools(on_gpu, lanes).gathering(blocks, found)
-    await pool.run([job])
+    await gpu_pool.run([job])
     assert all(map(torch.equal, found, [cache[[5, 1]] for cache in caches]))
 
 
 async def test_pools_may_lie_beside_each_other_in_one_tensor(
-    pool: CopyPool, tensors: FakeTensors, lanes: DeviceLanes
+    gpu_pool: CopyPool, tensors: FakeTensors, lanes: DeviceLanes
 ) -> None:
     cache = torch.randint(0, 256, (9, 2, 16), dtype=torch.uint8)
     on_gpu = tensors.on_gpu(cache)
     values = on_gpu[:, 1]
     found, blocks = torch.zeros(2, 16, dtype=torch.uint8), KVBlocks(values, [8, 2])
     pools = GpuPools([values], lanes)
-    await pool.make_and_run(lambda: pools.gathering([blocks], [found]))
+    await gpu_pool.make_and_run(lambda: pools.gathering([blocks], [found]))
     assert torch.equal(found, cache[[8, 2], 1])
 
 
@@ -94,14 +83,14 @@ async def test_what_does_not_fit_is_refused(
 
 @pytest.mark.parametrize("width", [16, 7, 4096])
 async def test_tensors_of_the_gpu_land_in_blocks_without_leaving_it(
-    pool: CopyPool, tensors: FakeTensors, lanes: DeviceLanes, width: int
+    gpu_pool: CopyPool, tensors: FakeTensors, lanes: DeviceLanes, width: int
 ) -> None:
     caches = _pools(width)
     on_gpu = [tensors.on_gpu(cache) for cache in caches]
     pools, values = GpuPools(on_gpu, lanes), [cache[2:5] for cache in caches]
     landing = [KVBlocks(cache, [0, 8, 1]) for cache in on_gpu]
     sources = [tensors.on_gpu(values[0]), values[1], tensors.on_gpu(values[2])]
-    await pool.make_and_run(lambda: pools.scattering(sources, landing))
+    await gpu_pool.make_and_run(lambda: pools.scattering(sources, landing))
     for cache, value, now in zip(caches, values, on_gpu, strict=True):
         expected = cache.clone()
         expected[[0, 8, 1]] = value
@@ -120,7 +109,7 @@ async def test_no_block_is_landed_in_twice_from_the_gpu(
 
 @pytest.mark.parametrize("width", [16, 7, 4096, 2500])
 async def test_blocks_are_gathered_in_other_memory_of_their_gpu(
-    pool: CopyPool, tensors: FakeTensors, lanes: DeviceLanes, width: int
+    gpu_pool: CopyPool, tensors: FakeTensors, lanes: DeviceLanes, width: int
 ) -> None:
     caches, ids = _pools(width), [7, 3, 4]
     on_gpu = [tensors.on_gpu(cache) for cache in caches]
@@ -128,7 +117,7 @@ async def test_blocks_are_gathered_in_other_memory_of_their_gpu(
     there = [tensors.on_gpu(torch.zeros(3, width, dtype=torch.uint8)) for _ in caches]
     places = [at_once(one, tensors).memory for one in there]
     blocks = [KVBlocks(cache, ids) for cache in on_gpu]
-    await pool.make_and_run(lambda: pools.gathering(blocks, places))
+    await gpu_pool.make_and_run(lambda: pools.gathering(blocks, places))
     for cache, found in zip(caches, there, strict=True):
         assert torch.equal(found.cpu(), cache[ids])
 
