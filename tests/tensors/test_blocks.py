@@ -4,8 +4,10 @@ import contextlib
 import random
 from collections.abc import Sequence
 
+import numpy
 import pytest
 import torch
+from hypothesis import given, strategies as st
 
 from asynckv.tensors.blocks import (
     KVBlocks,
@@ -18,7 +20,18 @@ from asynckv.tensors.blocks import (
     spec_in,
     tensor_at,
 )
-from asynckv.tensors.runs import Runs, joined
+from asynckv.tensors.runs import (
+    Memory,
+    Runs,
+    SmallBlocks,
+    copied,
+    fill,
+    joined,
+    landed,
+    pieces_of,
+    runs_at,
+    runs_in,
+)
 from asynckv.tensors.views import bytes_of, spec_of
 from asynckv.types import TensorSpec
 
@@ -173,3 +186,122 @@ def test_layers_of_one_pool_are_apart_where_their_ids_are() -> None:
     check_apart({"a": KVBlocks(pool, [0, 1]), "b": KVBlocks(pool, [3, 2])})
     with pytest.raises(ValueError, match=r"into\['a'\] and into\['b'\] share memory"):
         check_apart({"a": KVBlocks(pool, [0, 2]), "b": KVBlocks(pool, [1, 2])})
+
+
+_BASE = bytes(range(256))
+
+
+def _runs(starts: list[int], nbytes: int, base: bytes | bytearray = _BASE) -> Memory:
+    return runs_in(memoryview(base), numpy.array(starts, dtype=numpy.int64), nbytes)
+
+
+def _expected(starts: list[int], nbytes: int) -> bytes:
+    return b"".join(_BASE[start : start + nbytes] for start in starts)
+
+
+@given(st.lists(st.integers(0, 240)), st.integers(0, 16), st.data())
+def test_runs_are_the_bytes_at_their_places(
+    starts: list[int], nbytes: int, data: st.DataObject
+) -> None:
+    memory, expected = _runs(starts, nbytes), _expected(starts, nbytes)
+    assert memory.nbytes == len(expected)
+    assert joined(memory) == expected
+    start = data.draw(st.integers(0, len(expected)))
+    stop = data.draw(st.integers(start, len(expected)))
+    assert b"".join(pieces_of(memory, start, stop)) == expected[start:stop]
+
+
+def test_neighbours_are_one_run() -> None:
+    runs = _runs([8, 12, 16, 40, 0, 4], 4)
+    assert isinstance(runs, Runs)
+    assert len(runs) == 3
+    assert [len(piece) for piece in runs.pieces(0, runs.nbytes)] == [12, 4, 8]
+
+
+@pytest.mark.parametrize("starts", [[], [32], [32, 40, 48]])
+def test_what_lies_in_one_place_is_a_plain_view(starts: list[int]) -> None:
+    memory = _runs(starts, 8)
+    assert isinstance(memory, memoryview)
+    assert memory == _expected(starts, 8)
+
+
+@given(st.permutations(range(16)), st.permutations(range(16)), st.integers(1, 300))
+def test_runs_of_different_lengths_are_copied(
+    sources: list[int], targets: list[int], piece_nbytes: int
+) -> None:
+    base = bytearray(16 * 6)
+    source = _runs([16 * place for place in sources[:12]], 8)
+    target = _runs([6 * place for place in targets], 6, base)
+    hot = b"".join(copied(source, target, piece_nbytes))
+    assert hot == joined(target) == joined(source)
+
+
+@pytest.mark.parametrize("spans", [[], [(3, 9)], [(200, 256), (0, 1), (7, 90)]])
+def test_runs_are_at_their_places(spans: list[tuple[int, int]]) -> None:
+    memory = runs_at(memoryview(_BASE), spans)
+    assert isinstance(memory, Runs) is (len(spans) > 1)
+    assert joined(memory) == b"".join(_BASE[start:stop] for start, stop in spans)
+
+
+@given(st.lists(st.binary(max_size=9)))
+def test_pieces_land_one_after_the_other(pieces: list[bytes]) -> None:
+    whole = b"".join(pieces)
+    middle, base = len(whole) // 2, bytearray(len(whole) + 5)
+    target = runs_at(memoryview(base), [(middle + 5, len(base)), (0, middle)])
+    hot = list(landed(map(memoryview, pieces), target))
+    assert b"".join(hot) == joined(target) == whole
+
+
+def test_a_few_bytes_fill_runs() -> None:
+    base = bytearray(8)
+    fill(_runs([4, 1], 2, base), memoryview(b"abcd"))
+    assert base == b"\0cd\0ab\0\0"
+    fill(_runs([0], 2, base), memoryview(b"xy"))
+    assert base == b"xyd\0ab\0\0"
+
+
+_BYTES = bytes(range(240))
+
+
+def _blocks(base: bytes | bytearray, numbers: list[int], nbytes: int) -> SmallBlocks:
+    starts = numpy.array(numbers, dtype=numpy.int64) * nbytes
+    return SmallBlocks(memoryview(base), starts, nbytes)
+
+
+def _expected_blocks(numbers: list[int], nbytes: int) -> bytes:
+    return b"".join(_BYTES[n * nbytes : (n + 1) * nbytes] for n in numbers)
+
+
+@given(st.lists(st.integers(0, 19), max_size=9), st.integers(1, 12), st.data())
+def test_any_part_of_blocks_is_taken(
+    numbers: list[int], nbytes: int, data: st.DataObject
+) -> None:
+    expected = _expected_blocks(numbers, nbytes)
+    start = data.draw(st.integers(0, len(expected)))
+    stop = data.draw(st.integers(start, len(expected)))
+    target = bytearray(stop - start)
+    _blocks(_BYTES, numbers, nbytes).take(start, memoryview(target))
+    assert target == expected[start:stop]
+
+
+@given(st.permutations(range(20)), st.integers(1, 12), st.integers(1, 240))
+def test_what_is_put_in_pieces_lies_in_its_blocks(
+    numbers: list[int], nbytes: int, piece_nbytes: int
+) -> None:
+    expected = _expected_blocks(numbers, nbytes)
+    base = bytearray(20 * nbytes)
+    blocks = _blocks(base, numbers, nbytes)
+    for start in range(0, len(expected), piece_nbytes):
+        blocks.put(start, memoryview(expected[start : start + piece_nbytes]))
+    assert base == _BYTES[: 20 * nbytes]
+
+
+def test_nothing_beside_the_blocks_is_written() -> None:
+    base = bytearray(40)
+    _blocks(base, [3, 1], 8).put(4, memoryview(b"x" * 8))
+    assert base == bytes(8) + b"x" * 4 + bytes(16) + b"x" * 4 + bytes(8)
+
+
+def test_what_can_only_be_read_is_not_written() -> None:
+    with pytest.raises(ValueError, match="read-only"):
+        _blocks(_BYTES, [3, 1], 8).put(0, memoryview(b"x" * 16))

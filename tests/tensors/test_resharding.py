@@ -11,12 +11,20 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 from asynckv.devices.copying import CopyPool
-from asynckv.parallel.copies import Span
-from asynckv.parallel.plans import ReshardPlan, plan_reshard
+from asynckv.parallel.copies import CopySide, Span, Step
+from asynckv.parallel.plans import ReshardPlan, plan_rearrange, plan_reshard
 from asynckv.parallel.shapes import CROSS_LAYER_LAYOUTS, EngineShape, KVLayout, Rank
 from asynckv.tensors.blocks import KVBlocks
 from asynckv.tensors.jobs import CopyJob
-from asynckv.tensors.resharding import reshard, reshard_jobs
+from asynckv.tensors.resharding import (
+    Places,
+    SegmentView,
+    alignment_of,
+    rearrange,
+    rearrange_jobs,
+    reshard,
+    reshard_jobs,
+)
 from asynckv.testing.blocked import until, until_blocked
 from harness.whole_cache import Numbers, WholeCache
 
@@ -234,3 +242,171 @@ def test_no_tokens_move_nothing() -> None:
     jobs = reshard_jobs(plan.reads[0].copies, good, good, Span(0))
     assert [job.nbytes for job in jobs] == [0, 0]
     reshard(plan.reads[0].copies, good, good, Span(0))
+
+
+_IN_PLACE = (
+    KVLayout.blocks_first("NHD"),
+    KVLayout.blocks_first("HND"),
+    KVLayout.fused("NHD"),
+    KVLayout.fused("HND"),
+)
+_KV_FIRST = (KVLayout.kv_first("NHD"), KVLayout.kv_first("HND"))
+_ACROSS_LAYERS = tuple(map(KVLayout.named, ("BLHNC", "BLNHC", "BHLNC")))
+_HEADS_APART = (KVLayout.named("LHBNC"),)
+
+
+def _other_shape(
+    layout: KVLayout, block: int = 4, tp: int = 2, sizes: tuple[int, int] = (4, 4)
+) -> EngineShape:
+    return EngineShape(
+        layout=layout,
+        block_size=block,
+        key_nbytes=sizes[0],
+        value_nbytes=sizes[1],
+        num_kv_heads=4,
+        tp_size=tp,
+        stages=(2,),
+    )
+
+
+def _mixed(numbers: Numbers) -> torch.Tensor:
+    return torch.from_numpy((numbers * 2654435761 >> 7).astype(numpy.uint8))
+
+
+def _received(
+    source: EngineShape, target: EngineShape, tokens: int
+) -> tuple[list[KVBlocks], list[torch.Tensor]]:
+    """Return blocks that hold the source's bytes, and what they should hold."""
+    whole, rank = WholeCache(target, tokens), Rank(tp=1)
+    should = [_mixed(region) for region in whole.regions(target, rank)]
+    landed = []
+    for raw, region in zip(whole.regions(source, rank), should, strict=True):
+        pool = torch.zeros((len(region) + 2, region.shape[1]), dtype=torch.uint8)
+        ids = torch.randperm(len(pool))[: len(region)]
+        pool[ids] = _mixed(raw).reshape(region.shape)
+        landed.append(KVBlocks(pool, ids))
+    return landed, should
+
+
+@given(
+    st.sampled_from([_IN_PLACE, _KV_FIRST, _ACROSS_LAYERS, _HEADS_APART]),
+    st.tuples(st.sampled_from((2, 4, 8)), st.sampled_from((2, 4, 6))),
+    st.sampled_from(((4, 4), (3, 2))),
+    st.integers(1, 3),
+    st.data(),
+)
+@settings(max_examples=50, deadline=None)
+def test_received_blocks_become_the_targets_where_they_are(
+    layouts: tuple[KVLayout, ...],
+    blocks: tuple[int, int],
+    sizes: tuple[int, int],
+    groups: int,
+    data: st.DataObject,
+) -> None:
+    layout, other = (data.draw(st.sampled_from(layouts)) for _ in range(2))
+    source = _other_shape(layout, blocks[0], sizes=sizes)
+    target = _other_shape(other, blocks[1], sizes=sizes)
+    landed, should = _received(source, target, 24 * groups)
+    copies = plan_rearrange(
+        _other_shape(layout, blocks[0], 1, sizes), target, Rank(tp=1)
+    )
+    rearrange(copies, landed)
+    for region, expected in zip(landed, should, strict=True):
+        assert torch.equal(region.pool[region.block_ids], expected)
+        rest = numpy.setdiff1d(range(len(region.pool)), region.block_ids)
+        assert not region.pool[rest].any()
+
+
+async def test_a_pool_rearranges_off_the_loop(pool: CopyPool) -> None:
+    source = _other_shape(_IN_PLACE[0], 16, sizes=(256, 256))
+    target = _other_shape(_IN_PLACE[1], 64, sizes=(256, 256))
+    landed, should = _received(source, target, 64 * 40)
+    jobs = rearrange_jobs(plan_rearrange(source, target, Rank(tp=1)), landed)
+    assert sum(job.nbytes for job in jobs) == sum(region.nbytes for region in should)
+    await pool.run(jobs)
+    for region, expected in zip(landed, should, strict=True):
+        assert torch.equal(region.pool[region.block_ids], expected)
+
+
+def test_what_cannot_be_received_in_place_is_refused() -> None:
+    def blocks(count: int, regions: int = 2) -> list[KVBlocks]:
+        pools = [torch.zeros((8, 2 * 2 * 4 * 4), dtype=torch.uint8)] * regions
+        return [KVBlocks(pool, range(count)) for pool in pools]
+
+    target = _other_shape(_IN_PLACE[0])
+    apart = plan_rearrange(_other_shape(_KV_FIRST[0]), target, Rank(tp=1))
+    with pytest.raises(ValueError, match="cannot be received in another"):
+        rearrange_jobs(apart, blocks(4))
+    copies = plan_rearrange(_other_shape(_IN_PLACE[1], 8), target, Rank(tp=1))
+    with pytest.raises(ValueError, match="3 blocks of 4 tokens are no whole number"):
+        rearrange_jobs(copies, blocks(3))
+    with pytest.raises(ValueError, match="is for 2 regions, not 3"):
+        rearrange_jobs(copies, blocks(4, 3))
+    with pytest.raises(ValueError, match="the plan reaches to"):
+        rearrange_jobs(
+            plan_rearrange(
+                _other_shape(_IN_PLACE[1], 8), _other_shape(_IN_PLACE[0], tp=1), Rank()
+            ),
+            blocks(4),
+        )
+
+
+def test_a_block_that_is_there_twice_is_refused() -> None:
+    target = _other_shape(_IN_PLACE[0])
+    region = KVBlocks(torch.zeros((8, 64), dtype=torch.uint8), [1, 1])
+    copies = plan_rearrange(_other_shape(_IN_PLACE[1]), target, Rank(tp=1))
+    with pytest.raises(ValueError, match="twice"):
+        rearrange(copies, [region, region])
+
+
+def test_no_blocks_are_no_work() -> None:
+    target = _other_shape(_IN_PLACE[0])
+    region = KVBlocks(torch.zeros((8, 64), dtype=torch.uint8), [])
+    rearrange(
+        plan_rearrange(_other_shape(_IN_PLACE[1]), target, Rank(tp=1)), [region] * 2
+    )
+
+
+# Blocks of 8 bytes: two segments, each two pieces of one byte.
+_SIDE = CopySide(0, 1, 2, 4, (Step(0, 2),))
+
+
+def _places(*places: tuple[int, int]) -> Places:
+    blocks, within = zip(*places, strict=True)
+    return numpy.array(blocks), numpy.array(within)
+
+
+def test_segments_are_the_bytes_that_strides_lead_to() -> None:
+    pool = torch.arange(32, dtype=torch.uint8).view(4, 8)
+    view = SegmentView(KVBlocks(pool, [3, 1]), _SIDE, (2,), 1, 1)
+    taken = view.take(_places((0, 0), (0, 1), (1, 1)))
+    assert taken.flatten().tolist() == [25, 27, 29, 31, 13, 15]
+    view.put(_places((1, 0)), torch.zeros((1, 2, 1), dtype=torch.uint8))
+    assert pool[1].tolist() == [8, 0, 10, 0, 12, 13, 14, 15]
+
+
+def test_neighbours_are_taken_as_they_lie() -> None:
+    pool = torch.arange(8).view(4, 2)
+    side = CopySide(0, 8, 1, 16, ())
+    view = SegmentView(KVBlocks(pool, [0, 2, 3]), side, (), 8, 8)
+    taken = view.take(_places((1, 0), (2, 0)))
+    assert taken.flatten().tolist() == [5, 7]
+    assert taken.data_ptr() == pool[2, 1].data_ptr()
+    view.put(_places((1, 0), (2, 0)), torch.zeros((2, 1), dtype=torch.int64))
+    assert pool.tolist() == [[0, 1], [2, 3], [4, 0], [6, 0]]
+
+
+@pytest.mark.parametrize(
+    ("pool", "side", "nbytes"),
+    [
+        (torch.zeros(4, 16), CopySide(0, 0, 1, 64, ()), 8),
+        (torch.zeros(4, 17), CopySide(0, 0, 1, 68, ()), 4),
+        (torch.zeros(4, 32)[:, 1:17], CopySide(0, 0, 1, 64, ()), 4),
+        (torch.zeros(4, 16), CopySide(0, 6, 1, 64, ()), 2),
+        (torch.zeros(4, 16), CopySide(0, 0, 1, 64, (Step(0, 3),)), 1),
+    ],
+)
+def test_units_are_as_large_as_all_places_allow(
+    pool: torch.Tensor, side: CopySide, nbytes: int
+) -> None:
+    assert alignment_of(KVBlocks(pool, [0]), side) == nbytes

@@ -1,17 +1,21 @@
 from __future__ import annotations
 
+import asyncio
 import gc
 import threading
 from collections.abc import Iterator
 
 import pytest
 
+from asynckv.tensors import slab_regions as late_views_module
 from asynckv.tensors.paged_arena import SlabArena
-from asynckv.tensors.slab_regions import SlabRegion
+from asynckv.tensors.slab_regions import LateViews, SlabRegion
 from asynckv.tensors.slabs import has_slabs
+from asynckv.testing.blocked import until
 from asynckv.types import TensorSpec
 
 pytestmark = pytest.mark.skipif(not has_slabs(), reason="no memory files here")
+
 
 _MIB = 2**20
 _LARGE = TensorSpec((_MIB,), "uint8")
@@ -50,16 +54,6 @@ def test_memory_without_a_view_is_free_at_once(arena: CountingArena) -> None:
     region.release()
     assert arena.used_bytes == 0
     assert arena.freed == 0
-
-
-def test_a_hold_keeps_memory_that_nobody_looks_at(arena: CountingArena) -> None:
-    region = _take(arena, _MIB)
-    hold = region.hold()
-    region.release()
-    assert arena.pinned_bytes == _MIB
-    for _ in range(2):
-        hold.release()
-    assert arena.used_bytes == arena.pinned_bytes == 0
 
 
 def test_a_view_may_die_in_another_thread(arena: CountingArena) -> None:
@@ -127,6 +121,7 @@ def test_a_region_is_charged_to_no_other_arena(arena: CountingArena) -> None:
 def test_a_peers_hold_ends_once(arena: CountingArena) -> None:
     region = _take(arena, _MIB)
     first, second = region.hold(), region.hold()
+    assert not region.can_change_hands()
     region.release()
     for _ in range(2):
         first.release()
@@ -147,3 +142,197 @@ def test_a_release_that_is_not_over_can_be_undone_once(arena: CountingArena) -> 
     assert arena.used_bytes == _MIB
     region.release()
     assert arena.used_bytes == 0 and not region.own()
+
+
+def test_bytes_are_used_or_pinned_or_handed_out(arena: SlabArena) -> None:
+    regions = [_take(arena, n * _MIB) for n in (1, 2, 4)]
+    views = [region.view() for region in regions]
+    pins = arena.pins
+    regions[1].release()
+    assert (arena.used_bytes, pins.pinned_bytes) == (5 * _MIB, 2 * _MIB)
+    regions[2].hand_out()
+    regions[2].release()
+    assert (arena.used_bytes, pins.pinned_bytes) == (_MIB, 2 * _MIB)
+    assert pins.handed_out_bytes == 4 * _MIB
+    regions[0].release()
+    views.clear()
+    pins.collect()
+    assert arena.used_bytes == pins.pinned_bytes == pins.handed_out_bytes == 0
+
+
+@pytest.mark.parametrize("is_handed_out", [False, True])
+def test_memory_kept_for_a_child_is_never_used_again_and_counts_no_more(
+    is_handed_out: bool, arena: SlabArena
+) -> None:
+    region = _take(arena, 10 * _MIB)
+    view = region.view()
+    if is_handed_out:
+        region.hand_out()
+    region.release()
+    arena.pins.keep_for_child()
+    assert arena.pinned_bytes == (0 if is_handed_out else 10 * _MIB)
+    del view
+    arena.collect()
+    assert (arena.used_bytes, arena.pinned_bytes) == (0, 0)
+    assert arena.handed_out_bytes == 10 * _MIB
+    (other,) = arena.allocate([10 * _MIB]) or []
+    assert not other.is_shared
+    other.release()
+
+
+def test_memory_that_nobody_has_a_view_of_is_not_kept(arena: SlabArena) -> None:
+    region = _take(arena, 10 * _MIB)
+    arena.pins.keep_for_child()
+    region.release()
+    region = _take(arena, 16 * _MIB)
+    region.release()
+
+
+def test_memory_that_only_a_peer_holds_is_not_kept_for_a_child(
+    arena: SlabArena,
+) -> None:
+    region = _take(arena, 10 * _MIB)
+    hold = region.hold()
+    region.release()
+    assert arena.pinned_bytes == 10 * _MIB
+    arena.pins.keep_for_child()
+    hold.release()
+    hold.release()
+    assert arena.pinned_bytes == arena.handed_out_bytes == 0
+
+
+def test_a_region_is_all_of_its_bytes_and_none_of_the_next(arena: SlabArena) -> None:
+    regions = arena.allocate([100, 200, _MIB]) or []
+    assert [len(region.view()) for region in regions] == [100, 200, _MIB]
+    for number, region in enumerate(regions):
+        region.view()[:] = bytes([number]) * region.nbytes
+    for number, region in enumerate(regions):
+        assert bytes(region.view()) == bytes([number]) * region.nbytes
+        region.release()
+
+
+def test_what_was_pinned_once_is_kept_for_no_child_later(arena: SlabArena) -> None:
+    region = _take(arena, _MIB)
+    hold = region.hold()
+    region.release()
+    hold.release()
+    (again,) = arena.allocate([_MIB]) or []
+    view = again.view()
+    arena.pins.keep_for_child()
+    del view
+    again.release()
+    assert arena.used_bytes == arena.handed_out_bytes == 0
+
+
+def test_what_has_an_owner_again_is_not_pinned_and_counts_once(
+    arena: SlabArena,
+) -> None:
+    region = _take(arena, _MIB)
+    view = region.view()
+    region.release()
+    assert region.own()
+    assert (arena.used_bytes, arena.pinned_bytes) == (_MIB, 0)
+    del view
+    region.release()
+    assert (arena.used_bytes, arena.pinned_bytes) == (0, 0)
+
+
+class Watched:
+    """An arena of one slab whose late views are counted."""
+
+    def __init__(self) -> None:
+        self.late = LateViews()
+        self.arena = SlabArena(
+            16 * _MIB, wanted=lambda: None, freed=lambda: None, pinned=self.late.watch
+        )
+        self.arena.add_slab(self.arena.pages.make_slab())
+
+    def take(self) -> SlabRegion:
+        (region,) = self.arena.allocate([_MIB]) or []
+        assert isinstance(region, SlabRegion)
+        return region
+
+
+@pytest.fixture
+def watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[Watched]:
+    monkeypatch.setattr(late_views_module, "LATE_S", 0.02)
+    watched = Watched()
+    yield watched
+    watched.late.stop()
+    watched.arena.close()
+
+
+async def test_a_view_that_is_kept_long_is_said_once(
+    watched: Watched, caplog: pytest.LogCaptureFixture
+) -> None:
+    region = watched.take()
+    view = region.view()
+    region.release()
+    assert watched.late.count == 0
+    await until(lambda: watched.late.count == 1)
+    other = watched.take()
+    later = other.view()
+    other.release()
+    await until(lambda: watched.late.count == 2)
+    assert [r.levelname for r in caplog.records] == ["WARNING", "WARNING"]
+    assert "views of 1 tensors (1048576 bytes)" in caplog.messages[0]
+    del view, later
+
+
+async def test_a_view_that_goes_in_time_is_not_said(watched: Watched) -> None:
+    region, marker = watched.take(), watched.take()
+    views = [region.view(), marker.view()]
+    region.release()
+    del views[0]
+    marker.release()
+    await until(lambda: watched.late.count == 1)
+    assert not watched.late._watched
+    del views
+
+
+async def test_what_is_handed_out_or_was_never_inserted_is_not_late(
+    watched: Watched,
+) -> None:
+    lent, taken, marker = watched.take(), watched.take(), watched.take()
+    views = [region.view() for region in (lent, taken, marker)]
+    lent.is_lent = True
+    taken.hand_out()
+    for region in (lent, taken, marker):
+        region.release()
+    assert [*watched.late._watched] == [marker]
+    del views
+
+
+async def test_what_has_an_owner_again_begins_anew(watched: Watched) -> None:
+    region = watched.take()
+    view = region.view()
+    region.release()
+    first = watched.late._watched[region]
+    assert region.own()
+    await asyncio.sleep(0)
+    region.release()
+    assert watched.late._watched[region] >= first
+    await until(lambda: watched.late.count == 1)
+    assert not watched.late._watched
+    del view
+
+
+async def test_nothing_is_watched_any_more_once_it_was_stopped(
+    watched: Watched,
+) -> None:
+    regions = [watched.take(), watched.take()]
+    views = [region.view() for region in regions]
+    regions[0].release()
+    watched.late.stop()
+    regions[1].release()
+    assert not watched.late._watched
+    assert watched.late._timer is None
+    del views
+
+
+def test_without_a_loop_nothing_is_watched(watched: Watched) -> None:
+    region = watched.take()
+    view = region.view()
+    region.release()
+    assert not watched.late._watched
+    del view
