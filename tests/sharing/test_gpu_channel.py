@@ -3,25 +3,40 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import threading
 import weakref
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Awaitable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from typing import Any
 
 import pytest
 import torch
 
+from asynckv.abc import KVEntry
 from asynckv.buffers.lookup import LookupBuffer
 from asynckv.buffers.remote.peer import Peer, connect
 from asynckv.buffers.serve import serve
-from asynckv.errors import ConfigError, GPUFailed, PeerLost
+from asynckv.errors import (
+    ConfigError,
+    GPUFailed,
+    IncompatiblePeer,
+    PeerLost,
+    RemoteProtocolError,
+)
 from asynckv.links import progress
 from asynckv.links.link import LinkStream
-from asynckv.protocol.transfer_frames import Devices
+from asynckv.protocol.failures import to_failure
+from asynckv.protocol.frames import Frame, OpeningFrame, Ping
+from asynckv.protocol.transfer_frames import (
+    DeviceMet,
+    DeviceReady,
+    Devices,
+    OpenDevices,
+)
 from asynckv.sharing import gpu_channel
-from asynckv.sharing.gpu_channel import DeviceStream, GpuLink
+from asynckv.sharing.gpu_channel import MAX_UNHEARD, DeviceStream, GpuLink
 from asynckv.testing.blocked import until, until_blocked
 from asynckv.testing.cancellation import (
     CancelMode,
@@ -34,8 +49,9 @@ from asynckv.transports.nccl import transport, worker as workers
 from asynckv.transports.nccl.worker import DeviceWorker
 from harness.fake_devices import fake_device_of
 from harness.fake_gpus import FakeGpus
-from harness.link_pairs import linked
+from harness.link_pairs import LinkPair, ScriptedService, linked
 from harness.nccl_buffer_pairs import NcclBuffers, open_nccl_buffers
+from harness.nccl_pairs import NcclPair
 
 BY_HOST = "goes through host memory"
 IN_VAIN = {"the other rank", "the peer's first"}
@@ -53,6 +69,20 @@ async def check_comes_by_host(pair: NcclBuffers) -> None:
     entry = await pair.peer.lookup.drop_select([2])
     assert isinstance(entry.key, torch.Tensor) and entry.key.is_cuda
     assert is_same(entry.key, noise(MIB)) and pair.peer.transport == "inline"
+
+
+async def stalled_select(pair: NcclBuffers, **options: Any) -> asyncio.Task[KVEntry]:
+    """Select what does not come: the buffer's NCCL posts nothing that is seen."""
+    pair.ours.process.nccl.is_silent = True
+    await pair.buffer.insert([1], None, noise(MIB), None, None)
+    select = pair.peer.lookup.drop_select([1], **options)
+    task = asyncio.create_task(taken(select))
+    await until(lambda: pair.near_way.transport.receiver.is_busy)
+    return task
+
+
+async def taken(select: Awaitable[KVEntry]) -> KVEntry:
+    return await select
 
 
 async def test_versions_that_differ_are_no_way(
@@ -95,10 +125,7 @@ async def test_after_a_worker_was_given_up_the_link_goes_on(
 async def test_what_was_under_way_when_the_way_broke_comes_by_host(
     pair: NcclBuffers, end: str
 ) -> None:
-    pair.ours.process.nccl.is_silent = True
-    await pair.buffer.insert([1], None, noise(MIB), None, None)
-    select = asyncio.create_task(pair.peer.lookup.drop_select([1]))
-    await until(lambda: pair.near_way.transport.receiver.is_busy)
+    select = await stalled_select(pair)
     getattr(pair, end)._stalled(PeerLost("nothing has come for long"))
     assert is_same((await select).key, noise(MIB))  # type: ignore[arg-type]
     assert pair.peer.transport == "inline" and not pair.peer.budget.used_bytes
@@ -124,23 +151,17 @@ async def test_small_parts_that_do_not_come_end_the_link(
 async def test_memory_that_a_lost_gpu_may_write_to_gets_no_other_bytes(
     pair: NcclBuffers,
 ) -> None:
-    pair.ours.process.nccl.is_silent = True
-    await pair.buffer.insert([1], None, noise(MIB), None, None)
     into = {"key": pair.theirs.tensor(torch.zeros(MIB, dtype=torch.uint8))}
-    lookup = pair.peer.lookup
-    select = asyncio.create_task(lookup.drop_select([1], into=into))
-    await until(lambda: pair.near_way.transport.receiver.is_busy)
+    select = await stalled_select(pair, into=into)
     pair.near_way.transport._worker.give_up(GPUFailed("it is stuck"))
     with pytest.raises(GPUFailed, match="it is stuck"):
         await select
-    assert is_same((await lookup.drop_select([1])).key, noise(MIB))  # type: ignore[arg-type]
+    again = await pair.peer.lookup.drop_select([1])
+    assert is_same(again.key, noise(MIB))  # type: ignore[arg-type]
 
 
 async def test_a_link_that_is_cut_is_connected_again(pair: NcclBuffers) -> None:
-    pair.ours.process.nccl.is_silent = True
-    await pair.buffer.insert([1], None, noise(MIB), None, None)
-    select = asyncio.create_task(pair.peer.lookup.drop_select([1]))
-    await until(lambda: pair.near_way.transport.receiver.is_busy)
+    select = await stalled_select(pair)
     pair.ours.process.nccl.is_silent = False
     pair.peer._linked().abort()
     assert is_same((await select).key, noise(MIB))  # type: ignore[arg-type]
@@ -403,3 +424,133 @@ async def test_a_worker_is_used_until_it_has_left_what_was_closed(
         assert not way.transport.is_quiet and workers._workers[key].users == 1
     await until(lambda: key not in workers._workers)
     assert way.transport.is_quiet
+
+
+class Service(ScriptedService):
+    """Opens the far transport for whoever asks."""
+
+    def __init__(self, pair: NcclPair) -> None:
+        super().__init__()
+        self.pair = pair
+        self.opening: asyncio.Task[None] | None = None
+
+    def open(self, stream: LinkStream, frame: OpeningFrame, body: bytes) -> object:  # type: ignore[override]
+        assert isinstance(frame, OpenDevices)
+        channel = DeviceStream.answer(stream)
+        channel.describe(self.pair.far.describe())
+        opening = self.pair.far.open(frame.description, channel)
+        self.opening = asyncio.create_task(opening)
+        return channel
+
+
+async def open_near(link: LinkPair, pair: NcclPair) -> None:
+    channel = DeviceStream(answers=False)
+    channel.ask(link.near, pair.near.describe())
+    await pair.near.open(await channel.description(), channel)
+
+
+@contextlib.asynccontextmanager
+async def opened() -> AsyncIterator[tuple[NcclPair, LinkPair]]:
+    pair = NcclPair(FakeGpus(2), lambda error: None, lambda error: None)
+    async with linked(service=(service := Service(pair))) as link:
+        try:
+            await open_near(link, pair)
+            assert service.opening is not None
+            await service.opening
+            yield pair, link
+        finally:
+            await pair.aclose()
+
+
+async def test_payload_moves_by_what_is_said_on_a_link() -> None:
+    async with opened() as (pair, _):
+        content = bytes(range(256)) * 64
+        source, target = pair.memory(0, content), pair.memory(1, bytes(2**14))
+        landed = asyncio.Event()
+        pair.far.receive(2, 0, target, lambda digest, error: landed.set())
+        pair.near.send(2, 0, source, lambda digest, error: None)
+        await landed.wait()
+        assert pair.content(1, target) == content
+
+
+async def test_a_lost_link_ends_the_transport() -> None:
+    async with opened() as (pair, link):
+        told: list[BaseException | None] = []
+        target = pair.memory(0, bytes(4))
+        pair.near.receive(1, 0, target, lambda _, error: told.append(error))
+        link.near.abort()
+        await until(lambda: bool(told))
+        assert isinstance(told[0], PeerLost)
+
+
+async def test_gpus_that_do_not_go_together_are_not_opened() -> None:
+    pair = NcclPair(FakeGpus(2), lambda error: None, lambda error: None)
+    pair.workers[0].nccl_version = 1
+    pair.near._own = type(pair.near._own)("x", 1, b"", b"8 bytes!", 1)
+    async with linked(service=Service(pair)) as link:
+        with pytest.raises(IncompatiblePeer):
+            await open_near(link, pair)
+        service = link.service
+        assert isinstance(service, Service) and service.opening is not None
+        with pytest.raises(IncompatiblePeer):
+            await service.opening
+    await pair.aclose()
+
+
+async def test_a_refusal_is_raised() -> None:
+    def refuse(stream: LinkStream, frame: OpeningFrame, body: bytes) -> None:
+        stream.send(to_failure(ConfigError("no GPU here")))
+
+    pair = NcclPair(FakeGpus(2), lambda error: None, lambda error: None)
+    async with linked(answer=refuse) as link:
+        with pytest.raises(ConfigError, match="no GPU here"):
+            await open_near(link, pair)
+    await pair.aclose()
+
+
+async def test_what_comes_too_soon_is_heard_later() -> None:
+    heard: list[Frame] = []
+    channel = DeviceStream(answers=True)
+    channel.on_frame(DeviceReady(), b"")
+    channel.attach(heard.append, lambda error: None)
+    channel.on_frame(DeviceMet(1), b"")
+    await until(lambda: len(heard) == 2)
+    assert heard == [DeviceReady(), DeviceMet(1)]
+
+
+async def test_too_much_that_nobody_hears_is_refused() -> None:
+    channel = DeviceStream(answers=True)
+    for _ in range(MAX_UNHEARD):
+        channel.on_frame(DeviceReady(), b"")
+    with pytest.raises(RemoteProtocolError, match="unheard"):
+        channel.on_frame(DeviceReady(), b"")
+
+
+async def test_what_comes_after_a_refusal_is_heard_by_nobody() -> None:
+    heard: list[Frame] = []
+    channel = DeviceStream(answers=False)
+    channel.attach(heard.append, lambda error: None)
+    channel.on_frame(to_failure(ConfigError("no")), b"")
+    channel.on_frame(DeviceReady(), b"")
+    await asyncio.sleep(0)
+    assert not heard
+
+
+async def test_who_is_detached_hears_nothing_more() -> None:
+    heard: list[object] = []
+    channel = DeviceStream(answers=True)
+    channel.attach(heard.append, heard.append)
+    channel.detach()
+    channel.on_frame(DeviceReady(), b"")
+    channel.on_lost(PeerLost("gone"))
+    await asyncio.sleep(0)
+    assert not heard
+
+
+@pytest.mark.parametrize(
+    ("frame", "body"),
+    [(Ping(1), b""), (DeviceReady(), b"x"), (Devices(b""), b"")],
+)
+async def test_what_makes_no_sense_is_refused(frame: Frame, body: bytes) -> None:
+    with pytest.raises(RemoteProtocolError):
+        DeviceStream(answers=True).on_frame(frame, body)

@@ -58,6 +58,14 @@ async def insert(buffer: LookupBuffer, value: float = 1.0, nbytes: int = MIB) ->
     await buffer.insert([1, 2], None, tensor, None, None)
 
 
+async def view_in(buffer: LookupBuffer, peer: Peer, value: float = 1.0) -> torch.Tensor:
+    """Insert a tensor, and return the view of it that a select gives."""
+    await insert(buffer, value)
+    async with peer.lookup.drop_select() as entry:
+        assert isinstance(entry.key, torch.Tensor)
+        return entry.key
+
+
 def pinned(buffer: LookupBuffer) -> int:
     return buffer.statistics().pinned_bytes
 
@@ -79,11 +87,7 @@ async def test_memory_is_mapped_whatever_the_scheme(
     url = "tcp://127.0.0.1:0" if scheme == "tcp" else f"unix://{folder}/sock"
     async with serve(url, lookup=buffer) as server, connect(server.url) as peer:
         assert peer.transport == "map"
-        await insert(buffer, 4.0)
-        async with peer.lookup.drop_select() as entry:
-            assert isinstance(entry.key, torch.Tensor)
-            assert entry.key.eq(4.0).all()
-        del entry
+        assert (await view_in(buffer, peer, 4.0)).eq(4.0).all()
 
 
 async def test_a_view_is_no_copy(buffer: LookupBuffer, peer: Peer) -> None:
@@ -101,11 +105,7 @@ async def test_a_view_is_no_copy(buffer: LookupBuffer, peer: Peer) -> None:
 async def test_a_view_keeps_its_bytes_while_the_buffer_is_churned_ten_times_over(
     buffer: LookupBuffer, peer: Peer
 ) -> None:
-    await insert(buffer, 1.0)
-    async with peer.lookup.drop_select() as entry:
-        view = entry.key
-    del entry
-    assert isinstance(view, torch.Tensor)
+    view = await view_in(buffer, peer)
     for value in range(80):
         await insert(buffer, float(value))
         taken = await peer.lookup.drop_select()
@@ -171,10 +171,7 @@ async def test_little_of_an_entry_may_lie_on_the_heap(
 
 
 async def test_views_die_in_any_thread(buffer: LookupBuffer, peer: Peer) -> None:
-    await insert(buffer)
-    async with peer.lookup.drop_select() as entry:
-        views = [entry.key]
-    del entry
+    views = [await view_in(buffer, peer)]
     assert pinned(buffer) == MIB
     thread = threading.Thread(target=views.clear)
     thread.start()
@@ -185,11 +182,9 @@ async def test_views_die_in_any_thread(buffer: LookupBuffer, peer: Peer) -> None
 async def test_views_in_a_cycle_are_let_go_by_the_garbage_collector(
     buffer: LookupBuffer, peer: Peer
 ) -> None:
-    await insert(buffer)
-    async with peer.lookup.drop_select() as entry:
-        cycle: list[object] = [entry.key]
+    cycle: list[object] = [await view_in(buffer, peer)]
     cycle.append(cycle)
-    del entry, cycle
+    del cycle
     gc.collect()
     await until(lambda: pinned(buffer) == 0)
 
@@ -200,12 +195,8 @@ async def test_a_view_outlives_the_peer_and_the_buffer() -> None:
             serve("tcp://127.0.0.1:0", lookup=buffer) as server,
             connect(server.url) as peer,
         ):
-            await insert(buffer, 9.0)
-            async with peer.lookup.drop_select() as entry:
-                view = entry.key
-            del entry
+            view = await view_in(buffer, peer, 9.0)
         assert pinned(buffer) == MIB
-    assert isinstance(view, torch.Tensor)
     assert view.eq(9.0).all()
 
 
@@ -320,9 +311,7 @@ async def test_one_thread_lets_go_of_all_large_views_that_end_meanwhile(
 async def test_a_full_connection_tells_of_the_end_later(
     monkeypatch: pytest.MonkeyPatch, buffer: LookupBuffer, peer: Peer
 ) -> None:
-    await insert(buffer)
-    async with peer.lookup.drop_select() as entry:
-        pass
+    view = await view_in(buffer, peer)
     memory = memory_of(peer)
     sock = memory._sock
 
@@ -343,7 +332,7 @@ async def test_a_full_connection_tells_of_the_end_later(
             sock.close()
 
     monkeypatch.setattr(memory, "_sock", Full())
-    del entry
+    del view
     await until(lambda: pinned(buffer) == 0)
 
 
@@ -366,31 +355,27 @@ async def test_what_a_forked_child_can_see_is_let_go_with_the_connection_only(
 async def test_a_fork_of_the_owner_keeps_no_memory_of_others_views(
     buffer: LookupBuffer, peer: Peer
 ) -> None:
-    await insert(buffer)
-    async with peer.lookup.drop_select() as entry:
-        pass
+    view = await view_in(buffer, peer)
     arena = buffer.growth.arena
     assert isinstance(arena, SlabArena)
     arena.pins.keep_for_child()
-    del entry
+    del view
     await until(lambda: pinned(buffer) == 0)
     assert buffer.statistics().handed_out_bytes == 0
 
 
 async def test_a_forked_child_says_nothing(buffer: LookupBuffer, peer: Peer) -> None:
-    await insert(buffer)
-    async with peer.lookup.drop_select() as entry:
-        pass
+    view = await view_in(buffer, peer)
     pid = posix.fork()  # slipcover falls over a child of os.fork
     if not pid:
-        del entry
+        del view
         gc.collect()
         os._exit(0)
     await asyncio.to_thread(os.waitpid, pid, 0)
     for _ in range(20):
         await asyncio.sleep(0)
     assert pinned(buffer) == MIB
-    del entry
+    del view
 
 
 async def test_without_a_mapping_there_is_one_line_of_the_log(
@@ -475,28 +460,19 @@ async def test_every_way_to_compare_finds_the_same_bytes(
 ) -> None:
     async with connect(server.url, digest=digest) as peer:  # type: ignore[arg-type]
         assert peer.transport == "map"
-        for value in (1.0, 2.0):
-            await insert(buffer, value)
-            if value == 1.0:
-                entry = await peer.lookup.drop_select()
-                continue
-            async with peer.lookup.drop_select() as entry:
-                assert isinstance(entry.key, torch.Tensor)
-                assert entry.key.eq(value).all()
-        del entry
+        await insert(buffer, 1.0)
+        assert (await peer.lookup.drop_select()).key_tensor.eq(1.0).all()
+        assert (await view_in(buffer, peer, 2.0)).eq(2.0).all()
 
 
 async def test_a_lost_peer_is_told_while_a_view_lives(
     buffer: LookupBuffer, peer: Peer
 ) -> None:
-    await insert(buffer, 8.0)
-    async with peer.lookup.drop_select() as entry:
-        view = entry.key
-    del entry
+    view = await view_in(buffer, peer, 8.0)
     await peer.aclose()
     with pytest.raises(PeerLost):
         await peer.lookup.drop_select()
-    assert isinstance(view, torch.Tensor) and view.eq(8.0).all()
+    assert view.eq(8.0).all()
 
 
 async def test_memory_that_comes_after_a_cancel_breaks_no_link() -> None:

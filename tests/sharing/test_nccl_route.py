@@ -10,6 +10,7 @@ import torch
 from asynckv.buffers.serving.select import Offering
 from asynckv.devices.arena import DeviceRegion
 from asynckv.devices.copying import CopyPool
+from asynckv.devices.cuda import DeviceMemory
 from asynckv.errors import ChecksumError, GPUFailed, PeerLost, RemoteProtocolError
 from asynckv.links.options import Digest
 from asynckv.protocol.transfer_frames import Grant, Sent
@@ -26,6 +27,13 @@ async def take(pair: NcclBuffers) -> None:
     await pair.buffer.insert([1], None, noise(MIB), None, None)
     entry = await pair.peer.lookup.drop_select([1])
     assert is_same(entry.key, noise(MIB))  # type: ignore[arg-type]
+
+
+def route_in(pair: NcclBuffers) -> tuple[NcclRoute, DeviceMemory]:
+    """Return what receives by NCCL, and memory of the peer's GPU."""
+    assert isinstance(pair.peer.pool, CopyPool)
+    place = pair.peer.pool.memory_of(pair.theirs.tensor(noise(8)))
+    return NcclRoute(pair.near_way, pair.peer.pool), place
 
 
 @pytest.mark.parametrize(
@@ -120,12 +128,10 @@ async def test_all_digests_are_waited_for_however_often_the_wait_is_cancelled(
         return [b""]
 
     async with open_nccl_buffers(two_gpus, digest="full") as pair:
-        assert isinstance(pair.peer.pool, CopyPool)
+        arrivals, place = route_in(pair)
         monkeypatch.setattr(pair.peer.pool, "digest", digest)
-        arrivals = NcclRoute(pair.near_way, pair.peer.pool)
         transport = pair.near_way.transport
         monkeypatch.setattr(transport, "receive", lambda *_: _[-1](b"", None))
-        place = pair.peer.pool.memory_of(pair.theirs.tensor(noise(8)))
         for part in range(2):
             arrivals.receive(1, part, place, lambda digest, error: None)
             arrivals.sent(Sent(1, part, b"", "full", "nccl"))
@@ -137,13 +143,11 @@ async def test_all_digests_are_waited_for_however_often_the_wait_is_cancelled(
 
 async def test_what_makes_no_sense_is_refused(two_gpus: FakeGpus) -> None:
     async with open_nccl_buffers(two_gpus, digest="full") as pair:
-        assert isinstance(pair.peer.pool, CopyPool)
-        arrivals = NcclRoute(pair.near_way, pair.peer.pool)
+        arrivals, place = route_in(pair)
         with pytest.raises(TypeError, match="memory of the host"):
             arrivals.receive(1, 0, memoryview(b""), lambda digest, error: None)
         with pytest.raises(RemoteProtocolError, match="makes no sense"):
             arrivals.sent(Sent(1, 0, b"", "full", "nccl"))
-        place = pair.peer.pool.memory_of(pair.theirs.tensor(noise(8)))
         arrivals.receive(1, 0, place, lambda digest, error: None)
         with pytest.raises(RemoteProtocolError, match="digests of edges"):
             arrivals.sent(Sent(1, 0, b"", "edges", "nccl"))
@@ -219,10 +223,8 @@ async def test_what_is_being_compared_ends_with_its_select(
 
 async def test_what_cannot_come_any_more_is_told(two_gpus: FakeGpus) -> None:
     async with open_nccl_buffers(two_gpus) as pair:
-        assert isinstance(pair.peer.pool, CopyPool)
         told: list[BaseException | None] = []
-        arrivals = NcclRoute(pair.near_way, pair.peer.pool)
-        place = pair.peer.pool.memory_of(pair.theirs.tensor(noise(8)))
+        arrivals, place = route_in(pair)
         arrivals.gpus.transport.abort()
         arrivals.receive(1, 0, place, lambda digest, error: told.append(error))
         await until(lambda: bool(told))
@@ -234,10 +236,8 @@ async def test_a_part_that_has_come_is_not_lost_with_the_way(
     two_gpus: FakeGpus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with open_nccl_buffers(two_gpus, digest="full") as pair:
-        assert isinstance(pair.peer.pool, CopyPool)
         told: list[BaseException | None] = []
-        arrivals = NcclRoute(pair.near_way, pair.peer.pool)
-        place = pair.peer.pool.memory_of(pair.theirs.tensor(noise(8)))
+        arrivals, place = route_in(pair)
         transport = pair.near_way.transport
         monkeypatch.setattr(transport, "receive", lambda *_: _[-1](b"", None))
         arrivals.receive(1, 0, place, lambda digest, error: told.append(error))
