@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import gc
 import itertools
 import random
+import weakref
 from collections.abc import Callable
 
 import pytest
@@ -479,3 +481,22 @@ def test_what_the_peer_asks_and_takes_back_is_counted() -> None:
         pump(b, a)
     assert (b.opened_count, b.cancelled_count) == (3, 2)
     assert (a.opened_count, a.cancelled_count) == (0, 0)
+
+
+def test_events_are_values() -> None:
+    assert Opened(1, Get("k"), b"") == Opened(1, Get("k"), b"")
+    assert Came("owner", Grant(1), b"") != Came("other", Grant(1), b"")
+    assert Farewell("enough").reason == "enough"
+    assert str(Refused(ValueError("no")).error) == "no"  # type: ignore[arg-type]
+
+
+def test_who_heard_of_a_frame_and_keeps_it_is_collected() -> None:
+    class Owner:
+        heard: object = None
+
+    owner = Owner()
+    owner.heard = Came(owner, Grant(1), b"")
+    is_gone = weakref.ref(owner)
+    del owner
+    gc.collect()
+    assert is_gone() is None
