@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ipaddress
 import logging
 import os
+import re
 import socket
-from collections.abc import AsyncIterator, Callable
+import sys
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
+from typing import Any, Final, get_args
 
+import msgspec
 import pytest
 import torch
 
@@ -28,18 +34,17 @@ from asynckv.links.sockets import (
 )
 from asynckv.node import open as open_node
 from asynckv.protocol.codec import encode_frame
-from asynckv.protocol.frames import Attach, Attached, Refuse
+from asynckv.protocol.frames import Attach, Attached, OpeningFrame, Peek, Refuse
 from asynckv.protocol.greeting import DialSide
 from asynckv.protocol.handshake import Terms
-from asynckv.protocol.values import Limits, PeerIdentity
+from asynckv.protocol.values import PeerIdentity
 from asynckv.security.keyring import NO_KEYS, Keyring
 from asynckv.security.shared_secret import new_nonce
 from asynckv.testing.blocked import until
 from asynckv.testing.cancellation import CancelMode, Outcome, sweep_cancellation
 from asynckv.testing.pairs import Scheme, new_url, open_group, open_pipe_pair
-from harness.link_pairs import ScriptedService, linked, name_of
-
-pytestmark = pytest.mark.both_loops
+from asynckv.types import TensorSpec
+from harness.link_pairs import Hearer, ScriptedService, linked, name_of
 
 SCHEMES: tuple[Scheme, ...] = ("tcp", "unix", "mem")
 LARGE = torch.arange(100_000, dtype=torch.float32)
@@ -67,6 +72,7 @@ async def listening(keyring: Keyring, url: str = "tcp://:0") -> AsyncIterator[st
         await listener.aclose()
 
 
+@pytest.mark.both_loops
 @pytest.mark.parametrize("scheme", SCHEMES)
 async def test_buffers_are_served_to_those_who_share_the_secret(
     scheme: Scheme, make_secret: Make
@@ -83,6 +89,7 @@ async def test_buffers_are_served_to_those_who_share_the_secret(
         assert torch.equal(entry.key, LARGE)
 
 
+@pytest.mark.both_loops
 @pytest.mark.parametrize("scheme", SCHEMES)
 async def test_a_pipe_is_opened_by_those_who_share_the_secret(
     scheme: Scheme, make_secret: Make
@@ -94,11 +101,13 @@ async def test_a_pipe_is_opened_by_those_who_share_the_secret(
         assert torch.equal(received, LARGE)
 
 
+@pytest.mark.both_loops
 async def test_a_group_shares_one_secret(make_secret: Make) -> None:
     async with open_group(3, secret_file=make_secret()) as groups:
         await asyncio.gather(*(group.barrier() for group in groups))
 
 
+@pytest.mark.both_loops
 async def test_a_node_takes_the_secret_from_its_configuration(
     make_secret: Make,
 ) -> None:
@@ -115,6 +124,7 @@ async def test_a_node_takes_the_secret_from_its_configuration(
                 pass
 
 
+@pytest.mark.both_loops
 @pytest.mark.parametrize("variable", ["ASYNCKV_SECRET_FILE", "ASYNCKV_SECRET"])
 async def test_the_environment_has_the_secret_of_all(
     variable: str, make_secret: Make, monkeypatch: pytest.MonkeyPatch
@@ -131,6 +141,7 @@ async def test_the_environment_has_the_secret_of_all(
             pass
 
 
+@pytest.mark.both_loops
 @pytest.mark.refusal
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize(("ours", "theirs"), [(0, 1), (0, None), (None, 1)])
@@ -146,6 +157,7 @@ async def test_without_the_same_secret_nobody_gets_in(
                 await dial(url, identity=name_of("near"), keyring=near, timeout_s=5)
 
 
+@pytest.mark.both_loops
 async def test_secrets_are_exchanged_while_links_stay_up(make_secret: Make) -> None:
     old, new = (make_secret().read_text().strip() for _ in range(2))
     far_path, near_path = make_secret(old), make_secret(old)
@@ -191,6 +203,7 @@ async def answer_to(url: str, *said: bytes) -> object:
         return answer
 
 
+@pytest.mark.both_loops
 @pytest.mark.refusal
 async def test_a_lane_with_a_stolen_or_guessed_token_is_refused(
     make_secret: Make,
@@ -218,6 +231,7 @@ async def test_a_lane_with_a_stolen_or_guessed_token_is_refused(
         other_sock.close()
 
 
+@pytest.mark.both_loops
 @pytest.mark.refusal
 async def test_a_handshake_that_was_overheard_lets_nobody_in(
     make_secret: Make, monkeypatch: pytest.MonkeyPatch
@@ -242,6 +256,7 @@ async def test_a_handshake_that_was_overheard_lets_nobody_in(
         await link.aclose()
 
 
+@pytest.mark.both_loops
 @pytest.mark.refusal
 async def test_a_proof_that_comes_too_late_is_hung_up_on(
     make_secret: Make, monkeypatch: pytest.MonkeyPatch
@@ -257,6 +272,7 @@ async def test_a_proof_that_comes_too_late_is_hung_up_on(
                 await read_first_frame(sock)
 
 
+@pytest.mark.both_loops
 @pytest.mark.parametrize("scheme", SCHEMES)
 async def test_dialling_with_a_secret_is_cancelled_at_every_suspension(
     scheme: Scheme, make_secret: Make
@@ -279,6 +295,7 @@ async def test_dialling_with_a_secret_is_cancelled_at_every_suspension(
     assert counts.cancelled >= 3
 
 
+@pytest.mark.both_loops
 async def test_keys_that_cannot_be_read_are_told_where_a_link_is_opened(
     make_secret: Make,
 ) -> None:
@@ -292,6 +309,7 @@ async def test_keys_that_cannot_be_read_are_told_where_a_link_is_opened(
             pass
 
 
+@pytest.mark.both_loops
 @pytest.mark.refusal
 @pytest.mark.parametrize("url", ["tcp://0.0.0.0:0", "tcp://[::]:0"])
 async def test_other_machines_reach_only_what_is_protected(
@@ -308,6 +326,7 @@ async def test_other_machines_reach_only_what_is_protected(
     await listener.aclose()
 
 
+@pytest.mark.both_loops
 @pytest.mark.refusal
 async def test_dialling_other_machines_asks_for_the_same(make_secret: Make) -> None:
     for options, message in (
@@ -328,40 +347,7 @@ async def _listen(url: str, keyring: Keyring) -> LinkListener:
     )
 
 
-def listened_at() -> set[tuple[str, str]]:
-    """The addresses and inodes at which this process listens, as the kernel says."""
-    inodes = {
-        os.readlink(f"/proc/self/fd/{fd}")
-        for fd in os.listdir("/proc/self/fd")
-        if os.path.islink(f"/proc/self/fd/{fd}")
-    }
-    found = set()
-    for table in ("tcp", "tcp6"):
-        for line in Path(f"/proc/self/net/{table}").read_text().splitlines()[1:]:
-            fields = line.split()
-            if fields[3] == "0A" and f"socket:[{fields[9]}]" in inodes:
-                found.add((fields[1].split(":")[0], fields[9]))
-    return found
-
-
-@pytest.mark.refusal
-@pytest.mark.parametrize("host", ["", "localhost", "127.0.0.1", "[::1]"])
-async def test_the_kernel_says_that_loopback_alone_is_listened_at(host: str) -> None:
-    before = listened_at()
-    async with asynckv.listen_pipe(f"tcp://{host}:0"):
-        addresses = {address for address, _ in listened_at() - before}
-    loopback = "00000000000000000000000001000000" if ":" in host else "0100007F"
-    assert addresses == {loopback}
-
-
-@pytest.mark.refusal
-async def test_a_group_listens_at_loopback_unless_told_otherwise() -> None:
-    before = listened_at()
-    async with open_group(3):
-        addresses = {address for address, _ in listened_at() - before}
-    assert addresses == {"0100007F"}
-
-
+@pytest.mark.both_loops
 async def test_no_secret_is_ever_logged(
     make_secret: Make, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -379,5 +365,192 @@ async def test_no_secret_is_ever_logged(
         assert each.read_text().strip() not in caplog.text
 
 
-def test_limits_know_nothing_of_secrets() -> None:
-    assert "secret" not in repr(Limits()).lower()
+LISTENING = "0A"
+FAMILIES = {"tcp": socket.AF_INET, "tcp6": socket.AF_INET6}
+
+
+def listening_hosts() -> list[str]:
+    """The addresses at which this process listens now.
+
+    A table that changes while it is read may name one of them twice.
+    """
+    mine = set()
+    for fd in os.listdir("/proc/self/fd"):
+        if os.path.lexists(f"/proc/self/fd/{fd}"):
+            mine |= set(
+                re.findall(r"socket:\[(\d+)\]", os.readlink(f"/proc/self/fd/{fd}"))
+            )
+    found = {
+        inode: host_of(local, family)
+        for name, family in FAMILIES.items()
+        for _, local, _, state, _, _, _, _, _, inode, *_ in map(
+            str.split, Path(f"/proc/net/{name}").read_text().splitlines()[1:]
+        )
+        if state == LISTENING and inode in mine
+    }
+    return [*found.values()]
+
+
+def host_of(local: str, family: socket.AddressFamily) -> str:
+    words = re.findall("." * 8, local.partition(":")[0])
+    packed = b"".join(int(word, 16).to_bytes(4, sys.byteorder) for word in words)
+    return socket.inet_ntop(family, packed)
+
+
+def new_buffers() -> asynckv.LookupBuffer:
+    return asynckv.LookupBuffer("1MiB", drain_s=0)
+
+
+OPENERS: dict[str, Callable[[str], AbstractAsyncContextManager[Any]]] = {
+    "serve": lambda url: asynckv.serve(url, lookup=new_buffers()),
+    "listen_pipe": asynckv.listen_pipe,
+}
+
+
+@pytest.mark.skipif(
+    not Path("/proc/net/tcp").exists(), reason="the kernel tells it on Linux only"
+)
+@pytest.mark.refusal
+@pytest.mark.parametrize("opener", OPENERS)
+@pytest.mark.parametrize("host", ["", "localhost", "127.0.0.1", "[::1]"])
+async def test_without_protection_the_kernel_knows_a_loopback_address_only(
+    opener: str, host: str
+) -> None:
+    async with OPENERS[opener](f"tcp://{host}:0"):
+        hosts = listening_hosts()
+        assert len(hosts) == 1, hosts
+        (host,) = hosts
+        assert ipaddress.ip_address(host).is_loopback
+    assert listening_hosts() == []
+
+
+@pytest.mark.skipif(
+    not Path("/proc/net/tcp").exists(), reason="the kernel tells it on Linux only"
+)
+@pytest.mark.refusal
+@pytest.mark.parametrize("opener", OPENERS)
+@pytest.mark.parametrize("url", ["tcp://0.0.0.0:0", "tcp://[::]:0"])
+async def test_what_is_refused_was_listened_at_for_no_moment(
+    opener: str, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    binds: list[object] = []
+    monkeypatch.setattr(socket.socket, "bind", lambda _, place: binds.append(place))
+    with pytest.raises(asynckv.ConfigError, match="beyond this host"):
+        async with OPENERS[opener](url):
+            raise AssertionError
+    assert binds == listening_hosts() == []
+
+
+@pytest.mark.skipif(
+    not Path("/proc/net/tcp").exists(), reason="the kernel tells it on Linux only"
+)
+@pytest.mark.refusal
+async def test_ranks_of_a_group_on_one_host_listen_at_loopback_only() -> None:
+    async with open_group(2):
+        hosts = listening_hosts()
+    assert hosts and all(ipaddress.ip_address(host).is_loopback for host in hosts)
+
+
+ELSEWHERE: Final = "tcp://192.0.2.7:7"
+_EVENTS: Final = {"socket.connect", "socket.getaddrinfo", "socket.sendto"}
+_watched: Final[list[list[tuple[str, Any]]]] = []
+
+
+def _receive(event: str, arguments: tuple[Any, ...]) -> None:
+    if event in _EVENTS:
+        for heard in _watched:
+            heard.append((event, arguments))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def audited() -> None:
+    sys.addaudithook(_receive)  # it stays, and hears nothing unless it is told to
+
+
+@contextlib.contextmanager
+def watching() -> Iterator[list[tuple[str, Any]]]:
+    """Whatever this process looks up or connects to."""
+    heard: list[tuple[str, Any]] = []
+    _watched.append(heard)
+    try:
+        yield heard
+    finally:
+        _watched.remove(heard)
+
+
+def urls_in_it(kind: type[msgspec.Struct]) -> OpeningFrame:
+    """A request with an address wherever there is room for one."""
+    values: dict[str, Any] = {}
+    for field in msgspec.structs.fields(kind):
+        text = str(field.type)
+        if "tuple" in text:
+            values[field.name] = (ELSEWHERE,)
+        elif "TensorSpec" in text:
+            values[field.name] = TensorSpec((1,), "uint8")
+        elif "Literal" in text:
+            values[field.name] = get_args(field.type)[0]
+        elif "str" in text:
+            values[field.name] = ELSEWHERE
+        elif "bytes" in text:
+            values[field.name] = b""
+        elif field.required:
+            values[field.name] = field.type is bool or 1
+    return msgspec.convert(values, kind)  # type: ignore[return-value]
+
+
+async def ask_everything(url: str) -> None:
+    """Make every request, each on a link of its own."""
+    for kind in get_args(OpeningFrame):
+        link = await dial(url, identity=name_of("near"), lanes=1)
+        with contextlib.suppress(asynckv.PeerLost):
+            link.open_stream(Hearer(), urls_in_it(kind), ELSEWHERE.encode())
+            last = Hearer()
+            link.open_stream(last, Peek(has_key=False))
+            await last.next()  # it is answered behind what was asked before
+        await link.aclose()
+
+
+@pytest.mark.both_loops
+def test_every_request_can_be_made() -> None:
+    named = [kind for kind in get_args(OpeningFrame) if kind.__name__ == "OpenPipe"]
+    assert urls_in_it(named[0]).name == ELSEWHERE  # type: ignore[union-attr]
+
+
+@pytest.mark.both_loops
+@pytest.mark.refusal
+def test_no_request_has_a_place_for_an_address() -> None:
+    for kind in get_args(OpeningFrame):
+        names = {field.name for field in msgspec.structs.fields(kind)}
+        assert not names & {"url", "urls", "host", "address", "path"}, kind
+
+
+@pytest.mark.both_loops
+@pytest.mark.refusal
+async def test_no_request_makes_a_server_dial() -> None:
+    async with (
+        asynckv.LookupBuffer("1MiB", drain_s=0) as lookup,
+        asynckv.StoreBuffer("1MiB") as store,
+        asynckv.serve("tcp://:0", lookup=lookup, store=store) as server,
+    ):
+        with watching() as heard:
+            await ask_everything(server.url)
+    port = int(server.url.rpartition(":")[2])
+    assert heard
+    assert {arguments[1] for _, arguments in heard} == {("127.0.0.1", port)}
+
+
+@pytest.mark.both_loops
+@pytest.mark.refusal
+async def test_no_request_makes_a_listener_for_pipes_dial() -> None:
+    async with asynckv.listen_pipe("tcp://:0") as listener:
+        with watching() as heard:
+            await ask_everything(listener.url)
+        port = int(listener.url.rpartition(":")[2])
+    assert {arguments[1] for _, arguments in heard} == {("127.0.0.1", port)}
+
+
+@pytest.mark.both_loops
+async def test_the_watch_would_see_it() -> None:
+    with watching() as heard, contextlib.suppress(asynckv.AsyncKVError):
+        await dial("tcp://127.0.0.1:1", identity=name_of("near"))
+    assert [arguments[1] for _, arguments in heard] == [("127.0.0.1", 1)]

@@ -270,21 +270,23 @@ async def connected(url: str, context: ssl.SSLContext) -> bytes:
 
 
 @pytest.mark.refusal
-async def test_one_without_a_certificate_is_refused(authority: Authority) -> None:
+@pytest.mark.parametrize(
+    ("certified", "version", "because"),
+    [
+        (False, ssl.TLSVersion.TLSv1_3, "CERTIFICATE_REQUIRED"),
+        (True, ssl.TLSVersion.TLSv1_2, "PROTOCOL_VERSION"),
+    ],
+    ids=["no certificate", "TLS 1.2"],
+)
+async def test_a_client_that_proves_too_little_is_refused(
+    authority: Authority, certified: bool, version: ssl.TLSVersion, because: str
+) -> None:
     async with listening(keyring_of(authority.issue())) as listener:
         context = await in_thread(
-            lambda: context_of(authority.issue(), certified=False)
+            lambda: context_of(authority.issue(), certified=certified)
         )
-        with pytest.raises(ssl.SSLError, match="CERTIFICATE_REQUIRED"):
-            await connected(listener.url, context)
-
-
-@pytest.mark.refusal
-async def test_tls_1_2_is_refused(authority: Authority) -> None:
-    async with listening(keyring_of(authority.issue())) as listener:
-        context = await in_thread(lambda: context_of(authority.issue()))
-        context.maximum_version = ssl.TLSVersion.TLSv1_2
-        with pytest.raises(ssl.SSLError, match="PROTOCOL_VERSION"):
+        context.maximum_version = version
+        with pytest.raises(ssl.SSLError, match=because):
             await connected(listener.url, context)
 
 
@@ -331,16 +333,20 @@ async def check_refused(tls: TLS, context: ssl.SSLContext, because: str) -> None
 
 
 @pytest.mark.refusal
-async def test_a_server_of_tls_1_2_is_refused(authority: Authority) -> None:
+@pytest.mark.parametrize(
+    ("version", "because"),
+    [
+        (ssl.TLSVersion.TLSv1_2, "no version of TLS in common"),
+        (ssl.TLSVersion.TLSv1_3, "is no asynckv"),
+    ],
+    ids=["TLS 1.2", "no asynckv"],
+)
+async def test_a_server_that_is_not_one_of_ours_is_refused(
+    authority: Authority, version: ssl.TLSVersion, because: str
+) -> None:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.maximum_version = ssl.TLSVersion.TLSv1_2
-    await check_refused(authority.issue(), context, "no version of TLS in common")
-
-
-@pytest.mark.refusal
-async def test_a_server_that_is_no_asynckv_is_refused(authority: Authority) -> None:
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    await check_refused(authority.issue(), context, "is no asynckv")
+    context.maximum_version = version
+    await check_refused(authority.issue(), context, because)
 
 
 @pytest.mark.refusal
