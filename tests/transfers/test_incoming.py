@@ -125,6 +125,17 @@ class Transfer:
     def say(self, frame: Frame, body: bytes = b"") -> None:
         self.incoming.on_frame(frame, body)
 
+    def land(self, part: int, landed: bytes, sent: bytes) -> None:
+        """Let a part land that has one digest here, and another at the peer's."""
+        self.payload.done[part](landed, None)
+        self.say(Sent(7, part, sent))
+
+    async def receiving(self) -> asyncio.Task[None]:
+        """Wait for all of it in a task."""
+        task = asyncio.create_task(self.incoming.receive())
+        await until_blocked(task)
+        return task
+
     def ride(self, *parts: int, wrong: Sequence[int] = ()) -> None:
         """Send small parts, some with other bytes than their digests are of."""
         pieces = [bytes([p + 1]) * len(self.memory[p]) for p in parts]
@@ -133,6 +144,13 @@ class Transfer:
             for p, piece in zip(parts, pieces, strict=True)
         )
         self.say(Eager(7, parts, digests), b"".join(pieces))
+
+
+def granted(*sizes: int, **options: Any) -> Transfer:
+    """Return one whose parts may come."""
+    transfer = Transfer(*sizes, **options)
+    transfer.incoming.grant()
+    return transfer
 
 
 async def test_bytes_are_expected_until_all_have_landed_or_nobody_wants_them() -> None:
@@ -149,8 +167,7 @@ async def test_bytes_are_expected_until_all_have_landed_or_nobody_wants_them() -
 
 
 async def test_many_parts_are_granted_once_all_may_land_in_several_turns() -> None:
-    transfer = Transfer(*[LARGE] * 150)
-    transfer.incoming.grant()
+    transfer = granted(*[LARGE] * 150)
     assert len(transfer.payload.done) < 150 and not transfer.frames
     await until(lambda: bool(transfer.frames))
     assert transfer.frames == [Grant(7)] and len(transfer.payload.done) == 150
@@ -158,8 +175,7 @@ async def test_many_parts_are_granted_once_all_may_land_in_several_turns() -> No
 
 
 async def test_what_is_stopped_before_all_parts_may_land_is_never_granted() -> None:
-    transfer = Transfer(*[LARGE] * 150)
-    transfer.incoming.grant()
+    transfer = granted(*[LARGE] * 150)
     begun = len(transfer.payload.done)
     transfer.incoming.stop()
     for _ in range(5):
@@ -178,8 +194,7 @@ async def test_what_is_not_whole_yet_is_not_expected() -> None:
 
 
 async def test_a_part_counts_when_it_has_landed_and_its_digest_agrees() -> None:
-    transfer = Transfer(LARGE, LARGE)
-    transfer.incoming.grant()
+    transfer = granted(LARGE, LARGE)
     transfer.payload.done[1](b"digest", None)
     assert not transfer.told and not transfer.incoming.has_come
     transfer.say(Sent(7, 1, b"digest"))
@@ -191,31 +206,34 @@ async def test_a_part_counts_when_it_has_landed_and_its_digest_agrees() -> None:
 
 
 async def test_what_has_all_landed_is_not_stopped_anywhere() -> None:
-    transfer = Transfer(LARGE)
-    transfer.incoming.grant()
-    transfer.payload.done[0](b"digest", None)
-    transfer.say(Sent(7, 0, b"digest"))
+    transfer = granted(LARGE)
+    transfer.land(0, b"digest", b"digest")
     transfer.incoming.stop()
     await transfer.incoming.quiesce()
     assert not transfer.payload.stopped and not transfer.payload.quiesced
 
 
 async def test_other_bytes_than_were_sent_fail_and_stop_the_transfer() -> None:
-    transfer = Transfer(LARGE, LARGE)
-    transfer.incoming.grant()
-    transfer.payload.done[0](b"landed", None)
-    transfer.say(Sent(7, 0, b"sent"))
+    transfer = granted(LARGE, LARGE)
+    transfer.land(0, b"landed", b"sent")
     assert not transfer.told and isinstance(transfer.errors[0], ChecksumError)
     assert transfer.payload.stopped == 1
     await transfer.incoming.quiesce()
     assert transfer.payload.quiesced == 1
 
 
-@pytest.mark.parametrize("part", [0, 2])
-async def test_a_part_that_was_sent_or_does_not_exist_is_a_lie(part: int) -> None:
-    transfer = Transfer(LARGE, LARGE)
-    transfer.incoming.grant()
-    transfer.say(Sent(7, 0, b""))
+@pytest.mark.parametrize(
+    ("part", "frame"),
+    [(0, None), (1, None), (2, Sent(7, 2, b"")), (3, None)],
+    ids=["a small part", "that came", "sent before", "does not exist"],
+)
+async def test_a_part_that_needs_no_word_or_had_it_is_a_lie(
+    part: int, frame: Frame | None
+) -> None:
+    transfer = granted(8, 8, LARGE)
+    transfer.ride(1)
+    if frame is not None:
+        transfer.say(frame)
     with pytest.raises(RemoteProtocolError, match="makes no sense"):
         transfer.say(Sent(7, part, b""))
 
@@ -228,18 +246,15 @@ async def test_what_belongs_to_no_transfer_is_refused() -> None:
 
 
 async def test_a_stopped_transfer_tells_nothing_more() -> None:
-    transfer = Transfer(LARGE, 8)
-    transfer.incoming.grant()
+    transfer = granted(LARGE, 8)
     transfer.incoming.stop()
-    transfer.payload.done[0](b"d", None)
-    transfer.say(Sent(7, 0, b"d"))
+    transfer.land(0, b"d", b"d")
     transfer.ride(1)
     assert not transfer.told and not transfer.errors and not any(transfer.memory[1])
 
 
 async def test_an_error_of_the_transport_is_left_to_the_link() -> None:
-    transfer = Transfer(LARGE)
-    transfer.incoming.grant()
+    transfer = granted(LARGE)
     transfer.payload.done[0](b"", ConnectionError())
     transfer.say(Sent(7, 0, b""))
     assert not transfer.told and not transfer.errors
@@ -278,35 +293,30 @@ async def test_memory_is_the_transports_alone_once_it_is_granted() -> None:
 
 
 async def test_small_parts_come_eagerly_and_large_ones_take_a_lane() -> None:
-    transfer = Transfer(8, LARGE, EAGER_NBYTES, 0)
-    transfer.incoming.grant()
+    transfer = granted(8, LARGE, EAGER_NBYTES, 0)
     assert [*transfer.payload.done] == [1]
     transfer.ride(2, 3, 0)
     assert [part for part, _ in transfer.told] == [2, 3, 0]
     assert bytes(transfer.memory[2]) == bytes([3]) * EAGER_NBYTES
     assert transfer.payload.noted_bytes == EAGER_NBYTES + 8
     assert transfer.payload.expected == [7]
-    transfer.payload.done[1](b"digest", None)
-    transfer.say(Sent(7, 1, b"digest"))
+    transfer.land(1, b"digest", b"digest")
     assert len(transfer.told) == 4 and not transfer.payload.expected
 
 
 async def test_where_nothing_comes_eagerly_even_small_parts_take_a_lane() -> None:
-    transfer = Transfer(8, is_eager=False)
-    transfer.incoming.grant()
+    transfer = granted(8, is_eager=False)
     assert [*transfer.payload.done] == [0]
 
 
 async def test_where_a_link_carries_no_digests_small_parts_have_none() -> None:
-    transfer = Transfer(8, 8, digest="off")
-    transfer.incoming.grant()
+    transfer = granted(8, 8, digest="off")
     transfer.say(Eager(7, (0, 1)), bytes(16))
     assert transfer.told == [(0, b""), (1, b"")] and not transfer.payload.expected
 
 
 async def test_a_small_part_with_other_bytes_than_were_sent_ends_the_transfer() -> None:
-    transfer = Transfer(8, 8, 8, LARGE)
-    transfer.incoming.grant()
+    transfer = granted(8, 8, 8, LARGE)
     transfer.ride(0, 1, 2, wrong=[1])
     assert [part for part, _ in transfer.told] == [0]
     assert isinstance(transfer.errors[0], ChecksumError)
@@ -321,8 +331,7 @@ async def test_a_small_part_with_other_bytes_than_were_sent_ends_the_transfer() 
 async def test_small_parts_that_make_no_sense_end_the_link(
     parts: tuple[int, ...], nbytes: int
 ) -> None:
-    transfer = Transfer(8, 8, LARGE)
-    transfer.incoming.grant()
+    transfer = granted(8, 8, LARGE)
     transfer.ride(1)
     with pytest.raises(RemoteProtocolError):
         transfer.say(Eager(7, parts), bytes(nbytes))
@@ -330,28 +339,16 @@ async def test_small_parts_that_make_no_sense_end_the_link(
 
 
 async def test_small_parts_have_a_digest_each() -> None:
-    transfer = Transfer(8, 8)
-    transfer.incoming.grant()
+    transfer = granted(8, 8)
     with pytest.raises(RemoteProtocolError):
         transfer.say(Eager(7, (0, 1), (b"one",)), bytes(16))
 
 
-@pytest.mark.parametrize("part", [0, 1], ids=["that comes", "that came"])
-async def test_a_small_part_needs_no_done(part: int) -> None:
-    transfer = Transfer(8, 8)
-    transfer.incoming.grant()
-    transfer.ride(1)
-    with pytest.raises(RemoteProtocolError, match="makes no sense"):
-        transfer.say(Sent(7, part, b""))
-
-
 async def test_who_waits_is_told_when_all_has_landed() -> None:
     transfer = Transfer(LARGE, 8)
-    receiving = asyncio.create_task(transfer.incoming.receive())
-    await until_blocked(receiving)
+    receiving = await transfer.receiving()
     transfer.ride(1)
-    transfer.payload.done[0](b"digest", None)
-    transfer.say(Sent(7, 0, b"digest"))
+    transfer.land(0, b"digest", b"digest")
     await receiving
     assert len(transfer.told) == 2
 
@@ -359,10 +356,8 @@ async def test_who_waits_is_told_when_all_has_landed() -> None:
 async def test_who_waits_is_told_of_other_bytes_when_the_memory_is_quiet() -> None:
     transfer = Transfer(LARGE, LARGE)
     transfer.payload.quiet.clear()
-    receiving = asyncio.create_task(transfer.incoming.receive())
-    await until_blocked(receiving)
-    transfer.payload.done[0](b"digest", None)
-    transfer.say(Sent(7, 0, b"other"))
+    receiving = await transfer.receiving()
+    transfer.land(0, b"digest", b"other")
     await until_blocked(receiving)
     transfer.payload.quiet.set()
     with pytest.raises(ChecksumError) as told:
@@ -372,21 +367,17 @@ async def test_who_waits_is_told_of_other_bytes_when_the_memory_is_quiet() -> No
 
 async def test_who_waits_is_told_of_other_bytes_where_nobody_else_is() -> None:
     transfer = Transfer(LARGE, failed=None)
-    receiving = asyncio.create_task(transfer.incoming.receive())
-    await until_blocked(receiving)
-    transfer.payload.done[0](b"digest", None)
-    transfer.say(Sent(7, 0, b"other"))
+    receiving = await transfer.receiving()
+    transfer.land(0, b"digest", b"other")
     with pytest.raises(ChecksumError):
         await receiving
 
 
 async def test_a_failure_just_after_a_cancellation_is_no_matter() -> None:
     transfer = Transfer(LARGE)
-    receiving = asyncio.create_task(transfer.incoming.receive())
-    await until_blocked(receiving)
+    receiving = await transfer.receiving()
     receiving.cancel()
-    transfer.payload.done[0](b"digest", None)
-    transfer.say(Sent(7, 0, b"other"))
+    transfer.land(0, b"digest", b"other")
     with pytest.raises(asyncio.CancelledError):
         await receiving
 
@@ -396,8 +387,7 @@ async def test_the_end_of_what_nobody_waits_for_any_more_is_no_matter(
     ends: str,
 ) -> None:
     transfer = Transfer(LARGE)
-    receiving = asyncio.create_task(transfer.incoming.receive())
-    await until_blocked(receiving)
+    receiving = await transfer.receiving()
     whole = transfer.incoming._whole
     assert whole is not None
     whole.cancel()  # as a cancellation does, before the one who waits is woken
@@ -453,8 +443,7 @@ async def by_link(transfer: Transfer, part: int, piece: bytes) -> None:
 
 async def test_what_lands_in_host_memory_for_a_gpu_is_told_when_it_is_there() -> None:
     gpu = OnGpu(LARGE, 8)
-    transfer = Transfer(LARGE, 8, targets=gpu.targets)
-    transfer.incoming.grant()
+    transfer = granted(LARGE, 8, targets=gpu.targets)
     transfer.ride(1)
     assert not transfer.told and transfer.incoming.is_working
     await until(lambda: len(transfer.told) == 1)
@@ -475,8 +464,7 @@ async def test_a_copy_that_takes_too_long_is_no_work_any_more(
         await gate.wait()
 
     monkeypatch.setattr(incoming_module, "copy_to_device", copy)
-    transfer = Transfer(8, 8, targets=OnGpu(8, 8).targets)
-    transfer.incoming.grant()
+    transfer = granted(8, 8, targets=OnGpu(8, 8).targets)
     transfer.ride(0)
     assert transfer.incoming.is_working
     with monkeypatch.context() as patch:
@@ -505,15 +493,15 @@ async def test_a_gpu_that_fails_ends_the_transfer(
         raise GPUFailed("off the bus")
 
     monkeypatch.setattr(incoming_module, "copy_to_device", fail)
-    transfer = Transfer(8, LARGE, targets=OnGpu(8, LARGE).targets)
-    transfer.incoming.grant()
+    transfer = granted(8, LARGE, targets=OnGpu(8, LARGE).targets)
     transfer.ride(0)
     await until(lambda: bool(transfer.errors))
     assert isinstance(transfer.errors[0], GPUFailed) and transfer.payload.stopped
 
 
+@pytest.mark.parametrize("fails", [False, True])
 async def test_a_copy_that_is_stopped_tells_nothing(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, fails: bool
 ) -> None:
     ended = list[bool]()
 
@@ -522,46 +510,28 @@ async def test_a_copy_that_is_stopped_tells_nothing(
             await asyncio.Event().wait()
         finally:
             ended.append(True)
+            if fails:
+                raise GPUFailed("off the bus") from None
 
     monkeypatch.setattr(incoming_module, "copy_to_device", copy)
-    transfer = Transfer(8, targets=OnGpu(8).targets)
-    transfer.incoming.grant()
+    transfer = granted(8, targets=OnGpu(8).targets)
     transfer.ride(0)
     await asyncio.sleep(0)
-    transfer.incoming.stop()
+    if not fails:
+        transfer.incoming.stop()
     await transfer.incoming.quiesce()
-    assert ended and not transfer.told
-
-
-async def test_a_copy_that_fails_when_it_is_stopped_is_no_matter(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    async def copy(*anything: object) -> None:
-        try:
-            await asyncio.Event().wait()
-        except asyncio.CancelledError:
-            raise GPUFailed("off the bus") from None
-
-    monkeypatch.setattr(incoming_module, "copy_to_device", copy)
-    transfer = Transfer(8, targets=OnGpu(8).targets)
-    transfer.incoming.grant()
-    transfer.ride(0)
-    await asyncio.sleep(0)
-    await transfer.incoming.quiesce()
-    assert not transfer.errors and not transfer.told
+    assert ended and not transfer.told and not transfer.errors
 
 
 async def test_what_is_here_already_may_come_again_when_all_else_is_there() -> None:
     route, gpu = Moving(), OnGpu(LARGE, LARGE)
-    transfer = Transfer(LARGE, LARGE, targets=gpu.targets, route=route)
-    transfer.incoming.grant()
+    transfer = granted(LARGE, LARGE, targets=gpu.targets, route=route)
     route.done[0](b"digest", None)
     route.done[1](b"", lost())
     await until(lambda: len(transfer.frames) == 2)
     await by_link(transfer, 1, b"x" * LARGE)
     await until(lambda: len(transfer.told) == 2)
-    transfer.payload.done[0](b"again", None)
-    transfer.say(Sent(7, 0, b"again"))
+    transfer.land(0, b"again", b"again")
     assert len(transfer.told) == 2 and not transfer.errors
 
 
@@ -569,8 +539,7 @@ async def test_what_comes_by_a_route_is_told_at_once_and_small_parts_beside_it()
     None
 ):
     route = Moving()
-    transfer = Transfer(LARGE, 8, targets=OnGpu(LARGE, 8).targets, route=route)
-    transfer.incoming.grant()
+    transfer = granted(LARGE, 8, targets=OnGpu(LARGE, 8).targets, route=route)
     assert transfer.frames == [Grant(7, "nccl", "full")]
     assert [*route.done] == [0] and not transfer.payload.done
     assert route.expected == transfer.payload.expected == [7]
@@ -593,21 +562,18 @@ async def test_a_route_is_taken_only_where_all_large_parts_are_on_a_gpu(
 ) -> None:
     targets: list[Target] = [HostTarget(memoryview(bytearray(n))) for n in sizes]
     targets += OnGpu(8, *sizes[1:]).targets
-    transfer = Transfer(targets=targets, route=Moving())
-    transfer.incoming.grant()
+    transfer = granted(targets=targets, route=Moving())
     assert transfer.frames == [Grant(7)]
 
 
 async def test_what_the_peer_has_shown_before_need_not_be_granted() -> None:
     route = Moving(is_to_gpu=False, is_granted=False)
     targets = [HostTarget(memoryview(bytearray(LARGE)))]
-    transfer = Transfer(targets=targets, route=route)
-    transfer.incoming.grant()
+    transfer = granted(targets=targets, route=route)
     assert not transfer.frames and not transfer.payload.done
     route.done[0](b"", RouteLost(OSError("gone")))
     await until(lambda: transfer.frames == [Grant(7)])
-    transfer.payload.done[0](b"digest", None)
-    transfer.say(Sent(7, 0, b"digest"))
+    transfer.land(0, b"digest", b"digest")
     assert transfer.told == [(0, b"digest")]
 
 
@@ -624,8 +590,7 @@ async def test_where_there_is_no_route_all_comes_by_the_link() -> None:
 
 async def test_an_error_of_a_route_ends_the_transfer() -> None:
     route = Moving()
-    transfer = Transfer(LARGE, targets=OnGpu(LARGE).targets, route=route)
-    transfer.incoming.grant()
+    transfer = granted(LARGE, targets=OnGpu(LARGE).targets, route=route)
     route.done[0](b"", ChecksumError("other bytes"))
     assert isinstance(transfer.errors[0], ChecksumError) and route.stopped
     route.done[0](b"", None)
@@ -634,8 +599,7 @@ async def test_an_error_of_a_route_ends_the_transfer() -> None:
 
 async def test_what_a_route_has_lost_comes_by_the_link_in_place() -> None:
     route, gpu = Moving(), OnGpu(LARGE, LARGE, 8)
-    transfer = Transfer(LARGE, LARGE, 8, targets=gpu.targets, route=route)
-    transfer.incoming.grant()
+    transfer = granted(LARGE, LARGE, 8, targets=gpu.targets, route=route)
     route.done[0](b"digest", None)
     route.quiet.clear()
     route.done[1](b"", lost())
@@ -676,8 +640,7 @@ async def test_what_is_not_whole_when_its_route_is_lost_is_not_expected_yet() ->
 
 async def test_a_route_that_is_lost_when_nobody_wants_it_is_no_matter() -> None:
     route = Moving()
-    transfer = Transfer(LARGE, targets=OnGpu(LARGE).targets, route=route)
-    transfer.incoming.grant()
+    transfer = granted(LARGE, targets=OnGpu(LARGE).targets, route=route)
     route.quiet.clear()
     route.done[0](b"", lost())
     await until(lambda: bool(route.quiesced))
@@ -694,8 +657,7 @@ async def test_where_a_gpu_may_write_for_ever_nothing_lands_again(
     route, gpu = Moving(), OnGpu(LARGE, LARGE)
     if not has_other:
         monkeypatch.setattr(Routed, "give_up", Target.give_up)
-    transfer = Transfer(LARGE, LARGE, targets=gpu.targets, route=route)
-    transfer.incoming.grant()
+    transfer = granted(LARGE, LARGE, targets=gpu.targets, route=route)
     route.done[0](b"digest", None)
     route.is_given_up = True
     assert transfer.incoming.is_given_up
@@ -712,8 +674,7 @@ async def test_where_a_gpu_may_write_for_ever_nothing_lands_again(
 
 async def test_what_was_quiet_stays_so_when_its_gpu_is_given_up() -> None:
     route = Moving()
-    transfer = Transfer(LARGE, targets=OnGpu(LARGE).targets, route=route)
-    transfer.incoming.grant()
+    transfer = granted(LARGE, targets=OnGpu(LARGE).targets, route=route)
     await transfer.incoming.quiesce()
     route.is_given_up = True
     assert not transfer.incoming.is_given_up
@@ -721,8 +682,7 @@ async def test_what_was_quiet_stays_so_when_its_gpu_is_given_up() -> None:
 
 async def test_what_the_peer_confirms_is_told_when_it_has() -> None:
     route = Moving()
-    transfer = Transfer(LARGE, targets=OnGpu(LARGE).targets, route=route, confirms=True)
-    transfer.incoming.grant()
+    transfer = granted(LARGE, targets=OnGpu(LARGE).targets, route=route, confirms=True)
     route.done[0](b"digest", None)
     confirmed = Sent(7, 0, route="nccl")
     assert transfer.frames[1:] == [confirmed] and not transfer.told
