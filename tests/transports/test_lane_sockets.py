@@ -153,24 +153,21 @@ def over_tcp(
 
 
 @on_linux
-def test_who_sends_into_silence_gets_an_error(
-    over_tcp: tuple[LaneSocket, socket.socket],
+@pytest.mark.parametrize(
+    "move",
+    [
+        lambda lane: lane.send(b"head", [memoryview(bytes(64 * 2**20))]),
+        lambda lane: lane.receive([memoryview(bytearray(4))], may_end=True),
+    ],
+    ids=["send", "receive"],
+)
+def test_who_hears_nothing_of_the_peer_gets_an_error(
+    over_tcp: tuple[LaneSocket, socket.socket], move: Callable[[LaneSocket], object]
 ) -> None:
     lane, far = over_tcp
     _cut(far)
     with pytest.raises(OSError) as raised:
-        lane.send(b"head", [memoryview(bytes(64 * 2**20))])
-    assert raised.value.errno == errno.ETIMEDOUT
-
-
-@on_linux
-def test_who_receives_nothing_asks_and_gets_an_error(
-    over_tcp: tuple[LaneSocket, socket.socket],
-) -> None:
-    lane, far = over_tcp
-    _cut(far)
-    with pytest.raises(OSError) as raised:
-        lane.receive([memoryview(bytearray(4))], may_end=True)
+        move(lane)
     assert raised.value.errno == errno.ETIMEDOUT
 
 

@@ -303,33 +303,23 @@ def test_a_peer_that_hangs_up_ends_the_thread(
     assert not sender.is_sending(1)
 
 
-def test_a_chunk_lands_in_its_part(
-    lane: LaneSocket, far: socket.socket, owner: LaneOwner, said: queue.Queue[object]
+@pytest.mark.parametrize("in_blocks", [False, True])
+def test_a_chunk_lands_in_its_part_wherever_that_lies(
+    lane: LaneSocket,
+    far: socket.socket,
+    owner: LaneOwner,
+    said: queue.Queue[object],
+    in_blocks: bool,
 ) -> None:
-    table, memory = PartTable(), bytearray(6)
-    part = _part(1, 0, memory)
+    table, memory = PartTable(), memoryview(bytearray(8))
+    target = runs_in(memory, numpy.array([4, 0]), 3) if in_blocks else memory[:6]
+    part = Part(1, 0, target, lambda *_: None, None)
     table.add(part)
     ReceiveLane(lane, owner, table, _CHUNK).start()
     far.sendall(encode_chunk_header(1, 0, 0, 2) + b"ab")
     far.sendall(encode_chunk_header(1, 0, 2, 4) + b"cdef")
     assert said.get(timeout=5) is part
-    assert memory == b"abcdef"
-    far.close()
-    assert said.get(timeout=5) == "ended"
-
-
-def test_small_blocks_land_where_they_lie(
-    lane: LaneSocket, far: socket.socket, owner: LaneOwner, said: queue.Queue[object]
-) -> None:
-    table, memory = PartTable(), bytearray(8)
-    blocks = runs_in(memoryview(memory), numpy.array([4, 0]), 3)
-    part = Part(1, 0, blocks, lambda *_: None, None)
-    table.add(part)
-    ReceiveLane(lane, owner, table, _CHUNK).start()
-    far.sendall(encode_chunk_header(1, 0, 0, 2) + b"ab")
-    far.sendall(encode_chunk_header(1, 0, 2, 4) + b"cdef")
-    assert said.get(timeout=5) is part
-    assert memory == b"def\0abc\0"
+    assert memory == (b"def\0abc\0" if in_blocks else b"abcdef\0\0")
     far.close()
     assert said.get(timeout=5) == "ended"
 

@@ -5,9 +5,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from asynckv.errors import GPUFailed, IncompatiblePeer, PeerLost, RemoteProtocolError
+from asynckv.errors import IncompatiblePeer, RemoteProtocolError
 from asynckv.protocol.transfer_frames import MeetDevice, PrepareDevice
-from asynckv.testing.blocked import until
 from asynckv.transports.nccl.connecting import (
     DeviceDescription,
     check_peer,
@@ -99,15 +98,3 @@ async def test_the_worker_with_the_lower_token_leads(pair: NcclPair) -> None:
 
 async def test_turns_are_over_when_all_is_open(pair: NcclPair) -> None:
     assert [worker.turns.count for worker in pair.workers] == [0, 0]
-
-
-async def test_a_pipe_that_breaks_ends_the_transport_on_both_sides(
-    pair: NcclPair,
-) -> None:
-    source, target = pair.memory(0, b"abc"), pair.memory(1, bytes(3))
-    pair.processes[0].nccl.async_error = GPUFailed("remote", code=6)
-    pair.near.send(1, 0, source, lambda digest, error: None)
-    pair.far.receive(1, 0, target, lambda digest, error: None)
-    await until(lambda: bool(pair.lost[0] and pair.lost[1]))
-    assert [type(error) for error in (*pair.lost[0], *pair.lost[1])] == [PeerLost] * 2
-    assert [worker.health for worker in pair.workers] == ["ok", "ok"]

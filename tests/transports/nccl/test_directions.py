@@ -28,43 +28,12 @@ def test_more_bytes_may_take_longer() -> None:
     assert settings.timeout_s(300) == 5.0
 
 
-class Told(list[tuple[bytes, BaseException | None]]):
-    def __call__(self, digest: bytes, error: BaseException | None) -> None:
-        self.append((digest, error))
-
-
-def told_part(told: Told, owner: object = None) -> DevicePart:
-    return DevicePart(1, 0, DeviceMemory(64, 8, 0, owner), told)
-
-
 def test_operations_take_its_bytes_in_order() -> None:
-    part = told_part(Told())
+    part = DevicePart(1, 0, DeviceMemory(64, 8, 0), lambda digest, error: None)
     first, second = part.begin(5), part.begin(3)
     assert (first.address, first.nbytes) == (64, 5)
     assert (second.address, second.nbytes) == (69, 3)
     assert not part.left_bytes and part.operations == 2
-
-
-def test_it_is_told_once_and_without_a_digest() -> None:
-    told = Told()
-    part = told_part(told)
-    part.complete()
-    part.complete(ConnectionError())
-    assert told == [(b"", None)]
-
-
-def test_an_error_is_told() -> None:
-    told = Told()
-    told_part(told).complete(error := ConnectionError())
-    assert told == [(b"", error)]
-
-
-def test_nobody_is_told_of_a_stopped_part() -> None:
-    told = Told()
-    part = told_part(told)
-    part.stopped = True
-    part.complete()
-    assert not told
 
 
 Heard = list[tuple[Operation, Exception | None]]

@@ -178,23 +178,28 @@ def test_a_pipe_that_is_not_open_is_offered_nothing() -> None:
         end.on_offer(offer(0))
 
 
-@pytest.mark.parametrize("number", [0, 2])
-def test_a_grant_comes_once_and_for_what_was_offered(number: int) -> None:
+@pytest.mark.parametrize(
+    ("heard", "last", "why"),
+    [
+        ([DeviceGrant(0)], DeviceGrant(0), "out of order"),
+        ([DeviceGrant(0)], DeviceGrant(2), "out of order"),
+        ([DeviceGrant(1)], DeviceGrant(0), "out of order"),
+        ([DeviceGrant(0)], DeviceSkip(0), "not offered"),
+    ],
+    ids=["twice", "never offered", "overtaken", "skipped when granted"],
+)
+def test_what_was_offered_is_granted_once_and_in_order(
+    heard: list[DeviceGrant], last: DeviceGrant | DeviceSkip, why: str
+) -> None:
     end = sending()
     for name in ("a", "b"):
         end.offer(name, 0, 0, 0, 1)
-    assert end.on_grant(DeviceGrant(0)) == "a"
-    with pytest.raises(RemoteProtocolError, match="out of order"):
-        end.on_grant(DeviceGrant(number))
-
-
-def test_no_grant_overtakes_another() -> None:
-    end = sending()
-    for name in ("a", "b"):
-        end.offer(name, 0, 0, 0, 1)
-    end.on_grant(DeviceGrant(1))
-    with pytest.raises(RemoteProtocolError, match="out of order"):
-        end.on_grant(DeviceGrant(0))
+    assert [end.on_grant(frame) for frame in heard] == ["ab"[heard[0].number]]
+    with pytest.raises(RemoteProtocolError, match=why):
+        if isinstance(last, DeviceSkip):
+            end.on_skip(last)
+        else:
+            end.on_grant(last)
 
 
 def test_what_is_done_is_the_oldest_that_was_granted() -> None:
@@ -205,11 +210,3 @@ def test_what_is_done_is_the_oldest_that_was_granted() -> None:
     with pytest.raises(RemoteProtocolError, match="out of order"):
         end.on_done(DeviceDone(1))
     assert end.on_done(DeviceDone(0)) == "a"
-
-
-def test_what_was_granted_is_not_skipped() -> None:
-    end = sending()
-    end.offer("a", 0, 0, 0, 1)
-    end.on_grant(DeviceGrant(0))
-    with pytest.raises(RemoteProtocolError, match="not offered"):
-        end.on_skip(DeviceSkip(0))

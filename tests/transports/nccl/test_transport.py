@@ -32,15 +32,8 @@ from asynckv.protocol.transfer_frames import (
 from asynckv.testing.blocked import until
 from asynckv.testing.transport_checks.sides import TransportCheck
 from asynckv.testing.transport_conformance import TRANSPORT_CHECKS
-from asynckv.transports.nccl.transport import DeviceChannel
 from harness.fake_gpus import FakeGpus
-from harness.nccl_pairs import NcclPair, loop_channels, open_nccl_pair
-
-
-async def test_channels_of_the_testing_kit_are_channels() -> None:
-    near, far = loop_channels()
-    assert isinstance(near, DeviceChannel) and isinstance(far, DeviceChannel)
-    assert not isinstance(object(), DeviceChannel)
+from harness.nccl_pairs import NcclPair, open_nccl_pair
 
 
 @contextlib.asynccontextmanager
@@ -112,13 +105,6 @@ class Part:
         return ("far", None) in self.told and found == self.content
 
 
-async def test_memory_of_a_gpu_moves_where_it_lies(pair: NcclPair) -> None:
-    part = Part(pair, 1)
-    part.start()
-    await until(lambda: len(part.told) == 2)
-    assert part.has_landed() and not pair.gpus.faults
-
-
 async def test_what_is_not_granted_is_withdrawn(pair: NcclPair) -> None:
     part = Part(pair, 1)
     pair.channels[1].holds = True
@@ -148,23 +134,27 @@ async def test_a_granted_operation_whose_peer_never_posts_costs_the_transport(
     assert len(pair.lost[1]) == 1 and not pair.gpus.faults
 
 
-async def test_a_deadline_ends_both_sides(pair: NcclPair) -> None:
+@pytest.mark.parametrize(
+    ("side", "trouble", "value"),
+    [
+        (0, "is_silent", True),
+        (1, "async_error", GPUFailed("remote", code=6)),
+        (1, "async_error", KeyError(7)),
+        (0, "async_error", GPUFailed("remote", code=6)),
+    ],
+    ids=["deadline", "async error", "error without a name", "of the sender"],
+)
+async def test_what_goes_wrong_on_one_side_ends_both(
+    pair: NcclPair, side: int, trouble: str, value: object
+) -> None:
     part = Part(pair, 1)
-    pair.processes[0].nccl.is_silent = True
+    setattr(pair.processes[side].nccl, trouble, value)
     part.start()
     await until(lambda: len(part.told) == 2)
     assert all(isinstance(error, PeerLost) for _, error in part.told)
-    assert [worker.health for worker in pair.workers] == ["ok", "ok"]
-
-
-@pytest.mark.parametrize("error", [GPUFailed("remote", code=6), KeyError(7)])
-async def test_an_async_error_ends_both_sides(pair: NcclPair, error: Exception) -> None:
-    part = Part(pair, 1)
-    pair.processes[1].nccl.async_error = error
-    part.start()
-    await until(lambda: len(part.told) == 2)
-    assert all(isinstance(error, PeerLost) for _, error in part.told)
+    await until(lambda: bool(pair.lost[0] and pair.lost[1]))
     assert [len(lost) for lost in pair.lost] == [1, 1]
+    assert [worker.health for worker in pair.workers] == ["ok", "ok"]
 
 
 async def test_a_worker_that_cannot_be_recovered_says_so_and_keeps_its_memory(

@@ -169,6 +169,11 @@ class Moving:
     def abandon(self, error: Exception) -> None:
         self.told.put(("abandoned", error))
 
+    def outcome(self) -> object:
+        """Wait until it is told of, and return how it ended."""
+        told = self.told.get(timeout=5)
+        return told[0] if isinstance(told, tuple) else told
+
 
 class HeldEvent:
     """Fires when it is told to."""
@@ -328,22 +333,18 @@ def test_its_own_memory_is_freed_when_its_operations_have_ended(
     assert worker.join(5) and freed.is_set()
 
 
-def test_one_that_did_nothing_frees_its_memory_too(gpus: FakeGpus) -> None:
+@pytest.mark.parametrize("is_given_up", [False, True])
+def test_one_that_did_nothing_frees_its_memory_unless_it_was_given_up(
+    gpus: FakeGpus, is_given_up: bool
+) -> None:
     process = gpus.process()
     worker, freed = DeviceWorker(process.cuda, process.nccl, 0), threading.Event()
     process.cuda.free = lambda memory: freed.set()  # type: ignore[method-assign]
+    if is_given_up:
+        until_begun(worker)
+        worker.give_up(GPUFailed("stuck"))
     worker.stop()
-    assert worker.join(5) and freed.is_set()
-
-
-def test_the_memory_of_one_that_was_given_up_is_kept(gpus: FakeGpus) -> None:
-    process = gpus.process()
-    worker, freed = DeviceWorker(process.cuda, process.nccl, 0), threading.Event()
-    process.cuda.free = lambda memory: freed.set()  # type: ignore[method-assign]
-    until_begun(worker)
-    worker.give_up(GPUFailed("stuck"))
-    worker.stop()
-    assert worker.join(5) and not freed.is_set()
+    assert worker.join(5) and freed.is_set() is not is_given_up
 
 
 def test_without_memory_there_is_no_worker(gpus: FakeGpus) -> None:
@@ -423,8 +424,7 @@ def test_what_does_not_get_quiet_is_given_up_and_kept(
     worker.issue(pipe, job)
     until_begun(worker)
     worker.abort(pipe, GPUFailed("no more"))
-    told = job.told.get(timeout=5)
-    assert isinstance(told, tuple) and told[0] == "abandoned"
+    assert job.outcome() == "abandoned"
     assert job in worker.kept
     assert worker.health.startswith("failed: ")
     job.event.has_fired = True
@@ -446,8 +446,7 @@ def test_a_call_that_never_returns_is_given_up(
     assert entered.wait(5)
     while worker.error is None:
         worker.check()
-    told = job.told.get(timeout=5)
-    assert isinstance(told, tuple) and told[0] == "abandoned"
+    assert job.outcome() == "abandoned"
     assert "longer than" in worker.health
 
 
@@ -465,8 +464,7 @@ def test_a_stopped_worker_abandons_what_comes(
     pipe, job = Pipe(gpus, worker), Moving(worker)
     worker.stop()
     worker.issue(pipe, job)
-    told = job.told.get(timeout=5)
-    assert isinstance(told, tuple) and told[0] == "abandoned"
+    assert job.outcome() == "abandoned"
     assert not worker.run(lambda: None)
 
 
@@ -477,8 +475,7 @@ def test_a_pipe_that_is_closed_with_an_operation_under_way_is_aborted(
     worker.issue(pipe, job)
     worker.close(pipe)
     assert pipe.calls.get(timeout=5) == "aborted"
-    told = job.told.get(timeout=5)
-    assert isinstance(told, tuple) and told[0] == "abandoned"
+    assert job.outcome() == "abandoned"
     assert job in worker.kept
 
 
@@ -500,8 +497,7 @@ def test_a_worker_whose_command_fails_is_given_up_and_says_so(
 
     worker.issue(Pipe(gpus, worker), job)
     worker.run(fail)
-    told = job.told.get(timeout=5)
-    assert isinstance(told, tuple) and told[0] == "abandoned"
+    assert job.outcome() == "abandoned"
     assert worker.error is not None and worker.error.__cause__ is error
     assert job in worker.kept
 
