@@ -169,17 +169,21 @@ async def test_a_flood_of_pings_ends_the_link_too() -> None:
         assert "a flood of pings" in str(pair.near.error)
 
 
-async def test_taking_back_all_that_is_open_is_no_flood() -> None:
-    limits = Limits(max_streams=2000, max_requests_per_s=10, max_cancels_per_s=10)
+@pytest.mark.parametrize(
+    ("max_streams", "max_per_s", "count"),
+    [(2000, 10, 1500), (20, 1000, 500)],
+    ids=["all that is open", "less than one may in the long run"],
+)
+async def test_what_one_may_take_back_is_no_flood(
+    max_streams: int, max_per_s: int, count: int
+) -> None:
+    limits = Limits(
+        max_streams=max_streams,
+        max_requests_per_s=max_per_s,
+        max_cancels_per_s=max_per_s,
+    )
     async with linked(far={"limits": limits}, service=_Cancelling()) as pair:
-        await flood(pair.near, 1500, cancel=True)
-        assert pair.far.is_open
-
-
-async def test_asking_less_than_one_may_is_no_flood_in_the_long_run() -> None:
-    limits = Limits(max_streams=20, max_requests_per_s=1000, max_cancels_per_s=1000)
-    async with linked(far={"limits": limits}, service=_Cancelling()) as pair:
-        await flood(pair.near, 500, cancel=True)
+        await flood(pair.near, count, cancel=True)
         assert pair.far.is_open
 
 

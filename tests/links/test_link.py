@@ -348,25 +348,19 @@ async def test_two_that_answer_each_other_never_wait_for_ever() -> None:
         assert len(answers) == 300
 
 
-@pytest.mark.both_loops
-async def test_who_waits_for_room_is_told_when_it_has_drained() -> None:
+@pytest.mark.parametrize("ends", [False, True])
+async def test_who_waits_for_room_is_told_when_it_has_drained_or_ended(
+    ends: bool,
+) -> None:
     async with linked(answer=never) as pair:
         told = list[int]()
         pair.near.open_stream(Hearer(), ASK, bytes(16 * 2**20))
         pair.near.call_when_drained(lambda: told.append(pair.near.outgoing_bytes))
         assert pair.near.outgoing_bytes > 2**20
+        if ends:
+            pair.near.abort()
         await until(lambda: bool(told))
         assert told[0] < 2**20
-
-
-@pytest.mark.both_loops
-async def test_who_waits_for_room_is_told_of_the_end_too() -> None:
-    async with linked(answer=never) as pair:
-        told = list[int]()
-        pair.near.open_stream(Hearer(), ASK, bytes(16 * 2**20))
-        pair.near.call_when_drained(lambda: told.append(1))
-        pair.near.abort()
-        await until(lambda: bool(told))
 
 
 @pytest.mark.both_loops

@@ -3,7 +3,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Final, cast
 
 import pytest
@@ -94,11 +94,22 @@ def test_a_byte_of_any_of_them_is_progress(watched: Watched) -> None:
     assert watched.run(20) == 1
 
 
-def test_one_that_comes_is_progress(watched: Watched) -> None:
+@pytest.mark.parametrize(
+    ("happens", "lasts_s"),
+    [
+        (lambda watched: watched.expect(3), 0),
+        (lambda watched: watched.progress.note(1), 0),
+        (lambda watched: watched.node.freeze(100), 100),
+    ],
+    ids=["another is expected", "some came by another way", "this loop was late"],
+)
+def test_nobody_is_judged_for_a_while_after(
+    watched: Watched, happens: Callable[[Watched], None], lasts_s: float
+) -> None:
     watched.expect(1)
-    watched.run(25)
-    watched.expect(3)
-    assert watched.run(25) == 0
+    watched.run(28)
+    happens(watched)
+    assert watched.run(lasts_s + 29) == 0
     assert watched.run(10) == 1
 
 
@@ -115,22 +126,6 @@ def test_time_in_which_nothing_was_expected_does_not_count(watched: Watched) -> 
     watched.run(1000)
     watched.expect(3)
     assert watched.run(29) == 0
-
-
-def test_a_loop_that_was_late_itself_does_not_judge(watched: Watched) -> None:
-    watched.expect(1)
-    watched.run(28)
-    watched.node.freeze(100)
-    assert watched.run(100 + 29) == 0
-    assert watched.run(10) == 1
-
-
-def test_what_came_by_another_way_is_progress(watched: Watched) -> None:
-    watched.expect(1)
-    watched.run(28)
-    watched.progress.note(1)
-    assert watched.run(29) == 0
-    assert watched.run(10) == 1
 
 
 def test_what_this_side_is_at_work_at_is_not_judged(watched: Watched) -> None:

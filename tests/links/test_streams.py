@@ -3,7 +3,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator
+from typing import NamedTuple
 
 import pytest
 
@@ -29,20 +30,6 @@ def _memory() -> Pair:
     return MemoryStream.pair(asyncio.get_running_loop())
 
 
-@pytest.fixture(params=[_sockets, _memory], ids=["socket", "memory"])
-def make(request: pytest.FixtureRequest) -> Iterator[Callable[[], Pair]]:
-    made: list[ControlStream] = []
-
-    def make_pair() -> Pair:
-        pair: Pair = request.param()
-        made.extend(pair)
-        return pair
-
-    yield make_pair
-    for stream in made:
-        stream.abort()
-
-
 class Owner:
     """Keeps what a stream says."""
 
@@ -65,10 +52,25 @@ class Owner:
 
 
 @pytest.mark.both_loops
-async def test_bytes_come_out_as_they_went_in(make: Callable[[], Pair]) -> None:
-    near, far = make()
-    Owner(near)
-    owner = Owner(far)
+class Ends(NamedTuple):
+    """Both ends of a stream, and what each has said."""
+
+    near: ControlStream
+    far: ControlStream
+    one: Owner
+    two: Owner
+
+
+@pytest.fixture(params=[_sockets, _memory], ids=["socket", "memory"])
+async def ends(request: pytest.FixtureRequest) -> AsyncIterator[Ends]:
+    near, far = request.param()
+    yield Ends(near, far, Owner(near), Owner(far))
+    near.abort()
+    far.abort()
+
+
+async def test_bytes_come_out_as_they_went_in(ends: Ends) -> None:
+    near, _, _, owner = ends
     near.write(b"one")
     near.write(b"two")
     await until(lambda: len(owner.data) == 6)
@@ -94,10 +96,9 @@ async def test_who_says_much_is_heard_more_at_a_time() -> None:
 
 @pytest.mark.both_loops
 async def test_what_does_not_leave_at_once_leaves_later(
-    make: Callable[[], Pair],
+    ends: Ends,
 ) -> None:
-    near, far = make()
-    sender, receiver = Owner(near), Owner(far)
+    near, _, sender, receiver = ends
     near.write(bytes(8 * 2**20))
     assert near.unsent_bytes > 0
     await until(lambda: len(receiver.data) == 8 * 2**20)
@@ -106,10 +107,8 @@ async def test_what_does_not_leave_at_once_leaves_later(
 
 
 @pytest.mark.both_loops
-async def test_nothing_is_read_while_it_is_paused(make: Callable[[], Pair]) -> None:
-    near, far = make()
-    Owner(near)
-    owner = Owner(far)
+async def test_nothing_is_read_while_it_is_paused(ends: Ends) -> None:
+    near, far, _, owner = ends
     far.pause_reading()
     near.write(b"later")
     for _ in range(10):
@@ -120,9 +119,8 @@ async def test_nothing_is_read_while_it_is_paused(make: Callable[[], Pair]) -> N
 
 
 @pytest.mark.both_loops
-async def test_a_finished_half_still_reads(make: Callable[[], Pair]) -> None:
-    near, far = make()
-    one, two = Owner(near), Owner(far)
+async def test_a_finished_half_still_reads(ends: Ends) -> None:
+    near, far, one, two = ends
     near.write(b"last words")
     near.finish()
     near.finish()
@@ -133,10 +131,8 @@ async def test_a_finished_half_still_reads(make: Callable[[], Pair]) -> None:
 
 
 @pytest.mark.both_loops
-async def test_finishing_waits_for_what_was_written(make: Callable[[], Pair]) -> None:
-    near, far = make()
-    Owner(near)
-    owner = Owner(far)
+async def test_finishing_waits_for_what_was_written(ends: Ends) -> None:
+    near, _, _, owner = ends
     near.write(bytes(4 * 2**20))
     near.finish()
     await until(lambda: owner.ends == [None])
@@ -144,9 +140,8 @@ async def test_finishing_waits_for_what_was_written(make: Callable[[], Pair]) ->
 
 
 @pytest.mark.both_loops
-async def test_the_end_is_told_once(make: Callable[[], Pair]) -> None:
-    near, far = make()
-    owner = Owner(near)
+async def test_the_end_is_told_once(ends: Ends) -> None:
+    _, far, owner, _ = ends
     far.abort()
     await until(lambda: bool(owner.ends))
     for _ in range(10):
@@ -156,10 +151,9 @@ async def test_the_end_is_told_once(make: Callable[[], Pair]) -> None:
 
 @pytest.mark.both_loops
 async def test_an_aborted_stream_calls_nobody_and_ends_the_other(
-    make: Callable[[], Pair],
+    ends: Ends,
 ) -> None:
-    near, far = make()
-    one, two = Owner(near), Owner(far)
+    near, far, one, two = ends
     far.write(b"unread")
     near.abort()
     near.abort()

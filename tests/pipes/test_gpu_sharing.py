@@ -331,17 +331,25 @@ async def test_what_is_under_way_when_sharing_ends_comes_once(
 # Who ends while memory is read.
 
 
-async def test_a_sender_that_aborts_keeps_what_is_still_read(
-    two_gpus: FakeGpus,
+@pytest.mark.parametrize("aborts", ["sender", "receiver"])
+async def test_who_aborts_keeps_what_is_still_read_until_the_gpu_is_done(
+    two_gpus: FakeGpus, aborts: str
 ) -> None:
     async with reading(two_gpus) as (pair, gate):
-        pair.near.abort()
-        with pytest.raises(PeerLost):
-            await pair.far.recv_tensor()
-        assert arenas_of(pair.ours) and pair.opened
+        gpu = pair.ours if aborts == "sender" else pair.theirs
+        if aborts == "sender":
+            pair.near.abort()
+            with pytest.raises(PeerLost):
+                await pair.far.recv_tensor()
+        else:
+            pair.far.abort()
+            with pytest.raises(PipeBroken):
+                await pair.near.flush()
+        assert arenas_of(gpu) and pair.opened
         gate.open()
         await until(lambda: not pair.opened)
-        await until(lambda: not arenas_of(pair.ours))
+        await until(lambda: not arenas_of(gpu))
+    assert not arenas_of(pair.ours)
 
 
 async def test_a_region_that_is_still_read_is_nobody_elses(
@@ -357,20 +365,6 @@ async def test_a_region_that_is_still_read_is_nobody_elses(
     pair.near.abort()
     with pytest.raises(PeerLost):
         await pair.far.recv_tensor()
-
-
-async def test_a_receiver_that_aborts_ends_when_its_gpu_is_done(
-    two_gpus: FakeGpus,
-) -> None:
-    async with reading(two_gpus) as (pair, gate):
-        pair.far.abort()
-        with pytest.raises(PipeBroken):
-            await pair.near.flush()
-        assert arenas_of(pair.theirs) and pair.opened
-        gate.open()
-        await until(lambda: not pair.opened)
-        await until(lambda: not arenas_of(pair.theirs))
-    assert not arenas_of(pair.ours)
 
 
 async def test_who_does_not_close_keeps_the_memory(

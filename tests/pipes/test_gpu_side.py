@@ -7,7 +7,6 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
-import torch
 
 from asynckv.errors import (
     ChecksumError,
@@ -116,21 +115,6 @@ async def test_the_pipes_of_a_group_are_connected(two_gpus: FakeGpus) -> None:
 async def pair(two_gpus: FakeGpus) -> AsyncIterator[NcclPipes]:
     async with open_nccl_pipes(two_gpus) as pair:
         yield pair
-
-
-async def test_a_tensor_goes_from_gpu_to_gpu(pair: NcclPipes) -> None:
-    await pair.near.send_tensor(pair.ours.tensor(noise(LARGE, 1)))
-    found = await pair.far.recv_tensor()
-    assert found is not None and found.device == torch.device("cuda", 1)
-    assert is_same(found, noise(LARGE, 1)) and pair.moved
-
-
-async def test_what_does_not_fit_stays_in_the_stream(pair: NcclPipes) -> None:
-    await pair.near.send_tensor(pair.ours.tensor(noise(LARGE, 1)))
-    with pytest.raises(ValueError, match="the tensor is"):
-        await pair.far.recv_tensor(torch.zeros(3, dtype=torch.uint8))
-    found = await pair.far.recv_tensor()
-    assert found is not None and is_same(found, noise(LARGE, 1))
 
 
 @pytest.mark.parametrize(

@@ -34,14 +34,6 @@ def on_the_heap(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(growth, "has_slabs", lambda: False)
 
 
-async def test_the_peer_is_told_how_much_there_is_room_for() -> None:
-    link = HalfLink()
-    half = Inbound(link, HALF_BYTES, lambda error: None)  # type: ignore[arg-type]
-    half.open()
-    half.reports.tell()
-    assert link.frames == [Read(HALF_BYTES, MAX_TENSORS)]
-
-
 async def test_what_was_verified_and_what_was_taken_is_told_once_a_tick() -> None:
     receiver = ReceivingHalf()
     for transfer in (1, 2, 3):

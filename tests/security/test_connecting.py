@@ -46,6 +46,10 @@ from asynckv.testing.pairs import Scheme, new_url, open_group, open_pipe_pair
 from asynckv.types import TensorSpec
 from harness.link_pairs import Hearer, ScriptedService, linked, name_of
 
+on_linux = pytest.mark.skipif(
+    not Path("/proc/net/tcp").exists(), reason="the kernel tells it on Linux only"
+)
+
 SCHEMES: tuple[Scheme, ...] = ("tcp", "unix", "mem")
 LARGE = torch.arange(100_000, dtype=torch.float32)
 
@@ -407,9 +411,7 @@ OPENERS: dict[str, Callable[[str], AbstractAsyncContextManager[Any]]] = {
 }
 
 
-@pytest.mark.skipif(
-    not Path("/proc/net/tcp").exists(), reason="the kernel tells it on Linux only"
-)
+@on_linux
 @pytest.mark.refusal
 @pytest.mark.parametrize("opener", OPENERS)
 @pytest.mark.parametrize("host", ["", "localhost", "127.0.0.1", "[::1]"])
@@ -424,9 +426,7 @@ async def test_without_protection_the_kernel_knows_a_loopback_address_only(
     assert listening_hosts() == []
 
 
-@pytest.mark.skipif(
-    not Path("/proc/net/tcp").exists(), reason="the kernel tells it on Linux only"
-)
+@on_linux
 @pytest.mark.refusal
 @pytest.mark.parametrize("opener", OPENERS)
 @pytest.mark.parametrize("url", ["tcp://0.0.0.0:0", "tcp://[::]:0"])
@@ -441,9 +441,7 @@ async def test_what_is_refused_was_listened_at_for_no_moment(
     assert binds == listening_hosts() == []
 
 
-@pytest.mark.skipif(
-    not Path("/proc/net/tcp").exists(), reason="the kernel tells it on Linux only"
-)
+@on_linux
 @pytest.mark.refusal
 async def test_ranks_of_a_group_on_one_host_listen_at_loopback_only() -> None:
     async with open_group(2):

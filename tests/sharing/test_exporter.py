@@ -30,6 +30,10 @@ from asynckv.testing.blocked import until
 from harness.fake_devices import FakeDevice
 from harness.link_pairs import LinkPair, linked
 
+needs_sockets = pytest.mark.skipif(
+    not has_fd_sockets(), reason="no sockets for handles"
+)
+
 MIB = 2**20
 
 
@@ -54,7 +58,7 @@ def region_of(growth: Growth) -> DeviceRegion:
     return region
 
 
-@pytest.mark.skipif(not has_fd_sockets(), reason="no sockets for handles")
+@needs_sockets
 async def test_whatever_gpu_the_peer_has_is_told_which_one_this_is(
     gpu: FakeDevice, growth: Growth, pair: LinkPair
 ) -> None:
@@ -66,7 +70,7 @@ async def test_whatever_gpu_the_peer_has_is_told_which_one_this_is(
     shown.close()
 
 
-@pytest.mark.skipif(not has_fd_sockets(), reason="no sockets for handles")
+@needs_sockets
 async def test_a_peer_of_another_host_is_shown_no_gpu(
     gpu: FakeDevice, growth: Growth, pair: LinkPair
 ) -> None:
@@ -77,7 +81,7 @@ async def test_a_peer_of_another_host_is_shown_no_gpu(
     shown.close()
 
 
-@pytest.mark.skipif(not has_fd_sockets(), reason="no sockets for handles")
+@needs_sockets
 async def test_of_too_little_memory_nothing_is_left_open(
     gpu: FakeDevice, growth: Growth, pair: LinkPair
 ) -> None:
@@ -90,7 +94,7 @@ async def test_of_too_little_memory_nothing_is_left_open(
     shown.close()
 
 
-@pytest.mark.skipif(not has_fd_sockets(), reason="no sockets for handles")
+@needs_sockets
 async def test_a_region_stays_until_its_pin_ends_or_the_peer_is_gone(
     gpu: FakeDevice, growth: Growth, pair: LinkPair
 ) -> None:
@@ -117,7 +121,7 @@ async def test_a_region_stays_until_its_pin_ends_or_the_peer_is_gone(
     os.close(fd)
 
 
-@pytest.mark.skipif(not has_fd_sockets(), reason="no sockets for handles")
+@needs_sockets
 async def test_memory_is_used_by_who_has_read_in_it_what_is_there_alone(
     gpu: FakeDevice, growth: Growth, pair: LinkPair
 ) -> None:

@@ -32,6 +32,10 @@ from harness.gpu_pairs import GpuPair, open_gpu_pair
 from harness.link_pairs import linked
 from harness.shared_puts import SharedPuts
 
+needs_sockets = pytest.mark.skipif(
+    not has_fd_sockets(), reason="no sockets for handles"
+)
+
 
 @pytest.mark.skipif(not has_fd_sockets(), reason="nothing to map here")
 async def test_a_file_that_is_refused_is_hung_up_on(
@@ -108,7 +112,7 @@ async def check_goes_by_host(pair: GpuPair) -> None:
     await pair.emptied()
 
 
-@pytest.mark.skipif(not has_fd_sockets(), reason="no sockets for handles")
+@needs_sockets
 async def test_memory_that_cuda_would_show_with_more_is_not_shown(
     gpus: FakeGpus, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -119,7 +123,7 @@ async def test_memory_that_cuda_would_show_with_more_is_not_shown(
         await check_goes_by_host(pair)
 
 
-@pytest.mark.skipif(not has_fd_sockets(), reason="no sockets for handles")
+@needs_sockets
 async def test_memory_that_was_not_proved_is_not_read(
     monkeypatch: pytest.MonkeyPatch, gpus: FakeGpus, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -136,7 +140,7 @@ async def test_memory_that_was_not_proved_is_not_read(
     await until(lambda: not pair.ours.process.cuda._opened)
 
 
-@pytest.mark.skipif(not has_fd_sockets(), reason="no sockets for handles")
+@needs_sockets
 async def test_a_buffers_side_that_does_not_answer_costs_a_moment(
     monkeypatch: pytest.MonkeyPatch, gpus: FakeGpus, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -151,7 +155,7 @@ async def test_a_buffers_side_that_does_not_answer_costs_a_moment(
         await check_goes_by_host(pair)
 
 
-@pytest.mark.skipif(not has_fd_sockets(), reason="no sockets for handles")
+@needs_sockets
 async def test_memory_that_is_closed_is_shown_to_nobody(growth: Growth) -> None:
     sources, uuid = PeerImports("edges", "", growth=growth), uuid_of(growth)
     growth.close()
@@ -162,7 +166,7 @@ async def test_memory_that_is_closed_is_shown_to_nobody(growth: Growth) -> None:
     await sources.aclose()
 
 
-@pytest.mark.skipif(not has_fd_sockets(), reason="no sockets for handles")
+@needs_sockets
 @pytest.mark.parametrize("answer", [Cancelled(), Grant(1), None], ids=repr)
 async def test_whoever_does_not_read_has_nothing(
     growth: Growth, answer: Frame | None
@@ -183,7 +187,7 @@ async def test_whoever_does_not_read_has_nothing(
     await sources.aclose()
 
 
-@pytest.mark.skipif(not has_fd_sockets(), reason="no sockets for handles")
+@needs_sockets
 async def test_a_cancelled_connect_leaves_nothing_open(gpus: FakeGpus) -> None:
     async with open_gpu_pair(gpus, device=None) as pair:
 
@@ -204,7 +208,7 @@ async def test_a_cancelled_connect_leaves_nothing_open(gpus: FakeGpus) -> None:
         assert counts.suspensions >= 7
 
 
-@pytest.mark.skipif(not has_fd_sockets(), reason="no sockets for handles")
+@needs_sockets
 async def test_what_is_not_read_any_more_is_told(
     gpus: FakeGpus, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -216,7 +220,7 @@ async def test_what_is_not_read_any_more_is_told(
     assert caplog.text.count("from here on") == 1
 
 
-@pytest.mark.skipif(not has_fd_sockets(), reason="no sockets for handles")
+@needs_sockets
 async def test_what_is_not_read_any_more_is_no_news_after_its_link(
     gpus: FakeGpus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -230,7 +234,7 @@ async def test_what_is_not_read_any_more_is_no_news_after_its_link(
         assert not (had or pair.puts.are_read)
 
 
-@pytest.mark.skipif(not has_fd_sockets(), reason="no sockets for handles")
+@needs_sockets
 @pytest.mark.parametrize("is_open", [True, False])
 async def test_a_loss_is_no_news_when_the_link_is_lost_soon(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, is_open: bool
@@ -250,14 +254,14 @@ async def test_a_loss_is_no_news_when_the_link_is_lost_soon(
     assert caplog.text.count("from here on: it is gone") == int(is_open)
 
 
-@pytest.mark.skipif(not has_fd_sockets(), reason="no sockets for handles")
+@needs_sockets
 async def test_who_still_reads_goes_on(gpus: FakeGpus) -> None:
     async with open_gpu_pair(gpus) as pair:
         pair.puts.importer.on_message(b"")  # as where it has let something go
         assert pair.puts.are_read
 
 
-@pytest.mark.skipif(not has_fd_sockets(), reason="no sockets for handles")
+@needs_sockets
 async def test_a_peer_that_stands_still_is_not_waited_for_long(
     monkeypatch: pytest.MonkeyPatch, gpus: FakeGpus
 ) -> None:
@@ -273,7 +277,7 @@ async def test_a_peer_that_stands_still_is_not_waited_for_long(
     await until(lambda: not pair.ours.process.cuda._opened)
 
 
-@pytest.mark.skipif(not has_fd_sockets(), reason="no sockets for handles")
+@needs_sockets
 async def test_a_lost_link_ends_the_wait_to_be_read(growth: Growth) -> None:
     sources = PeerImports("edges", "", growth=growth)
     async with linked("tcp://127.0.0.1:0", lambda *_: None) as links:

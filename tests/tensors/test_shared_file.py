@@ -198,19 +198,20 @@ def test_the_last_page_of_the_slabs_can_be_a_place() -> None:
     check_place(Place((page(254, 2),), 64, 1), 8128, _MIB + PAGE_NBYTES)
 
 
-@pytest.mark.parametrize("changed", [0, 4095, 20 * 2**10 - 4096, 20 * 2**10 - 1])
-def test_edges_see_the_first_and_the_last_bytes(changed: int) -> None:
+@pytest.mark.parametrize(
+    ("runs", "nbytes", "changed"),
+    [
+        *(((page(0, 5),), 20 * 2**10, at) for at in (0, 4095)),
+        *(((page(0, 5),), 20 * 2**10, 20 * 2**10 - at) for at in (4096, 1)),
+        ((page(7), page(3)), 2 * PAGE_NBYTES, 7 * PAGE_NBYTES),
+        ((page(7), page(3)), 2 * PAGE_NBYTES, 4 * PAGE_NBYTES - 1),
+    ],
+)
+def test_edges_see_the_first_and_the_last_bytes(
+    runs: tuple[tuple[int, int], ...], nbytes: int, changed: int
+) -> None:
     slabs = grown()
-    places, sizes = [Place((page(0, 5),), 0, 1)], [20 * 2**10]
-    before = edges_of(slabs.constant, places, sizes)
-    slabs.memory[changed] ^= 1
-    assert edges_of(slabs.constant, places, sizes) != before
-
-
-@pytest.mark.parametrize("changed", [7 * PAGE_NBYTES, 4 * PAGE_NBYTES - 1])
-def test_edges_are_those_of_pages_that_lie_apart(changed: int) -> None:
-    slabs = grown()
-    places, sizes = [Place((page(7), page(3)), 0, 1)], [2 * PAGE_NBYTES]
+    places, sizes = [Place(runs, 0, 1)], [nbytes]
     before = edges_of(slabs.constant, places, sizes)
     slabs.memory[changed] ^= 1
     assert edges_of(slabs.constant, places, sizes) != before

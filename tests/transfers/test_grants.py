@@ -44,6 +44,10 @@ from harness.link_pairs import Hearer, LinkPair, linked
 from harness.nccl_buffer_pairs import NcclBuffers
 from harness.no_routes import NoRoutes
 
+needs_sockets = pytest.mark.skipif(
+    not has_fd_sockets(), reason="no sockets for handles"
+)
+
 SMALL = 8
 
 
@@ -400,7 +404,7 @@ async def said_of(
         return said
 
 
-@pytest.mark.skipif(not has_fd_sockets(), reason="no sockets for handles")
+@needs_sockets
 @pytest.mark.parametrize(
     ("kind", "known", "said", "digest"),
     [
@@ -426,7 +430,7 @@ async def test_a_part_is_told_of_with_its_place_and_digest(
     assert frames == [Sent(3, 2, digest, said, "cuda_ipc", staged.region.start)]
 
 
-@pytest.mark.skipif(not has_fd_sockets(), reason="no sockets for handles")
+@needs_sockets
 async def test_the_edges_of_several_parts_are_said_each_with_its_own(
     pair: GpuPair, staged: StagedTensor
 ) -> None:
@@ -442,7 +446,7 @@ async def test_the_edges_of_several_parts_are_said_each_with_its_own(
     other.release()
 
 
-@pytest.mark.skipif(not has_fd_sockets(), reason="no sockets for handles")
+@needs_sockets
 async def test_edges_that_were_read_already_are_not_read_again(
     pair: GpuPair, staged: StagedTensor
 ) -> None:
@@ -452,7 +456,7 @@ async def test_edges_that_were_read_already_are_not_read_again(
     assert frame == Sent(3, 0, b"read already", "edges", "cuda_ipc", offset)
 
 
-@pytest.mark.skipif(not has_fd_sockets(), reason="no sockets for handles")
+@needs_sockets
 async def test_one_part_that_lies_elsewhere_is_all_that_is_said(
     pair: GpuPair, staged: StagedTensor
 ) -> None:
@@ -465,7 +469,7 @@ async def test_one_part_that_lies_elsewhere_is_all_that_is_said(
     assert await said_of([], None) == []
 
 
-@pytest.mark.skipif(not has_fd_sockets(), reason="no sockets for handles")
+@needs_sockets
 async def test_small_parts_are_eager_all_the_same(
     pair: GpuPair, staged: StagedTensor
 ) -> None:
@@ -475,7 +479,7 @@ async def test_small_parts_are_eager_all_the_same(
     assert [type(frame) for frame in await said_of([(0, small)], None)] == [Eager]
 
 
-@pytest.mark.skipif(not has_fd_sockets(), reason="no sockets for handles")
+@needs_sockets
 async def test_a_part_stays_until_the_reader_is_through(pair: GpuPair) -> None:
     staged = await staged_in(pair)
     async with granted([(0, staged)], importer_of(pair), "off") as one:
@@ -487,7 +491,7 @@ async def test_a_part_stays_until_the_reader_is_through(pair: GpuPair) -> None:
         assert not pair.puts.staged_bytes
 
 
-@pytest.mark.skipif(not has_fd_sockets(), reason="no sockets for handles")
+@needs_sockets
 async def test_a_reader_that_is_gone_holds_nothing(pair: GpuPair) -> None:
     importer, staged = importer_of(pair), await staged_in(pair)
     async with granted([(0, staged)], importer, "off") as one:
@@ -498,7 +502,7 @@ async def test_a_reader_that_is_gone_holds_nothing(pair: GpuPair) -> None:
         one.outgoing.release()
 
 
-@pytest.mark.skipif(not has_fd_sockets(), reason="no sockets for handles")
+@needs_sockets
 async def test_who_is_gone_reads_nothing_more(pair: GpuPair) -> None:
     importer, link = importer_of(pair), pair.peer._linked()
     importer.importer.close()

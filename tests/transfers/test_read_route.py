@@ -28,6 +28,10 @@ from asynckv.transfers.readers import IpcStreamRoute, ShownParts
 from harness.fake_gpus import FakeGpus
 from harness.gpu_pairs import GpuPair, open_gpu_pair
 
+needs_sockets = pytest.mark.skipif(
+    not has_fd_sockets(), reason="no sockets for handles"
+)
+
 TARGET = DeviceMemory(4096, 100, 0)
 WHOLE, EDGES = b"of all bytes", b"of the edges"
 
@@ -376,7 +380,7 @@ async def ground(gpus: FakeGpus) -> AsyncIterator[Ground]:
         await until(lambda: not ground.memory.pins)
 
 
-@pytest.mark.skipif(not has_fd_sockets(), reason="no sockets for handles")
+@needs_sockets
 async def test_a_part_is_read_once_it_is_there(ground: Ground) -> None:
     ground.receive(0, 2)
     ground.arrivals.sent(Sent(2, 2, b"digest", "edges", "cuda_ipc"))
@@ -389,7 +393,7 @@ async def test_a_part_is_read_once_it_is_there(ground: Ground) -> None:
     await until(lambda: not ground.memory.pins)
 
 
-@pytest.mark.skipif(not has_fd_sockets(), reason="no sockets for handles")
+@needs_sockets
 async def test_a_copy_of_a_shown_part_is_not_the_peers_delay(
     ground: Ground, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -412,7 +416,7 @@ async def test_a_copy_of_a_shown_part_is_not_the_peers_delay(
     progress.forget(2)
 
 
-@pytest.mark.skipif(not has_fd_sockets(), reason="no sockets for handles")
+@needs_sockets
 @pytest.mark.parametrize("order", [1, -1])
 async def test_all_copies_are_waited_for_however_often_the_wait_is_cancelled(
     ground: Ground, monkeypatch: pytest.MonkeyPatch, order: int
@@ -434,7 +438,7 @@ async def test_all_copies_are_waited_for_however_often_the_wait_is_cancelled(
     assert quiescing.cancelled() and not ground.arrivals._reading
 
 
-@pytest.mark.skipif(not has_fd_sockets(), reason="no sockets for handles")
+@needs_sockets
 async def test_what_makes_no_sense_is_refused(ground: Ground) -> None:
     with pytest.raises(TypeError, match="memory of the host"):
         ground.arrivals.receive(2, 0, memoryview(b""), lambda *told: None)
@@ -453,7 +457,7 @@ async def test_what_makes_no_sense_is_refused(ground: Ground) -> None:
         ground.parts.source(1)
 
 
-@pytest.mark.skipif(not has_fd_sockets(), reason="no sockets for handles")
+@needs_sockets
 async def test_what_is_told_too_late_is_of_no_interest(ground: Ground) -> None:
     ground.receive(0, 2)
     ground.arrivals.sent(Sent(2, 0, b"", "full", "cuda_ipc"))

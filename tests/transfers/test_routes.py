@@ -23,6 +23,10 @@ from harness.fake_devices import fake_device_of
 from harness.fake_gpus import FakeGpus
 from harness.gpu_pairs import open_gpu_pair
 
+needs_sockets = pytest.mark.skipif(
+    not has_fd_sockets(), reason="no sockets for handles"
+)
+
 
 async def test_one_reader_serves_all_calls_of_its_kind(mappable: Server) -> None:
     async with connect(mappable.url) as peer:
@@ -81,7 +85,7 @@ async def peer(gpus: FakeGpus, buffer: LookupBuffer) -> AsyncIterator[Peer]:
         yield peer
 
 
-@pytest.mark.skipif(not has_fd_sockets(), reason="no sockets for handles")
+@needs_sockets
 async def test_a_part_lands_in_host_memory_where_the_caller_wants_it_there(
     buffer: LookupBuffer, peer: Peer
 ) -> None:
@@ -91,7 +95,7 @@ async def test_a_part_lands_in_host_memory_where_the_caller_wants_it_there(
     assert entry.key is into["key"] and is_same(into["key"], noise(MIB))
 
 
-@pytest.mark.skipif(not has_fd_sockets(), reason="no sockets for handles")
+@needs_sockets
 async def test_what_rode_along_is_on_the_gpu_beside_what_lies_there(
     buffer: LookupBuffer, peer: Peer
 ) -> None:
@@ -105,7 +109,7 @@ async def test_what_rode_along_is_on_the_gpu_beside_what_lies_there(
         assert is_same(entry.key, noise(MIB))  # type: ignore[arg-type]
 
 
-@pytest.mark.skipif(not has_fd_sockets(), reason="no sockets for handles")
+@needs_sockets
 async def test_a_tensor_in_several_places_breaks_the_link(
     monkeypatch: pytest.MonkeyPatch, buffer: LookupBuffer, peer: Peer
 ) -> None:
@@ -117,7 +121,7 @@ async def test_a_tensor_in_several_places_breaks_the_link(
     await until(lambda: not buffer.statistics().mapped_by)
 
 
-@pytest.mark.skipif(not has_fd_sockets(), reason="no sockets for handles")
+@needs_sockets
 async def test_a_part_of_a_stream_that_rides_has_no_place(
     monkeypatch: pytest.MonkeyPatch, buffer: LookupBuffer, peer: Peer
 ) -> None:

@@ -32,6 +32,10 @@ from harness.link_pairs import name_of
 from harness.nccl_buffer_pairs import NcclBuffers, open_nccl_buffers
 from harness.raw_inserts import RawInsert
 
+needs_sockets = pytest.mark.skipif(
+    not has_fd_sockets(), reason="no sockets for handles"
+)
+
 OF_BOTH = pytest.mark.parametrize("is_layer", [False, True], ids=["entry", "layer"])
 
 
@@ -66,7 +70,7 @@ async def refusal(pair: GpuPair) -> str:
     return str(link.error)
 
 
-@pytest.mark.skipif(not has_fd_sockets(), reason="no sockets for handles")
+@needs_sockets
 @OF_BOTH
 async def test_what_is_to_be_read_is_not_sent(pair: GpuPair, is_layer: bool) -> None:
     raw, transfer = await begin(pair, is_layer=is_layer)
@@ -74,7 +78,7 @@ async def test_what_is_to_be_read_is_not_sent(pair: GpuPair, is_layer: bool) -> 
     assert "not asked for" in await refusal(pair)
 
 
-@pytest.mark.skipif(not has_fd_sockets(), reason="no sockets for handles")
+@needs_sockets
 async def test_what_is_to_be_sent_is_not_shown(two_gpus: FakeGpus) -> None:
     async with open_nccl_buffers(two_gpus, reconnect_s=0) as pair:
         await pair.opened()
@@ -86,7 +90,7 @@ async def test_what_is_to_be_sent_is_not_shown(two_gpus: FakeGpus) -> None:
         assert "not asked for" in str(link.error)
 
 
-@pytest.mark.skipif(not has_fd_sockets(), reason="no sockets for handles")
+@needs_sockets
 async def test_what_lies_beyond_the_memory_breaks_the_link(pair: GpuPair) -> None:
     raw, _ = await begin(pair)
     raw.stream.send(Sent(raw.transfer, 0, b"d" * 16, "edges", "cuda_ipc", 16 * MIB))
@@ -94,7 +98,7 @@ async def test_what_lies_beyond_the_memory_breaks_the_link(pair: GpuPair) -> Non
     await until(lambda: not pair.buffer.statistics().used_bytes)
 
 
-@pytest.mark.skipif(not has_fd_sockets(), reason="no sockets for handles")
+@needs_sockets
 @OF_BOTH
 async def test_what_lies_elsewhere_is_granted_for_lanes_and_shown_no_more(
     pair: GpuPair, is_layer: bool
@@ -107,7 +111,7 @@ async def test_what_lies_elsewhere_is_granted_for_lanes_and_shown_no_more(
     await raw.last()
 
 
-@pytest.mark.skipif(not has_fd_sockets(), reason="no sockets for handles")
+@needs_sockets
 async def test_a_layer_that_is_taken_back_is_let_go_when_nothing_reads_it(
     pair: GpuPair,
 ) -> None:
@@ -120,7 +124,7 @@ async def test_a_layer_that_is_taken_back_is_let_go_when_nothing_reads_it(
     await raw.last()
 
 
-@pytest.mark.skipif(not has_fd_sockets(), reason="no sockets for handles")
+@needs_sockets
 async def test_other_bytes_than_were_shown_are_refused(pair: GpuPair) -> None:
     raw, _ = await begin(pair)
     raw.stream.send(Sent(raw.transfer, 0, b"of other bytes..", "edges", "cuda_ipc", 0))
@@ -130,7 +134,7 @@ async def test_other_bytes_than_were_shown_are_refused(pair: GpuPair) -> None:
     await until(lambda: not pair.buffer.statistics().used_bytes)
 
 
-@pytest.mark.skipif(not has_fd_sockets(), reason="no sockets for handles")
+@needs_sockets
 @pytest.mark.parametrize("after", ["a small part", "a large part", "nothing to read"])
 async def test_a_peer_that_falls_silent_after_some_is_not_waited_for(
     monkeypatch: pytest.MonkeyPatch, pair: GpuPair, after: str
