@@ -101,15 +101,6 @@ async def test_what_has_come_whole_can_be_taken_after_a_loss(error: PeerLost) ->
         await receiver.next()
 
 
-async def test_a_goodbye_after_everything_is_the_end() -> None:
-    receiver = ReceivingHalf()
-    waiting = asyncio.create_task(receiver.next())
-    await until_blocked(waiting)
-    receiver.half.end(BYE)
-    with pytest.raises(EndOfStream):
-        await waiting
-
-
 async def test_what_was_closed_here_gives_nothing_more() -> None:
     receiver = ReceivingHalf()
     receiver.push(8)

@@ -182,17 +182,6 @@ async def test_everybody_is_where_rank_0_sees_it_come_from() -> None:
     ]
 
 
-async def test_a_rank_that_went_away_may_come_again() -> None:
-    meeting = Meeting(3)
-    seat, _ = meeting.come(1)
-    seat.on_lost(PeerLost("gone"))
-    assert meeting.leader.missing == (1, 2)
-    meeting.come(1)
-    meeting.come(2)
-    assert (await meeting.leader.members()).urls[1] == "tcp://127.0.0.1:7001"
-    assert not meeting.ended
-
-
 @pytest.mark.parametrize(("rank", "size"), [(0, 3), (3, 3), (1, 4)])
 async def test_a_rank_of_another_group_is_refused(rank: int, size: int) -> None:
     with pytest.raises(ConfigError, match="came to a group of 3"):
@@ -204,18 +193,6 @@ async def test_no_two_have_the_same_rank() -> None:
     meeting.come(1)
     with pytest.raises(ConfigError, match="rank 1 is here already"):
         meeting.come(1)
-
-
-async def test_all_pass_the_barrier_when_the_last_one_comes() -> None:
-    meeting = Meeting(3)
-    (one, first), (two, second) = await meeting.all_come()
-    one.on_frame(Arrived(1), b"")
-    waiting = asyncio.create_task(meeting.leader.barrier.wait())
-    await until_blocked(waiting)
-    assert meeting.leader.missing == (2,)
-    two.on_frame(Arrived(1), b"")
-    await waiting
-    assert first.sent[-1] == second.sent[-1] == Arrived(1)
 
 
 @pytest.mark.parametrize("frame", [Arrived(2), Arrived(0), Commit()])

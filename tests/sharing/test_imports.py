@@ -203,9 +203,6 @@ async def test_a_peer_inserts_into_memory_of_a_gpu(pair: GpuPair, nbytes: int) -
     assert is_same(entry.key, noise(nbytes))
 
 
-MIB = 2**20
-
-
 @dataclasses.dataclass(frozen=True)
 class Both:
     """What is shown, and a process that opens it, with memory of its own."""

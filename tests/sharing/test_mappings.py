@@ -128,32 +128,6 @@ async def test_a_plain_await_gives_memory_of_ones_own(
     assert entry.key.eq(6.0).all()
 
 
-async def test_into_lands_in_memory_of_the_caller(
-    buffer: LookupBuffer, peer: Peer
-) -> None:
-    for how in ("await", "enter"):
-        await insert(buffer, 7.0)
-        into = torch.zeros(MIB // 4)
-        selecting = peer.lookup.drop_select(into={"key": into})
-        if how == "await":
-            assert (await selecting).key is into
-        else:
-            async with selecting as entry:
-                assert entry.key is into
-        assert into.eq(7.0).all()
-    await until(lambda: pinned(buffer) == 0)
-
-
-async def test_an_into_that_does_not_fit_gives_the_entry_back(
-    buffer: LookupBuffer, peer: Peer
-) -> None:
-    await insert(buffer, 7.0)
-    with pytest.raises(ValueError, match="into"):
-        await peer.lookup.drop_select(into={"key": torch.zeros(3)})
-    assert (await peer.lookup.drop_select()).attempt == 2
-    await until(lambda: pinned(buffer) == 0)
-
-
 async def test_little_of_an_entry_may_lie_on_the_heap(
     buffer: LookupBuffer, peer: Peer
 ) -> None:

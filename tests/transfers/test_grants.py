@@ -158,17 +158,6 @@ async def test_a_second_grant_sends_everything_anew(ends: Ends) -> None:
     assert [type(frame) for frame in said if isinstance(frame, Eager)] == [Eager] * 2
 
 
-@pytest.mark.parametrize("nbytes", [SMALL, MIB])
-async def test_what_is_still_leaving_is_not_granted_once_more(
-    ends: Ends, nbytes: int
-) -> None:
-    outgoing = ends.outgoing(HostSource(noise(nbytes)))
-    outgoing.on_grant(Grant(ends.transfer))
-    with pytest.raises(RemoteProtocolError, match="still leaving"):
-        outgoing.on_grant(Grant(ends.transfer))
-    await outgoing.quiesce()
-
-
 @pytest.mark.parametrize("is_on_gpu", [False, True])
 async def test_where_nothing_leads_to_no_gpu_is_granted(
     ends: Ends, is_on_gpu: bool

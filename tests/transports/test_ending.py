@@ -116,16 +116,3 @@ async def test_a_cancellation_is_delivered_when_it_is_quiet() -> None:
     quiet.settle()
     await asyncio.wait({wait})
     assert wait.cancelled()
-
-
-async def test_what_does_not_become_quiet_is_given_up_on_after_a_second() -> None:
-    touched = {1}
-    quiet = QuietWaits(asyncio.get_running_loop(), touched.__contains__)
-
-    def give_up() -> None:
-        touched.clear()
-        quiet.settle()
-
-    async with asyncio.timeout(5):
-        await quiet.wait(1, give_up)
-    assert not touched

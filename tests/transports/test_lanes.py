@@ -11,7 +11,6 @@ from collections.abc import AsyncIterator, Iterator
 import numpy
 import pytest
 
-from asynckv.errors import PeerLost, RemoteProtocolError
 from asynckv.protocol.wire import CHUNK_HEADER_BYTES, encode_chunk_header
 from asynckv.tensors.feeds import Feed
 from asynckv.tensors.runs import runs_in
@@ -105,27 +104,6 @@ async def test_there_is_no_thread_before_it_is_needed() -> None:
         assert target == b"abc"
 
 
-async def test_the_peers_leaving_is_no_loss_while_nothing_is_missing() -> None:
-    async with _beside(2) as (side, peers):
-        part = side.receive(1, bytearray(3))
-        peers[0].sendall(encode_chunk_header(1, 0, 0, 3) + b"abc")
-        await until(lambda: side.moved == [part])
-        for peer in peers:
-            peer.close()
-        await until(lambda: side.release == 2)
-        assert side.lost == []
-        side.send(2, b"x")
-        await until(lambda: len(side.lost) == 1)
-        assert isinstance(side.lost[0], PeerLost)
-
-
-async def test_one_lane_of_several_that_ends_is_a_loss_within_a_second() -> None:
-    async with _beside(2) as (side, peers):
-        side.receive(1, bytearray(3))
-        peers[0].close()
-        await until(lambda: side.lost == [None])
-
-
 async def test_a_lane_whose_sender_died_beside_nothing_takes_no_further_part() -> None:
     async with _beside(1) as (side, peers):
         side.send(1, bytes(_LARGE))
@@ -137,17 +115,6 @@ async def test_a_lane_whose_sender_died_beside_nothing_takes_no_further_part() -
         assert side.lost == []
         side.send(2, b"never sent")
         await until(lambda: len(side.lost) == 1)
-
-
-async def test_lanes_that_were_shut_down_before_they_opened_close_their_sockets() -> (
-    None
-):
-    near, far = socket.socketpair()
-    side = Side()
-    side.lanes.shut_down()
-    side.lanes.open([near])
-    assert near.fileno() == -1
-    far.close()
 
 
 _CHUNK = 1000
@@ -319,7 +286,7 @@ def test_a_chunk_lands_in_its_part_wherever_that_lies(
     far.sendall(encode_chunk_header(1, 0, 0, 2) + b"ab")
     far.sendall(encode_chunk_header(1, 0, 2, 4) + b"cdef")
     assert said.get(timeout=5) is part
-    assert memory == (b"def\0abc\0" if in_blocks else b"abcdef\0\0")
+    assert bytes(memory) == (b"def\0abc\0" if in_blocks else b"abcdef\0\0")
     far.close()
     assert said.get(timeout=5) == "ended"
 
@@ -340,30 +307,6 @@ def test_the_rest_of_a_stopped_chunk_is_dropped(
     assert memory[-1] == 0
     far.close()
     assert said.get(timeout=5) == "ended"
-
-
-def test_a_chunk_over_the_limit_ends_the_receiver(
-    lane: LaneSocket, far: socket.socket, owner: LaneOwner, said: queue.Queue[object]
-) -> None:
-    ReceiveLane(lane, owner, PartTable(), _CHUNK).start()
-    far.sendall(encode_chunk_header(1, 0, 0, _CHUNK + 1))
-    assert isinstance(said.get(timeout=5), RemoteProtocolError)
-
-
-@pytest.mark.parametrize("sent", [10, 58])
-def test_hanging_up_within_a_chunk_is_an_error(
-    lane: LaneSocket,
-    far: socket.socket,
-    owner: LaneOwner,
-    said: queue.Queue[object],
-    sent: int,
-) -> None:
-    table = PartTable()
-    table.add(_part(1, 0, bytearray(6)))
-    ReceiveLane(lane, owner, table, _CHUNK).start()
-    far.sendall((encode_chunk_header(1, 0, 0, 6) + b"abcdef")[:sent])
-    far.close()
-    assert isinstance(said.get(timeout=5), EOFError)
 
 
 def test_a_lane_that_is_shut_down_starts_no_thread(
