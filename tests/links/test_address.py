@@ -1,9 +1,14 @@
 from __future__ import annotations
 
 import logging
+import os
+import secrets
+import traceback
+from pathlib import Path
 
 import pytest
 
+from asynckv.abc import PayloadTransport
 from asynckv.errors import ConfigError
 from asynckv.links.address import (
     Address,
@@ -12,9 +17,22 @@ from asynckv.links.address import (
     is_beyond_this_host,
     parse_url,
 )
-from asynckv.security.keyring import NO_KEYS, Keyring
+from asynckv.links.fd_socket import has_fd_sockets
+from asynckv.links.options import (
+    TRANSPORTS,
+    device_digest,
+    keys_of,
+    make_keyring,
+    new_identity,
+    payload_digest,
+    payload_paths,
+)
+from asynckv.security.keyring import NO_KEYS, Keyring, Keys
 from asynckv.security.shared_secret import Secret
 from asynckv.security.tls import TLS
+from asynckv.testing.certificates import Authority
+from harness.inline_ends import Landing
+from harness.link_pairs import linked
 
 
 @pytest.mark.parametrize(
@@ -189,3 +207,152 @@ def test_certificates_are_never_left_unused(url: str) -> None:
 def test_tls_needs_certificates() -> None:
     with pytest.raises(ConfigError, match="needs certificates"):
         check_exposure(parse_url("tls://:1"), Keyring(secrets=SECRETS))
+
+
+def test_each_identity_is_another_incarnation() -> None:
+    first, second = new_identity("node"), new_identity("node")
+    assert first.id == second.id == "node"
+    assert first.incarnation != second.incarnation
+
+
+def test_without_a_name_each_identity_has_one_of_its_own() -> None:
+    assert new_identity().id != new_identity().id
+    assert new_identity(role="producer").role == "producer"
+    assert new_identity().pid == os.getpid()
+
+
+def test_what_crosses_a_socket_is_digested_unless_that_is_off() -> None:
+    assert payload_digest("auto") == payload_digest("edges") == "full"
+    assert payload_digest("full") == "full"
+    assert device_digest("auto") == "full" and device_digest("edges") == "edges"
+    assert payload_digest("off") == "off"
+
+
+def test_the_secret_is_the_given_file_or_the_environments() -> None:
+    text = "correct-horse-battery-staple-0123"
+    in_place, elsewhere = {"ASYNCKV_SECRET": text}, {"ASYNCKV_SECRET_FILE": "/b"}
+    assert not make_keyring(None, None, False, {}).has_secret
+    for environ in ({}, in_place, elsewhere):
+        keyring = make_keyring(Path("/a"), None, False, environ)
+        with pytest.raises(ConfigError, match="/a cannot be read"):
+            keyring.current()
+    assert len(make_keyring(None, None, False, in_place).current().secrets) == 1
+    with pytest.raises(ConfigError, match="/b cannot be read"):
+        make_keyring(None, None, False, elsewhere).current()
+
+
+def test_the_process_s_own_environment_is_asked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("ASYNCKV_SECRET", "short")
+    with pytest.raises(ConfigError, match="ASYNCKV_SECRET holds a secret of less"):
+        make_keyring(None, None, False)
+
+
+@pytest.mark.parametrize("also_a_file", [False, True])
+def test_no_traceback_shows_the_environment(
+    monkeypatch: pytest.MonkeyPatch, also_a_file: bool
+) -> None:
+    text = "correct-horse-battery-staple"
+    monkeypatch.setenv("ASYNCKV_SECRET", text)
+    if also_a_file:
+        monkeypatch.setenv("ASYNCKV_SECRET_FILE", "/run/secret")
+    with pytest.raises(ConfigError) as caught:
+        make_keyring(None, None, False)
+    shown = traceback.TracebackException.from_exception(
+        caught.value, capture_locals=True
+    )
+    shown.stack.pop(0)  # this test
+    assert text not in "".join(shown.format())
+
+
+def test_certificates_are_given_by_their_files(authority: Authority) -> None:
+    keyring = make_keyring(None, authority.issue(), False, {})
+    assert keyring.has_tls
+    assert keyring.current().tls is not None
+    with pytest.raises(ConfigError, match="tls is a str"):
+        make_keyring(None, "ca.pem", False, {})  # type: ignore[arg-type]
+
+
+def test_plaintext_is_allowed_explicitly() -> None:
+    assert make_keyring(None, None, True, {}).allow_plaintext
+    assert not make_keyring(None, None, False, {}).allow_plaintext
+
+
+def test_an_identity_tells_which_machine_and_since_which_start() -> None:
+    first, second = new_identity(), new_identity()
+    assert first.host_id == second.host_id != ""
+    assert first.boot_id == second.boot_id
+    boot_id = Path("/proc/sys/kernel/random/boot_id")
+    assert first.boot_id == (boot_id.read_text().strip() if boot_id.exists() else "")
+
+
+@pytest.mark.both_loops
+async def test_no_keys_take_no_thread() -> None:
+    assert await keys_of(NO_KEYS) == Keys()
+
+
+@pytest.mark.both_loops
+async def test_files_are_read_off_the_loop(tmp_path: Path) -> None:
+    path = tmp_path / "secret"
+    path.touch(0o600)
+    keyring = Keyring(secret_file=str(path))
+    with pytest.raises(ConfigError, match="holds 0 secrets"):
+        await keys_of(keyring)
+    path.write_text(secrets.token_hex(32))
+    keys = await keys_of(keyring)
+    assert keys.first_secret is not None
+    assert await keys_of(keyring) is keys
+
+
+@pytest.mark.parametrize("name", TRANSPORTS)
+def test_every_transport_stands_under_its_own_name(name: str) -> None:
+    assert issubclass(TRANSPORTS[name], PayloadTransport)
+    assert TRANSPORTS[name].name == name
+
+
+NEEDS_FILES = pytest.mark.skipif(not has_fd_sockets(), reason="nothing to map here")
+
+
+@pytest.mark.parametrize(
+    ("url", "paths"),
+    [
+        ("tcp://:1?payload=inline", ("inline",)),
+        ("mem://x", ("mem", "inline")),
+        ("mem://x?payload=inline", ("inline",)),
+        *(
+            pytest.param(url, paths, marks=NEEDS_FILES)
+            for scheme in ("tcp://:1", "tls://:1", "unix:///x")
+            for url, paths in (
+                (scheme, ("map", "inline")),
+                (f"{scheme}?payload=map", ("map",)),
+            )
+        ),
+    ],
+)
+def test_each_url_has_its_payload_paths(url: str, paths: tuple[str, ...]) -> None:
+    assert payload_paths(parse_url(url)) == paths
+
+
+def test_one_that_there_is_not_is_refused() -> None:
+    with pytest.raises(ConfigError, match="possible: .*inline"):
+        payload_paths(parse_url("tcp://:1?payload=nccl"))
+
+
+@pytest.mark.both_loops
+@pytest.mark.parametrize(
+    ("url", "name"),
+    [("tcp://:0", "inline"), ("mem://", "mem"), ("mem://?payload=inline", "inline")],
+)
+async def test_a_payload_crosses_a_link_by_what_was_agreed_on(
+    url: str, name: str
+) -> None:
+    async with linked(url, far={"lanes": 2}) as pair:
+        assert pair.near.transport_name == pair.far.transport_name == name
+        assert pair.near.payload.name == name
+        source, target = bytes(range(256)) * 4096, bytearray(256 * 4096)
+        transfer, landed, sent = pair.near.new_transfer(), Landing(), Landing()
+        pair.far.payload.receive(transfer, 0, memoryview(target), landed)
+        pair.near.payload.send(transfer, 0, memoryview(source), sent)
+        assert await landed == await sent
+        assert target == source

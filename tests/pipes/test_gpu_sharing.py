@@ -1,4 +1,4 @@
-"""Pipes between two processes on one GPU: each reads where the other has it."""
+"""Memory that both sides of a pipe share: read in place, refused, lost or changed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is sent with ``copy=False``: from where the caller has it, and until when."""
+"""What is sent without a copy: lent by the caller, or memory of the pipe's own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pipes between two GPUs, or two processes of one: what holds of both alike."""
+"""Pipes on GPUs: of one process, between two GPUs, or two processes of one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who gets in, over real sockets: with a secret that both sides share."""
+"""Who gets in with a shared secret, where we listen, and that nothing is dialled."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Entries in one process's memory of a GPU, read by another on the same GPU."""
+"""Memory of a peer on a GPU: opened, read, closed, and nothing is left of a failure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a peer exports, and how a link ends on which it was not opened."""
+"""What a peer exports and has exported: not shown, not proved, not read any more."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which grants count, and what a later one asks for."""
+"""Which grants count, what a later one asks for, and what is said of parts."""
 
 from __future__ import annotations
 

@@ -338,12 +338,6 @@ async def test_small_parts_that_make_no_sense_end_the_link(
     assert not any(transfer.memory[0])
 
 
-async def test_small_parts_have_a_digest_each() -> None:
-    transfer = granted(8, 8)
-    with pytest.raises(RemoteProtocolError):
-        transfer.say(Eager(7, (0, 1), (b"one",)), bytes(16))
-
-
 async def test_who_waits_is_told_when_all_has_landed() -> None:
     transfer = Transfer(LARGE, 8)
     receiving = await transfer.receiving()

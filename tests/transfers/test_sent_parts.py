@@ -1,4 +1,4 @@
-"""What a peer says of parts that were granted otherwise, or not at all."""
+"""What a peer may say of parts, however they were granted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What nobody touches any more once the inline transport says that it is quiet."""
+"""Payload over lanes: what other transports do not have, and what is quiet when."""
 
 from __future__ import annotations
 
