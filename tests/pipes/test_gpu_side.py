@@ -1,4 +1,4 @@
-"""What connects the GPUs of a pipe: where it breaks or is not there, the pipe goes on."""
+"""What connects the GPUs of a pipe: it breaks, or is not there, and the pipe goes on."""
 
 from __future__ import annotations
 
