@@ -1,4 +1,4 @@
-"""What connects the GPUs of a pipe: it breaks, or is not there, and the pipe goes on."""
+"""What connects the GPUs of a pipe: it breaks, or is missing, and the pipe goes on."""
 
 from __future__ import annotations
 
