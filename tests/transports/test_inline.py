@@ -352,3 +352,15 @@ async def test_after_an_abort_a_plain_function_can_wait_until_a_source_is_quiet(
         far.transport.abort()
         await far.transport.quiesce(1)
         assert not any(2 in target for target in targets)
+
+
+async def test_closing_lets_queued_parts_leave() -> None:
+    async with open_inline_ends(2) as (near, far):
+        targets = [bytearray(_LARGE) for _ in range(3)]
+        landings = [far.receive(1, i, target) for i, target in enumerate(targets)]
+        leavings = [near.send(1, i, b"\1" * _LARGE) for i in range(3)]
+        await near.transport.aclose()
+        assert all(leaving.future.done() for leaving in leavings)
+        for landing in landings:
+            await landing
+        assert far.lost == []

@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Iterator
 import numpy
 import pytest
 
+from asynckv.errors import RemoteProtocolError
 from asynckv.protocol.wire import CHUNK_HEADER_BYTES, encode_chunk_header
 from asynckv.tensors.feeds import Feed
 from asynckv.tensors.runs import runs_in
@@ -314,3 +315,12 @@ def test_a_lane_that_is_shut_down_starts_no_thread(
 ) -> None:
     lane.shut_down()
     assert not ReceiveLane(lane, owner, PartTable(), _CHUNK).start()
+
+
+def test_a_chunk_over_the_limit_ends_the_receiver(
+    lane: LaneSocket, far: socket.socket, owner: LaneOwner, said: queue.Queue[object]
+) -> None:
+    ReceiveLane(lane, owner, PartTable(), _CHUNK).start()
+    far.sendall(encode_chunk_header(1, 0, 0, _CHUNK + 1))
+    error = said.get(timeout=5)
+    assert isinstance(error, RemoteProtocolError) and "1000 are allowed" in str(error)
