@@ -48,11 +48,11 @@ if TYPE_CHECKING:
         WrongRole as WrongRole,
     )
     from asynckv.node import Node as Node, open as open
-    from asynckv.pipes.group import join_group as join_group
-    from asynckv.pipes.opening import (
+    from asynckv.pipes.endpoints import (
         listen_pipe as listen_pipe,
         open_pipe as open_pipe,
     )
+    from asynckv.pipes.group import join_group as join_group
     from asynckv.security.tls import TLS as TLS
     from asynckv.tensors.blocks import KVBlocks as KVBlocks
     from asynckv.types import KVFingerprint as KVFingerprint, TensorSpec as TensorSpec
@@ -99,9 +99,9 @@ _HOME: Final = {
     "WrongRole": "asynckv.errors",
     "connect": "asynckv.buffers.remote.peer",
     "join_group": "asynckv.pipes.group",
-    "listen_pipe": "asynckv.pipes.opening",
+    "listen_pipe": "asynckv.pipes.endpoints",
     "open": "asynckv.node",
-    "open_pipe": "asynckv.pipes.opening",
+    "open_pipe": "asynckv.pipes.endpoints",
     "serve": "asynckv.buffers.serve",
 }
 

@@ -26,7 +26,7 @@ from asynckv.cli.bench.baselines import TOKEN_NBYTES, RawConnection, RawServer
 from asynckv.cli.bench.rounds import Case, Measurement, Sample
 from asynckv.cli.process import run
 from asynckv.links.options import Digest
-from asynckv.pipes.opening import PipeListener
+from asynckv.pipes.endpoints import PipeListener
 from asynckv.pipes.pipe import Pipe
 from asynckv.tensors.views import bytes_of
 from benchmarks.pairing.runs import Figure, measure_case, report

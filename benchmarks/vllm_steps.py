@@ -100,7 +100,7 @@ class _Runner:
         results = self.worker.results()
         self.worker.take_counts()
         if results:
-            self.scheduler.believe(results, results)
+            self.scheduler.apply_results(results, results)
         return results
 
     def prefill(self, name: str) -> tuple[_Request, Any]:

@@ -45,15 +45,15 @@ def test_an_owner_is_not_kept_alive() -> None:
 async def test_memory_that_a_forked_child_sees_is_not_used_again() -> None:
     growth, spec = Growth(64 * _MIB), TensorSpec((40 * _MIB,), "uint8")
     await growth.reach(60 * _MIB)
-    tensor = growth.lending.spare(spec).fill_(3)
+    tensor = growth.spares.spare(spec).fill_(3)
     go_on, say = os.pipe()
     pid = os.fork()
     if not pid:
         os.read(go_on, 1)
         os._exit(int(tensor[-1]))  # no torch operation that would need threads
     del tensor
-    growth.lending.spare(TensorSpec((60 * _MIB,), "uint8")).fill_(4)
-    growth.lending.spare(spec).fill_(4)
+    growth.spares.spare(TensorSpec((60 * _MIB,), "uint8")).fill_(4)
+    growth.spares.spare(spec).fill_(4)
     os.write(say, b"!")
     assert _exit_code(pid) == 3
     for end in (go_on, say):

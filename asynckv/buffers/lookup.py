@@ -32,7 +32,8 @@ from asynckv.shielding import wait_shielded
 from asynckv.tensors.blocks import KVMemory
 from asynckv.tensors.views import spec_like
 from asynckv.transfers.layout import check_names, flatten
-from asynckv.transfers.queries import (
+from asynckv.transfers.targets import check_targets
+from asynckv.transfers.tokens import (
     as_mask,
     as_specs,
     as_text,
@@ -40,7 +41,6 @@ from asynckv.transfers.queries import (
     key_of,
     make_query,
 )
-from asynckv.transfers.targets import check_targets
 from asynckv.types import KVFingerprint, TensorSpec
 
 __all__ = ("LookupBuffer",)
@@ -107,7 +107,7 @@ class LookupBuffer(InMemoryBuffer, KVLookupBuffer):
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """As the contract says; it counts as ``pinned_bytes`` of the statistics."""
         self._check_loop()
-        return self.growth.lending.empty(spec_like(shape, dtype))
+        return self.growth.spares.empty(spec_like(shape, dtype))
 
     async def insert(
         self,
@@ -134,7 +134,7 @@ class LookupBuffer(InMemoryBuffer, KVLookupBuffer):
             ttl_s=ttl_s,
             deliveries=deliveries,
             fingerprint=self.fingerprint,
-            lent=self.growth.lending.regions_of(tensors.values()),
+            borrowed=self.growth.spares.regions_of(tensors.values()),
         )
         self.ledger.check_open()
         source = LocalSource(tensors, self.pool)

@@ -127,7 +127,7 @@ class Server(LoopBound, AsyncWithOnly):
         self._keyring = keyring
         self._drain_s = drain_s
         self._listener: LinkListener | None = None
-        self._is_leaving = False
+        self._is_draining = False
         self._services: set[_Services] = set()
         self._lost_callbacks: list[Callable[[PeerIdentity], None]] = []
         self._waiting = WaitingBytes(max_waiting_bytes)
@@ -213,10 +213,10 @@ class Server(LoopBound, AsyncWithOnly):
         if self._listener is None:
             return
         self._check_loop()
-        self._is_leaving = True
+        self._is_draining = True
         known = self._open_services()  # those are forgotten whose link is lost
         for service in known:
-            service.leave()
+            service.drain()
         with anyio.CancelScope(shield=True):
             try:
                 with anyio.move_on_after(drain_s):
@@ -240,8 +240,8 @@ class Server(LoopBound, AsyncWithOnly):
         services = _Services(link, self._what, lookup=lookup, store=store)
         for service in services.all:
             service.call_when_ended(lambda: self._forget_ended(services))
-            if self._is_leaving:
-                service.leave()
+            if self._is_draining:
+                service.drain()
         self._services.add(services)
         link.call_when_lost(lambda error: self._on_lost(services))
         return services

@@ -15,7 +15,7 @@ from asynckv.buffers.statistics import StoreStatistics
 from asynckv.buffers.values import StoredValues
 from asynckv.devices.arena import place_of
 from asynckv.tensors.views import check_into, check_landing_place, spec_of
-from asynckv.transfers.queries import as_keys
+from asynckv.transfers.tokens import as_keys
 from asynckv.types import KVFingerprint
 
 __all__ = ("StoreBuffer", "check_place", "check_value")

@@ -15,9 +15,9 @@ from typing import Final, Generic, TypeAlias, TypeVar
 from asynckv.buffers.statistics import StoreCounters
 from asynckv.errors import BufferClosed, EntryTooLarge
 from asynckv.tensors.arena import Arena, Region
-from asynckv.transfers.queries import as_key
+from asynckv.transfers.tokens import as_key
 from asynckv.types import KVFingerprint, TensorSpec
-from asynckv.waits.line import FairLine
+from asynckv.waits.queue import FairQueue
 
 __all__ = (
     "EvictionOrder",
@@ -130,7 +130,7 @@ class StoredValues:
     ) -> None:
         self.counters = StoreCounters()
         self.closed = False
-        self.room: FairLine[_Ticket] = FairLine(self._is_through)
+        self.room: FairQueue[_Ticket] = FairQueue(self._is_through)
         self._arena = arena
         self._check_loop = check_loop
         self._max_keys = max_keys

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from asynckv.connectors.engine import KVEngine
-from asynckv.connectors.keys import prefix_block_keys
+from asynckv.connectors.engine import KVEngine, prefix_block_keys
 from asynckv.connectors.registry import (
     CONNECTORS,
     KVConnectorKind,

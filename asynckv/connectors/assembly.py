@@ -8,9 +8,8 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from asynckv.connectors.caches import REGION_NAMES, BlockMoves
-from asynckv.connectors.engine import KVEngine
-from asynckv.connectors.keys import EntryHeader
-from asynckv.connectors.requests import LoadOrder
+from asynckv.connectors.engine import EntryHeader, KVEngine
+from asynckv.connectors.requests import LoadRequest
 from asynckv.devices.cuda import Event
 from asynckv.errors import IncompatiblePeer
 from asynckv.parallel.copies import Span, StridedCopy
@@ -31,16 +30,18 @@ class Scratch:
     of a layer have come: heads and tokens of several are not scattered one by one.
     """
 
-    def __init__(self, moves: BlockMoves, order: LoadOrder, mark: Event | None) -> None:
+    def __init__(
+        self, moves: BlockMoves, request: LoadRequest, mark: Event | None
+    ) -> None:
         self.moves = moves
-        self.order = order
+        self.request = request
         self._mark = mark
         self._tensors: dict[str, list[torch.Tensor]] = {}
 
     def blocks(self, layer: str) -> list[KVBlocks]:
         """Return the blocks of a layer that are loaded."""
         caches = self.moves.caches
-        ids = self.order.block_ids[caches.group_of(layer)]
+        ids = self.request.block_ids[caches.group_of(layer)]
         return [KVBlocks(region, ids) for region in caches.pools(layer)]
 
     def landing(self, layer: str) -> Sequence[KVMemory]:
@@ -89,7 +90,7 @@ class Assembly:
         specs: Mapping[str, TensorSpec],
     ) -> None:
         self._engine, self._scratch = engine, scratch
-        self._caches, self._order = scratch.moves.caches, scratch.order
+        self._caches, self._request = scratch.moves.caches, scratch.request
         self._read = read
         expected = None if read is None else read.plan.source
         if header.shape != expected or (
@@ -140,9 +141,9 @@ class Assembly:
         landed = self._landed.pop(layer)
         target = self._layers[layer]
         sources = [landed[name] for name in self._regions[layer]]
-        ids = self._order.block_ids[self._caches.group_of(target)]
+        ids = self._request.block_ids[self._caches.group_of(target)]
         if self._read is None or self._read.plan.is_identity:
-            first = self._order.first_block
+            first = self._request.first_block
             await self._scratch.write(
                 target, [source[first : first + len(ids)] for source in sources]
             )
@@ -154,12 +155,12 @@ class Assembly:
 
     def _jobs(self, layer: str, sources: list[torch.Tensor]) -> list[CopyJob]:
         """Return what takes the heads and tokens of a layer to where they are here."""
-        read, order = self._read, self._order
+        read, request = self._read, self._request
         if read is None:
             raise RuntimeError("whole blocks are not taken apart")
         span = Span(
-            tokens=order.num_tokens,
-            target_start=order.first_block * self._engine.block_size,
+            tokens=request.num_tokens,
+            target_start=request.first_block * self._engine.block_size,
         )
         landing = self._scratch.landing(self._layers[layer])
         try:
@@ -211,7 +212,7 @@ class Assembly:
             names = self._regions[source]
             if len(names) != self._regions_there(len(pools)):
                 raise _misshapen(source)
-            ids = self._order.block_ids[self._caches.group_of(target)]
+            ids = self._request.block_ids[self._caches.group_of(target)]
             here = KVBlocks(pools[0], ()).spec
             for name in names:
                 spec = specs[name]
@@ -223,7 +224,7 @@ class Assembly:
                     )
                 if is_identity and (
                     spec.shape[1:] != here.shape[1:]
-                    or spec.shape[0] < self._order.first_block + len(ids)
+                    or spec.shape[0] < self._request.first_block + len(ids)
                 ):
                     raise _misshapen(name)
 

@@ -13,26 +13,25 @@ from typing import Final, TypeAlias
 import msgspec
 
 from asynckv.abc import BlockIds, KVConnectorMetadata, KVRequest
-from asynckv.connectors.engine import KVEngine
-from asynckv.connectors.keys import prompt_digest
+from asynckv.connectors.engine import KVEngine, prompt_digest
 from asynckv.connectors.options import ConnectorOptions
-from asynckv.connectors.transfers import Life
+from asynckv.connectors.transfers import TransferState
 from asynckv.parallel.shapes import EngineShape
 
 __all__ = (
-    "LoadOrder",
+    "LoadRequest",
     "P2PMetadata",
     "P2PParams",
     "P2PRequest",
     "SampledPrompts",
-    "SaveOrder",
+    "SaveRequest",
     "SavedPrompt",
     "StoreMetadata",
-    "StoreOrder",
+    "StoreRequest",
 )
 
 
-class LoadOrder(msgspec.Struct, frozen=True):
+class LoadRequest(msgspec.Struct, frozen=True):
     """Fill ``block_ids`` from a transfer, beginning with its block ``first_block``.
 
     The transfer's prompt must begin with the ``num_tokens`` tokens of this ``digest``,
@@ -57,7 +56,7 @@ class LoadOrder(msgspec.Struct, frozen=True):
     refusal: str = ""
 
 
-class SaveOrder(msgspec.Struct, frozen=True):
+class SaveRequest(msgspec.Struct, frozen=True):
     """This step completes the prompt: save its KV, layer by layer, for ``peer``.
 
     With a ``refusal`` nothing is saved or reported: who waits for it learns why, where
@@ -82,14 +81,14 @@ class P2PMetadata(KVConnectorMetadata, frozen=True):
     tokens and blocks: nobody will ask for their entries.
     """
 
-    loads: tuple[LoadOrder, ...] = ()
-    saves: tuple[SaveOrder, ...] = ()
+    loads: tuple[LoadRequest, ...] = ()
+    saves: tuple[SaveRequest, ...] = ()
     aborts: tuple[str, ...] = ()
     left_to_others: tuple[str, ...] = ()
-    withdrawals: tuple[SaveOrder, ...] = ()
+    withdrawals: tuple[SaveRequest, ...] = ()
 
 
-class StoreOrder(msgspec.Struct, frozen=True):
+class StoreRequest(msgspec.Struct, frozen=True):
     """Load or save these blocks, of which each group has one for each key.
 
     They are those of the prompt from ``first_block`` on.
@@ -104,8 +103,8 @@ class StoreOrder(msgspec.Struct, frozen=True):
 class StoreMetadata(KVConnectorMetadata, frozen=True):
     """One step's orders. ``aborts`` are requests whose loads end as soon as can be."""
 
-    loads: tuple[StoreOrder, ...] = ()
-    saves: tuple[StoreOrder, ...] = ()
+    loads: tuple[StoreRequest, ...] = ()
+    saves: tuple[StoreRequest, ...] = ()
     aborts: tuple[str, ...] = ()
 
 
@@ -125,7 +124,7 @@ class SavedPrompt:
     unfinished: int = 0
     is_decided: bool = False
     """Whether one of them has saved it, or could not."""
-    order: SaveOrder | None = None
+    request: SaveRequest | None = None
     """Which entry that leaves, if it is saved: without tokens and blocks."""
     is_saved: bool = False
     is_promised: bool = False
@@ -137,13 +136,13 @@ class SavedPrompt:
         self.request_ids.add(request_id)
         self.unfinished += 1
 
-    def withdraw(self) -> SaveOrder | None:
+    def withdraw(self) -> SaveRequest | None:
         """Return what was saved, once, if none of its requests can ask for it."""
-        if self.order is None or self.unfinished or self.is_promised:
+        if self.request is None or self.unfinished or self.is_promised:
             return None
-        order, self.order = self.order, None
+        request, self.request = self.request, None
         self.is_saved, self.is_withdrawn = False, True
-        return order
+        return request
 
 
 class SampledPrompts:
@@ -216,7 +215,7 @@ class P2PRequest:
     """Whether it names its transfer itself, so that others may know of it already."""
     saved: SavedPrompt | None = None
     """What is saved of its prompt, if it is, perhaps by a sibling."""
-    load: Life | None = None
+    load: TransferState | None = None
     """Its own load, once it is ordered."""
     awaited: P2PRequest | None = None
     """Which request loads the same transfer; it waits for that one's end."""

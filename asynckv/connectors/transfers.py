@@ -1,6 +1,6 @@
-"""A request's life in a connector: which transfers are under way, and what is told.
+"""A request's state in a connector: which transfers are under way, and what is told.
 
-For each (request, direction) there is one life at a time, and its end is told exactly
+For each (request, direction) there is one state at a time, and its end is told exactly
 once; whatever else is said of it is only counted. That ledger is pure: no clock, no
 loop, no tensor. A worker has a task for each transfer; of what it says of their ends
 the scheduler side believes what it has ordered.
@@ -23,10 +23,10 @@ from asynckv.shielding import wait_shielded
 
 __all__ = (
     "ExpectedLoads",
-    "Life",
     "Phase",
     "TransferCounters",
     "TransferLedger",
+    "TransferState",
     "Transfers",
     "Way",
     "output_of",
@@ -42,7 +42,7 @@ _REMEMBERED: Final = 4096
 
 
 class Phase(enum.Enum):
-    """Where a transfer is in its life."""
+    """Where a transfer is in its state."""
 
     MOVING = "moving"
     """Issued. Memory may be read or written by it."""
@@ -57,7 +57,7 @@ class Phase(enum.Enum):
 
 
 @dataclasses.dataclass(eq=False, slots=True)
-class Life:
+class TransferState:
     """One transfer of one request. Whoever moves its bytes keeps it as a token.
 
     With ``lacks_room`` it failed as there was no room where it would have been kept.
@@ -98,83 +98,85 @@ class TransferLedger:
     """
 
     def __init__(self, remembered: int = _REMEMBERED) -> None:
-        self._lives: dict[tuple[str, Way], Life] = {}
+        self._states: dict[tuple[str, Way], TransferState] = {}
         self._ended: collections.OrderedDict[tuple[str, Way], None] = (
             collections.OrderedDict()
         )
         self._remembered = remembered
-        self._unreported: list[Life] = []
+        self._unreported: list[TransferState] = []
         self.counters = TransferCounters()
 
     def __len__(self) -> int:
         """How many are not told yet."""
-        return len(self._lives)
+        return len(self._states)
 
     def begin(
         self, request_id: str, way: Way, block_ids: frozenset[int] = frozenset()
-    ) -> Life | None:
+    ) -> TransferState | None:
         """A transfer is issued; ``None``, and counted, if one is under way already."""
         name = (request_id, way)
-        if name in self._lives:
+        if name in self._states:
             self.counters.duplicate += 1
             return None
         self._ended.pop(name, None)
-        life = self._lives[name] = Life(request_id, way, block_ids)
+        state = self._states[name] = TransferState(request_id, way, block_ids)
         self.counters.begun += 1
-        return life
+        return state
 
-    def find(self, request_id: str, way: Way) -> Life | None:
+    def find(self, request_id: str, way: Way) -> TransferState | None:
         """Return the transfer that is not told yet, if there is one."""
-        return self._lives.get((request_id, way))
+        return self._states.get((request_id, way))
 
-    def cancel(self, request_id: str, way: Way) -> Life | None:
+    def cancel(self, request_id: str, way: Way) -> TransferState | None:
         """Nobody wants it any more: return what has to be stopped, if anything has."""
-        life = self._lives.get((request_id, way))
-        if life is None:
+        state = self._states.get((request_id, way))
+        if state is None:
             self._count_stranger((request_id, way))
             return None
-        if life.phase is not Phase.MOVING:
+        if state.phase is not Phase.MOVING:
             return None
-        life.phase, life.is_cancelled = Phase.STOPPING, True
+        state.phase, state.is_cancelled = Phase.STOPPING, True
         self.counters.cancelled += 1
-        return life
+        return state
 
-    def settle(self, life: Life, reason: str = "") -> bool:
+    def settle(self, state: TransferState, reason: str = "") -> bool:
         """A transfer has ended and its memory is quiet: done, or why it failed.
 
         One that was cancelled has failed, even if all of it had arrived. ``False``, and
         counted, if it was over before.
         """
-        if self._lives.get((life.request_id, life.way)) is not life:
+        if self._states.get((state.request_id, state.way)) is not state:
             self.counters.late += 1
             return False
-        if life.is_over:
+        if state.is_over:
             self.counters.duplicate += 1
             return False
-        if life.phase is Phase.STOPPING:
+        if state.phase is Phase.STOPPING:
             reason = reason or "cancelled"
-        life.phase = Phase.FAILED if reason else Phase.DONE
-        life.reason = reason
+        state.phase = Phase.FAILED if reason else Phase.DONE
+        state.reason = reason
         self.counters.failed += bool(reason)
         self.counters.done += not reason
-        self._unreported.append(life)
+        self._unreported.append(state)
         return True
 
-    def hear(self, request_id: str, way: Way, reason: str = "") -> Life | None:
+    def settle_by_id(
+        self, request_id: str, way: Way, reason: str = ""
+    ) -> TransferState | None:
         """Somebody else says that a transfer has ended: whose it is, if it counts."""
-        life = self._lives.get((request_id, way))
-        if life is None:
+        state = self._states.get((request_id, way))
+        if state is None:
             self._count_stranger((request_id, way))
             return None
-        return life if self.settle(life, reason) else None
+        return state if self.settle(state, reason) else None
 
-    def take_unreported(self) -> list[Life]:
+    def take_unreported(self) -> list[TransferState]:
         """Return what has ended since the last call, once. They are forgotten."""
         told, self._unreported = self._unreported, []
-        for life in told:
-            life.phase = Phase.TOLD
-            name = (life.request_id, life.way)
-            del self._lives[name]
+        for state in told:
+            state.phase = Phase.TOLD
+            name = (state.request_id, state.way)
+            del self._states[name]
             self._ended[name] = None
         while len(self._ended) > self._remembered:
             self._ended.popitem(last=False)
@@ -198,13 +200,13 @@ class ExpectedLoads:
         """How many have not ended."""
         return len(self._ledger)
 
-    def are_quiet(self, request_id: str) -> bool:
+    def are_free(self, request_id: str) -> bool:
         """Whether no older request of that id has a load that was aborted, and goes on.
 
         Until then its blocks are held, and whose an end is could not be told.
         """
-        life = self._ledger.find(request_id, "recv")
-        return life is None or life.phase is not Phase.STOPPING
+        state = self._ledger.find(request_id, "recv")
+        return state is None or state.phase is not Phase.STOPPING
 
     @property
     def counters(self) -> TransferCounters:
@@ -216,7 +218,7 @@ class ExpectedLoads:
         """Whether there is something for :meth:`take_aborts`."""
         return bool(self._aborts)
 
-    def begin(self, request_id: str, block_ids: BlockIds) -> Life | None:
+    def begin(self, request_id: str, block_ids: BlockIds) -> TransferState | None:
         """A load is ordered; ``None``, and counted, if the request has one."""
         return self._ledger.begin(request_id, "recv", frozenset(_flat(block_ids)))
 
@@ -232,20 +234,20 @@ class ExpectedLoads:
         aborts, self._aborts = self._aborts, []
         return tuple(aborts)
 
-    def hear(self, results: KVTransferResults) -> KVTransferResults:
+    def settle(self, results: KVTransferResults) -> KVTransferResults:
         """Take what the workers say; return the ends that count, each once."""
         for request_id in results.finished_recving:
             is_failed = request_id in results.failed_recving
             why = results.reasons.get(request_id) or "the load failed"
-            self._ledger.hear(request_id, "recv", why if is_failed else "")
-        lives = self._ledger.take_unreported()
-        failed = [life for life in lives if life.reason]
+            self._ledger.settle_by_id(request_id, "recv", why if is_failed else "")
+        states = self._ledger.take_unreported()
+        failed = [state for state in states if state.reason]
         return KVTransferResults(
-            finished_recving=frozenset(life.request_id for life in lives),
-            failed_recving=frozenset(life.request_id for life in failed),
+            finished_recving=frozenset(state.request_id for state in states),
+            failed_recving=frozenset(state.request_id for state in failed),
             # What else the workers name may be somebody else's by now.
             invalid_block_ids=frozenset[int]().union(*(f.block_ids for f in failed)),
-            reasons={life.request_id: life.reason for life in failed},
+            reasons={state.request_id: state.reason for state in failed},
         )
 
     def clear(self) -> None:
@@ -269,7 +271,7 @@ class Transfers:
 
     def __init__(self) -> None:
         self.ledger = TransferLedger()
-        self._tasks: dict[Life, asyncio.Task[None]] = {}
+        self._tasks: dict[TransferState, asyncio.Task[None]] = {}
         self._others: set[asyncio.Task[None]] = set()
         self._dispensable: dict[asyncio.Task[None], None] = {}
         self._callbacks: list[Callable[[], None]] = []
@@ -287,7 +289,7 @@ class Transfers:
 
     def count(self, way: Way) -> int:
         """How many are under way."""
-        return sum(life.way == way for life in self._tasks)
+        return sum(state.way == way for state in self._tasks)
 
     @property
     def others(self) -> int:
@@ -301,22 +303,22 @@ class Transfers:
         run: Callable[[], Coroutine[Any, Any, None]],
         block_ids: Iterable[int] = (),
         ended: Callable[[], None] | None = None,
-    ) -> Life | None:
+    ) -> TransferState | None:
         """Run a transfer; ``None``, and counted, if the request has one of that way.
 
         ``ended`` is called when it has ended, also if it had no time to begin.
         """
-        life = self.ledger.begin(request_id, way, frozenset(block_ids))
-        if life is None:
+        state = self.ledger.begin(request_id, way, frozenset(block_ids))
+        if state is None:
             return None
         task = asyncio.get_running_loop().create_task(
             run(), name=f"asynckv: {way} {request_id}"
         )
-        self._tasks[life] = task
-        task.add_done_callback(lambda task: self._ended(life, task))
+        self._tasks[state] = task
+        task.add_done_callback(lambda task: self._ended(state, task))
         if ended is not None:
             task.add_done_callback(lambda _: ended())
-        return life
+        return state
 
     def refuse(
         self,
@@ -328,10 +330,10 @@ class Transfers:
         lacks_room: bool = False,
     ) -> None:
         """Tell of a transfer that could not even begin."""
-        life = self.ledger.begin(request_id, way, frozenset(block_ids))
-        if life is not None:
-            life.lacks_room = lacks_room
-            self.ledger.settle(life, reason)
+        state = self.ledger.begin(request_id, way, frozenset(block_ids))
+        if state is not None:
+            state.lacks_room = lacks_room
+            self.ledger.settle(state, reason)
             for callback in self._callbacks:
                 callback()
 
@@ -360,20 +362,22 @@ class Transfers:
 
     def cancel(self, request_id: str, way: Way) -> None:
         """End a request's transfer; it is told once its memory is quiet."""
-        life = self.ledger.cancel(request_id, way)
-        if life is not None:
-            self._tasks[life].cancel()
+        state = self.ledger.cancel(request_id, way)
+        if state is not None:
+            self._tasks[state].cancel()
 
-    def fail(self, life: Life, reason: str, *, lacks_room: bool = False) -> None:
+    def fail(
+        self, state: TransferState, reason: str, *, lacks_room: bool = False
+    ) -> None:
         """End a transfer that can come to nothing any more, and say why."""
-        if (task := self._tasks.get(life)) is not None:
-            self.ledger.cancel(life.request_id, life.way)
-            life.reason, life.lacks_room = reason, lacks_room
+        if (task := self._tasks.get(state)) is not None:
+            self.ledger.cancel(state.request_id, state.way)
+            state.reason, state.lacks_room = reason, lacks_room
             task.cancel()
 
     def fail_after(
         self,
-        life: Life,
+        state: TransferState,
         timeout_s: float,
         *,
         lacks_room: Callable[[], bool] = lambda: False,
@@ -382,12 +386,12 @@ class Transfers:
 
         ``lacks_room`` is asked then whether it still waits for room.
         """
-        task = self._tasks.get(life)
+        task = self._tasks.get(state)
         if task is not None:
             reason = f"it took longer than {timeout_s:g} s"
 
             def give_up() -> None:
-                self.fail(life, reason, lacks_room=lacks_room())
+                self.fail(state, reason, lacks_room=lacks_room())
 
             timer = task.get_loop().call_later(timeout_s, give_up)
             task.add_done_callback(lambda _: timer.cancel())
@@ -399,20 +403,26 @@ class Transfers:
 
     def results(self) -> KVTransferResults:
         """Return what has ended since the last call."""
-        lives = self.ledger.take_unreported()
-        if not lives:
+        states = self.ledger.take_unreported()
+        if not states:
             return KVTransferResults()
-        sent = [life for life in lives if life.way == "send"]
-        received = [life for life in lives if life.way == "recv"]
-        failed = [life for life in received if life.reason]
+        sent = [state for state in states if state.way == "send"]
+        received = [state for state in states if state.way == "recv"]
+        failed = [state for state in received if state.reason]
         return KVTransferResults(
-            finished_sending=frozenset(life.request_id for life in sent),
-            failed_sending=frozenset(life.request_id for life in sent if life.reason),
-            finished_recving=frozenset(life.request_id for life in received),
-            failed_recving=frozenset(life.request_id for life in failed),
+            finished_sending=frozenset(state.request_id for state in sent),
+            failed_sending=frozenset(
+                state.request_id for state in sent if state.reason
+            ),
+            finished_recving=frozenset(state.request_id for state in received),
+            failed_recving=frozenset(state.request_id for state in failed),
             invalid_block_ids=frozenset[int]().union(*(f.block_ids for f in failed)),
-            reasons={life.request_id: life.reason for life in lives if life.reason},
-            full_sending=frozenset(life.request_id for life in sent if life.lacks_room),
+            reasons={
+                state.request_id: state.reason for state in states if state.reason
+            },
+            full_sending=frozenset(
+                state.request_id for state in sent if state.lacks_room
+            ),
         )
 
     def call_when_ended(self, callback: Callable[[], None]) -> None:
@@ -431,8 +441,8 @@ class Transfers:
     def abort(self) -> None:
         """Cancel all of them, and begin no others of that kind. Never waits."""
         self._is_closing = True
-        for life in self._tasks:
-            self.ledger.cancel(life.request_id, life.way)
+        for state in self._tasks:
+            self.ledger.cancel(state.request_id, state.way)
         for task in (*self._tasks.values(), *self._others):
             task.cancel()
 
@@ -440,9 +450,9 @@ class Transfers:
         while tasks := [*self._tasks.values(), *self._others]:
             await asyncio.wait(tasks)
 
-    def _ended(self, life: Life, task: asyncio.Task[None]) -> None:
-        del self._tasks[life]
-        self.ledger.settle(life, life.reason or _reason(task))
+    def _ended(self, state: TransferState, task: asyncio.Task[None]) -> None:
+        del self._tasks[state]
+        self.ledger.settle(state, state.reason or _reason(task))
         for callback in self._callbacks:
             callback()
 

@@ -21,9 +21,9 @@ from typing import ClassVar, Final
 
 import torch
 
+from asynckv.devices.access import GpuAccess, gpu_access
 from asynckv.devices.cuda import CudaApi, DeviceMemory, Event, Stream
 from asynckv.devices.names import Device
-from asynckv.devices.quiet import QuietGpu, quiet_gpu
 from asynckv.devices.tensors import Gpus
 from asynckv.errors import GPUFailed, GPUUnavailable
 from asynckv.tensors.arena import Pages, Region, pack
@@ -89,9 +89,9 @@ class DeviceAllocation:
         memory = self.memory.part(offset, offset + nbytes)
         return dataclasses.replace(memory, owner=owner)
 
-    def quiet(self) -> QuietGpu:
+    def quiet(self) -> GpuAccess:
         """Return when it is to be freed, by whoever may have the last reference."""
-        return quiet_gpu(self.gpus.cuda, self.memory.device)
+        return gpu_access(self.gpus.cuda, self.memory.device)
 
     def stream(self) -> object:
         """Return this thread's current stream: what is handed out now is for it."""
@@ -215,7 +215,7 @@ class DevicePages(PagesOnDemand):
         """
         try:
             gpus = self.device.opened()
-            with quiet_gpu(gpus.cuda, self.device.index).allocating():
+            with gpu_access(gpus.cuda, self.device.index).allocating():
                 return self._allocate(gpus)
         except (GPUUnavailable, GPUFailed) as exc:
             self.error = exc

@@ -33,12 +33,12 @@ from asynckv.types import TensorSpec
 
 __all__ = (
     "Growth",
-    "Lending",
+    "SpareMemory",
     "allocate_but",
 )
 
 
-class Lending:
+class SpareMemory:
     """Lends memory of ``arena``, and knows again what was lent.
 
     ``ordinary`` makes the tensors that are not there, on the host by default.
@@ -72,7 +72,7 @@ class Lending:
             slabs.free([] if region is None else [region])
             return self._ordinary(spec)
         self._lent[tensor.data_ptr()] = region
-        region.is_lent = True
+        region.is_borrowed = True
         region.release()
         return tensor
 
@@ -189,7 +189,7 @@ class Growth:
         """Of an arena on a GPU."""
         told: _Told = {
             "wanted": _weakly(self._grow_soon),
-            "freed": _weakly(self._look_soon),
+            "freed": _weakly(self._recheck_soon),
             "pinned": _weakly(self._late.watch),
             "unmapped": _weakly(self.drop_soon),
         }
@@ -202,7 +202,7 @@ class Growth:
             self._slabs = SlabArena(max_bytes, **told)
             watch_forks(self._slabs.pins)
         self.arena = self._slabs or HeapArena(max_bytes)
-        self.lending = Lending(self.arena, None if device is None else device.empty)
+        self.spares = SpareMemory(self.arena, None if device is None else device.empty)
         self._changed = changed
         self._call_when_given_back: Callable[[], None] = lambda: None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -274,7 +274,7 @@ class Growth:
 
     def make_pool(self) -> CopyPool:
         """Make what copies into this memory and out of it."""
-        pages, empty = self.device_pages, self.lending.spare
+        pages, empty = self.device_pages, self.spares.spare
         if pages is None:
             return CopyPool(empty=empty)
         lanes = DeviceLanes.of(lambda: pages.allocation.gpus)
@@ -364,25 +364,25 @@ class Growth:
             idle.drop()
             dropped.set_result(None)
 
-    def _look_soon(self) -> None:
+    def _recheck_soon(self) -> None:
         """Called by finalizers: in any thread, at any moment."""
         loop = self._loop
         if loop is None or self._is_looking:
             return  # nobody has ever waited for room, or it will be seen anyway
         self._is_looking = True
         try:
-            loop.call_soon_threadsafe(self._look)
+            loop.call_soon_threadsafe(self._recheck)
         except RuntimeError:  # the loop is closed
             self._is_looking = False
 
-    def _look(self) -> None:
+    def _recheck(self) -> None:
         self._is_looking = False  # what comes from here on is looked at again
         if self._slabs is not None:
             self._slabs.collect()
             if self._slabs.pins.is_waiting and self._loop is not None:
                 # A GPU says to nobody when it is done: it has to be asked.
                 self._is_looking = True
-                self._loop.call_later(_LOOK_AGAIN_S, self._look)
+                self._loop.call_later(_LOOK_AGAIN_S, self._recheck)
         self._changed()
 
 

@@ -21,9 +21,9 @@ import numpy
 import numpy.typing
 import torch
 
+from asynckv.devices.access import gpu_access
 from asynckv.devices.cuda import CudaApi, DeviceMemory, Event, PinnedMemory
 from asynckv.devices.names import cuda_of_this_process
-from asynckv.devices.quiet import quiet_gpu
 from asynckv.devices.tensors import DeviceTensors, Gpus, TorchTensors
 from asynckv.errors import GPUFailed
 from asynckv.tensors.runs import Memory, take_at
@@ -290,7 +290,7 @@ class DeviceLane:
             for slot in self._slots:
                 slot.close()
             if self._scratch is not None:
-                with quiet_gpu(self._cuda, self._device).allocating():
+                with gpu_access(self._cuda, self._device).allocating():
                     self._cuda.free(self._scratch)
 
     def _take_slot(self) -> _Slot:
@@ -437,7 +437,7 @@ class DeviceLane:
         """
         if self._scratch is None:
             nbytes = self._slot_nbytes + 8 * self._table_rows
-            with quiet_gpu(self._cuda, self._device).allocating():
+            with gpu_access(self._cuda, self._device).allocating():
                 scratch = self._cuda.malloc(nbytes)
                 spec = TensorSpec((1, 8), "uint8")
                 table = self._tensors.tensor_over(scratch.part(0, 8), spec)

@@ -181,7 +181,7 @@ class TorchTensors:
         device = torch.device("cuda", memory.device)
         if not spec.nbytes:
             return torch.empty(spec.shape, dtype=dtype, device=device)
-        lent = torch.as_tensor(_Lent(memory, spec.nbytes), device=device)
+        lent = torch.as_tensor(_GpuBytes(memory, spec.nbytes), device=device)
         return lent.view(dtype).view(spec.shape)
 
     def move_rows(
@@ -242,7 +242,7 @@ def index_rows(
         elements.index_copy_(0, ids, flat)
 
 
-class _Lent:
+class _GpuBytes:
     """Bytes of a GPU as torch takes them: as uint8, which every dtype can be seen as.
 
     Torch's tensor refers to this object, and so to the memory's owner.

@@ -27,9 +27,9 @@ from typing import Final, Generic, NamedTuple, TypeVar
 
 from asynckv.errors import AsyncKVError, AuthError, PeerLost, RemoteProtocolError
 from asynckv.links.address import host_in
-from asynckv.links.incoming import Turns
 from asynckv.links.link import Link
 from asynckv.links.options import keys_of
+from asynckv.links.reader import Turns
 from asynckv.links.sockets import (
     assurance_of,
     check_peer,
@@ -44,8 +44,8 @@ from asynckv.links.streams import SocketStream
 from asynckv.protocol.codec import encode_frame
 from asynckv.protocol.failures import to_refuse
 from asynckv.protocol.frames import Attach, Attached
-from asynckv.protocol.greeting import ListenSide
 from asynckv.protocol.handshake import Agreement, Terms
+from asynckv.protocol.hello import ListenSide
 from asynckv.protocol.limits import Unfinished
 from asynckv.security.keyring import Keyring, Keys
 from asynckv.security.names import Assurance

@@ -20,8 +20,8 @@ from asynckv.links.sockets import (
     send_first_frame,
 )
 from asynckv.links.streams import SocketStream
-from asynckv.protocol.greeting import DialSide, Outcome
 from asynckv.protocol.handshake import DigestMode, Terms
+from asynckv.protocol.hello import DialSide, Outcome
 from asynckv.protocol.values import Limits, PeerIdentity
 from asynckv.security.keyring import NO_KEYS, Keyring, Keys
 from asynckv.security.shared_secret import new_nonce

@@ -17,12 +17,12 @@ import anyio
 import msgspec
 
 from asynckv.errors import AsyncKVError, PeerLost, RemoteProtocolError, WrongRole
-from asynckv.links.ending import GRACE_S, Heartbeat, LinkEnd, copy_of
-from asynckv.links.incoming import Incoming, Turns
+from asynckv.links.end import GRACE_S, Heartbeat, LinkEnd, copy_of
 from asynckv.links.options import make_payload
-from asynckv.links.outgoing import Outgoing
 from asynckv.links.progress import Progress
+from asynckv.links.reader import LinkReader, Turns
 from asynckv.links.streams import ControlStream, StreamHandler
+from asynckv.links.writer import LinkWriter
 from asynckv.protocol.codec import BODY_PART_BYTES, Buffer
 from asynckv.protocol.failures import to_failure
 from asynckv.protocol.frames import Frame, OpeningFrame
@@ -94,7 +94,7 @@ class Link:
             beat=self._on_beat,
             dead=self._on_silence,
         )
-        self._outgoing = Outgoing(stream, self._session.outbox, loop, self._read_on)
+        self._outgoing = LinkWriter(stream, self._session.outbox, loop, self._read_on)
         shared = stream, self._session, self._outgoing
         self._ending = LinkEnd(self.peer.id, *shared, self.payload, self._heartbeat)
         if unfinished is not None:
@@ -102,7 +102,7 @@ class Link:
         self.progress = Progress(self.payload, self._ending.refuse)
         self._ending.call(lambda _: self.progress.stop())
         self._service: Service | None = None
-        self._incoming = Incoming(
+        self._incoming = LinkReader(
             *(agreement, *shared, self._ending, self._heartbeat, turns or Turns(loop)),
             opened=self._open,
         )
@@ -250,7 +250,7 @@ class Link:
 
     def _on_beat(self) -> None:
         if self._outgoing.is_reading_paused and self._outgoing.judge_reader():
-            self._heartbeat.was_heard = True
+            self._heartbeat.has_received = True
         self._session.ping(next(self._pings))
         self._outgoing.flush()
 
@@ -266,7 +266,7 @@ class LinkStream(msgspec.Struct, eq=False):
     # A Struct, because two are made for each request.
     link: Link
     _session: Session[StreamHandler]
-    _outgoing: Outgoing
+    _outgoing: LinkWriter
     id: int
 
     def __repr__(self) -> str:

@@ -28,16 +28,16 @@ from asynckv.errors import (
 )
 from asynckv.links.acceptor import Acceptor
 from asynckv.links.address import Address, check_exposure, parse_url
-from asynckv.links.incoming import Turns
 from asynckv.links.link import Link, Service
 from asynckv.links.options import keys_of, make_terms
+from asynckv.links.reader import Turns
 from asynckv.links.sockets import bind, remove_place
 from asynckv.links.streams import MemoryStream
 from asynckv.processes import ProcessBound
 from asynckv.protocol.codec import encode_frame, max_unfinished_bytes
 from asynckv.protocol.failures import to_refuse
-from asynckv.protocol.greeting import DialSide, ListenSide
 from asynckv.protocol.handshake import Agreement, DigestMode, Terms
+from asynckv.protocol.hello import DialSide, ListenSide
 from asynckv.protocol.limits import Unfinished
 from asynckv.protocol.values import Limits, PeerIdentity
 from asynckv.security.keyring import NO_KEYS, Keyring, Keys

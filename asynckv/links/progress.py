@@ -63,7 +63,7 @@ class Progress:
         self._transfers[transfer] += 1
         if self._timer is None:
             self._note_growth()
-            self._look_later()
+            self._recheck_later()
 
     def forget(self, transfer: int) -> None:
         """It has landed, or nobody wants it any more."""
@@ -102,12 +102,12 @@ class Progress:
     def _note_growth(self) -> None:
         self._seen, self._grew_s = self._landed(), self._loop.time()
 
-    def _look_later(self) -> None:
+    def _recheck_later(self) -> None:
         pause_s = STALL_S / _LOOKS
         self._due_s = self._loop.time() + pause_s
-        self._timer = self._loop.call_later(pause_s, self._look)
+        self._timer = self._loop.call_later(pause_s, self._recheck)
 
-    def _look(self) -> None:
+    def _recheck(self) -> None:
         self._timer = None
         if not self._transfers:
             return
@@ -119,7 +119,7 @@ class Progress:
         elif now_s - self._grew_s > STALL_S - _EARLY_S:
             self._notify()
             return
-        self._look_later()
+        self._recheck_later()
 
     def _is_owed(self, now_s: float) -> bool:
         """Is there a transfer that this side is not at work at?"""

@@ -23,8 +23,8 @@ from asynckv.errors import AsyncKVError, AuthError, ConfigError, PeerLost
 from asynckv.links.address import Address
 from asynckv.protocol.codec import FrameDecoder
 from asynckv.protocol.frames import Frame
-from asynckv.protocol.greeting import GreetingSide
 from asynckv.protocol.handshake import GREETING_LIMITS
+from asynckv.protocol.hello import GreetingSide
 from asynckv.protocol.values import Limits
 from asynckv.security.names import NO_ASSURANCE, Assurance
 from asynckv.security.tls import ALPN, TlsKeys, tls_failure

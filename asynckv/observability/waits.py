@@ -91,21 +91,21 @@ class LoggedWaits(Generic[T]):
             _log_begin(self._who(wait), *self._what)
         self._since[wait] = self._now
         if self._timer is None:
-            self._timer = loop.call_later(LONG_WAIT_S, self._look)
+            self._timer = loop.call_later(LONG_WAIT_S, self._recheck)
 
     def end(self, wait: T) -> None:
         """That wait is over."""
         if self._since.pop(wait, None) is None:
             self._long.discard(wait)
 
-    def _look(self) -> None:
+    def _recheck(self) -> None:
         """Warn of what has become long; the others are looked at when they have."""
         loop = asyncio.get_running_loop()
         self._timer = None
         for wait, since in list(self._since.items()):
             left_s = since + LONG_WAIT_S - loop.time()
             if left_s > 0:
-                self._timer = loop.call_later(left_s, self._look)
+                self._timer = loop.call_later(left_s, self._recheck)
                 return
             del self._since[wait]
             self._long.add(wait)

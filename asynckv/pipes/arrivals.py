@@ -21,7 +21,7 @@ from asynckv.devices.growth import Growth
 from asynckv.errors import ChecksumError, GPUFailed, PeerLost, RemoteProtocolError
 from asynckv.links.link import LinkStream
 from asynckv.pipes.gpu_side import GpuSide
-from asynckv.pipes.sharing import MapSharing
+from asynckv.pipes.shared_memory import MapSharing
 from asynckv.protocol.frames import Push
 from asynckv.protocol.transfer_frames import Sent
 from asynckv.protocol.values import Place
@@ -31,7 +31,7 @@ from asynckv.transfers.incoming import Incoming, Route, receive_frame
 from asynckv.transfers.targets import Target, device_memory
 from asynckv.types import TensorSpec
 
-__all__ = ("Arrival", "Granting", "ReadAhead", "SmallArrival")
+__all__ = ("Arrival", "Grants", "ReadAhead", "SmallArrival")
 
 
 class SmallArrival(msgspec.Struct, eq=False):
@@ -137,7 +137,7 @@ class ReadAhead(Generic[_T]):
         """It can be copied. Never waits."""
         if self._wants_into:
             self._waiting[arrival] = None
-            self._look_later()
+            self._recheck_later()
         else:
             self._begin(arrival)
 
@@ -160,18 +160,18 @@ class ReadAhead(Generic[_T]):
             self._timer.cancel()
             self._timer = None
 
-    def _look_later(self) -> None:
+    def _recheck_later(self) -> None:
         if self._timer is None and self._waiting:
             loop = asyncio.get_running_loop()
-            self._timer = loop.call_later(_WAIT_S, self._look)
+            self._timer = loop.call_later(_WAIT_S, self._recheck)
 
-    def _look(self) -> None:
+    def _recheck(self) -> None:
         self._timer = None
         if not (self._was_asked or self.is_paused):
             self._begin_some(self._count)
             self._count *= 2  # who has not asked for so long may not ask soon
         self._was_asked = False
-        self._look_later()
+        self._recheck_later()
 
     def _begin_some(self, count: int) -> None:
         for arrival in list(self._waiting)[:count]:
@@ -181,7 +181,7 @@ class ReadAhead(Generic[_T]):
             self.stop()
 
 
-class Granting:
+class Grants:
     """Gives what the peer has announced memory to come to: of a GPU, or of the host.
 
     What finds none comes when :meth:`grant` is called for it again. ``landed`` is told
@@ -215,7 +215,7 @@ class Granting:
         :raises RemoteProtocolError: it is shown where nothing can be, or was before
         """
         if arrival.place is not None:
-            self._check_shown(arrival, arrival.place)
+            self._check_exported(arrival, arrival.place)
         self._stream.link.payload.announce(arrival.transfer)
         self.let_come(arrival)
 
@@ -304,7 +304,7 @@ class Granting:
         if self.mapping is not None and arrival.place is not None:
             self.mapping.release(arrival.place)
 
-    def _check_shown(self, arrival: Arrival, place: Place) -> None:
+    def _check_exported(self, arrival: Arrival, place: Place) -> None:
         sharing = self.mapping if self.gpus is None else self.gpus.sharing
         if sharing is None:
             raise RemoteProtocolError("a tensor in memory that is not mapped")
@@ -336,7 +336,7 @@ class Granting:
             return False
         nbytes = arrival.nbytes
         try:
-            arrival.tensor = self._memory.lending.spare(arrival.spec)
+            arrival.tensor = self._memory.spares.spare(arrival.spec)
         except RuntimeError as exc:
             raise MemoryError(f"none for a tensor of {nbytes} bytes") from exc
         return True

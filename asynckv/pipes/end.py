@@ -14,7 +14,7 @@ from asynckv.links.streams import StreamHandler
 from asynckv.pipes.gpu_side import GpuSide
 from asynckv.pipes.inbound import Inbound
 from asynckv.pipes.outbound import Outbound
-from asynckv.pipes.sharing import MapSharing
+from asynckv.pipes.shared_memory import MapSharing
 from asynckv.protocol.codec import Buffer
 from asynckv.protocol.failures import from_failure, to_failure
 from asynckv.protocol.frames import (
@@ -130,7 +130,7 @@ class PipeEnd:
 
     def _answer_mapping(self, handshake: Handshake) -> None:
         if self._mapping is None:
-            handshake.leave(ConfigError("this side of the pipe shares no host memory"))
+            handshake.refuse(ConfigError("this side of the pipe shares no host memory"))
         else:
             self._mapping.open_soon(handshake)
 

@@ -24,7 +24,7 @@ from asynckv.devices.tensors import KVOnGpu, caught
 from asynckv.errors import ConfigError, RemoteProtocolError
 from asynckv.links.link import Link
 from asynckv.links.options import Digest, device_digest, map_digest
-from asynckv.pipes.sharing import AGREE_S, GpuSharing, Opening, why_not
+from asynckv.pipes.shared_memory import AGREE_S, GpuSharing, Opening, why_not
 from asynckv.protocol.handshake import DigestMode
 from asynckv.protocol.transfer_frames import OpenDevices
 from asynckv.protocol.values import Place
@@ -41,7 +41,7 @@ from asynckv.waits.own_tasks import OwnTasks
 __all__ = (
     "GpuOpening",
     "GpuSide",
-    "Placing",
+    "Placement",
 )
 
 logger = logging.getLogger(__name__)
@@ -66,23 +66,23 @@ class GpuOpening:
     ) -> None:
         self._link, self._device, self._digest = link, device, digest
         self._memory, self._sharing, self._failed = memory, sharing, failed
-        self._way: GpuLink | None = None
+        self._gpu_link: GpuLink | None = None
         self._openings = OwnTasks()
         self._has_told = False
         self._is_asked = asyncio.Event()
 
     @property
-    def way(self) -> GpuLink | None:
+    def gpu_link(self) -> GpuLink | None:
         """What moves payload between two GPUs, while it does."""
-        way = self._way
-        return way if way is not None and way.is_open else None
+        gpu_link = self._gpu_link
+        return gpu_link if gpu_link is not None and gpu_link.is_open else None
 
     @property
-    def agreed_way(self) -> GpuLink | None:
+    def agreed_link(self) -> GpuLink | None:
         """That, also while only the peer knows that it is open, or this side that it
         is over.
         """
-        return self._way
+        return self._gpu_link
 
     def ask(self) -> None:
         """Open the way: this side begins. Never waits."""
@@ -108,8 +108,8 @@ class GpuOpening:
         To be called before the link is closed: the peer's could wait for this one in a
         call that nobody can end.
         """
-        if self._way is not None and self._way.is_opening:
-            await self._way.aclose()
+        if self._gpu_link is not None and self._gpu_link.is_opening:
+            await self._gpu_link.aclose()
 
     def abort(self) -> None:
         """Open nothing more, and close what is open. Never waits."""
@@ -119,13 +119,14 @@ class GpuOpening:
     async def wait_closed(self) -> None:
         """Wait until what was aborted is over: :meth:`abort` comes first."""
         await self.settled()
-        if self._way is not None:
-            await self._way.aclose()
+        if self._gpu_link is not None:
+            await self._gpu_link.aclose()
 
     def close(self) -> None:
         """Close the way, unless it is being opened. Never waits."""
-        if self._way is not None and not self._way.is_opening:
-            self._way.close()  # else it is over with its opening, which nobody wants
+        if self._gpu_link is not None and not self._gpu_link.is_opening:
+            # Else it is over with its opening, which nobody wants.
+            self._gpu_link.close()
 
     def _open(self, opening: Opening) -> None:
         name = f"asynckv: connect GPUs with {self._link.peer.id}"
@@ -166,18 +167,18 @@ class GpuOpening:
         return reason
 
     async def _ask_nccl(self) -> None:
-        way = await self._make_way()
+        gpu_link = await self._make_link()
         # Whenever it accepts the pipe: that is bounded by the link's life.
-        await way.ask(self._memory.open, is_patient=True)
+        await gpu_link.ask(self._memory.open, is_patient=True)
 
     async def _answer(self, channel: DeviceStream, frame: OpenDevices) -> None:
         with channel:
-            way = await self._make_way()
-            await way.answer(channel, frame.description, self._memory.open)
+            gpu_link = await self._make_link()
+            await gpu_link.answer(channel, frame.description, self._memory.open)
 
-    async def _make_way(self) -> GpuLink:
-        self._way = await GpuLink.make(self._link, self._device, self._digest)
-        return self._way
+    async def _make_link(self) -> GpuLink:
+        self._gpu_link = await GpuLink.make(self._link, self._device, self._digest)
+        return self._gpu_link
 
 
 class GpuSide:
@@ -201,7 +202,7 @@ class GpuSide:
         self._growth = Growth(max_nbytes, device=opened.device)
         self.pool = CopyPool(
             device=opened.device,
-            empty=self._growth.lending.spare,
+            empty=self._growth.spares.spare,
             lanes=DeviceLanes.of(lambda: opened.gpus),
         )
         self.sharing = GpuSharing(
@@ -229,7 +230,7 @@ class GpuSide:
         :raises GPUFailed: the GPU failed
         """
         is_shared = self.sharing.is_open
-        if not is_shared and self.opening.way is None:
+        if not is_shared and self.opening.gpu_link is None:
             return None
         kind: DigestMode = self.sharing.digest if is_shared else self.digest
         is_digested = is_shared and kind == "full"  # else that is done while it leaves
@@ -253,17 +254,17 @@ class GpuSide:
         """
         if place is not None:
             return self.sharing.route(place, digest)
-        way = self.opening.way if is_on_gpu else None
-        return None if way is None else NcclRoute(way, self.pool)
+        gpu_link = self.opening.gpu_link if is_on_gpu else None
+        return None if gpu_link is None else NcclRoute(gpu_link, self.pool)
 
     def d2h(self, link: Link) -> D2HCopier:
         return D2HCopier(self.pool, self._copies, link.payload.feeds)
 
     def nccl(self, link: Link) -> GpuLink:
         """Return what the peer was told leads there, also when that is over."""
-        if (way := self.opening.agreed_way) is None:
+        if (gpu_link := self.opening.agreed_link) is None:
             raise RemoteProtocolError("a grant of memory that nothing leads to")
-        return way
+        return gpu_link
 
     def made(self, spec: TensorSpec) -> KVOnGpu | None:
         """Make a tensor for the application, where there is room. Never waits.
@@ -318,7 +319,7 @@ def _lent(region: DeviceRegion, spec: TensorSpec) -> torch.Tensor:
     return tensor
 
 
-class Placing:
+class Placement:
     """Copies of one pipe's tensors on ``device``, made by ``pool``.
 
     They are in memory of ``gpus`` where it has room: to allocate may wait for work of

@@ -13,7 +13,7 @@ from asynckv.abc.closing import async_with_only
 from asynckv.devices.names import DeviceName, device_named
 from asynckv.links.options import make_keyring
 from asynckv.loops import LoopBound
-from asynckv.pipes.joining import Joining
+from asynckv.pipes.callers import Joining
 from asynckv.pipes.pipe import Pipe
 from asynckv.security.tls import TLS
 from asynckv.types import parse_bytes

@@ -17,7 +17,7 @@ import torch
 
 from asynckv.errors import ChecksumError, EndOfStream, PeerLost, RemoteProtocolError
 from asynckv.links.link import LinkStream
-from asynckv.pipes.arrivals import Arrival, Granting, SmallArrival
+from asynckv.pipes.arrivals import Arrival, Grants, SmallArrival
 from asynckv.pipes.parcels import INLINE_NBYTES, MAX_TENSORS
 from asynckv.protocol.codec import Buffer
 from asynckv.protocol.frames import Flushed, Frame, Push, Read
@@ -180,7 +180,7 @@ class Inbound:
         """The one who waits for the next tensor."""
         self._spare: _Spare | None = None
         self._last_small: TensorSpec | None = None
-        self.granting = Granting(
+        self.granting = Grants(
             *(stream, max_bytes),
             landed=self._verified,
             failed=self._fail,

@@ -24,7 +24,7 @@ from asynckv.links.options import Digest
 from asynckv.observability.waits import LoggedWait
 from asynckv.pipes.gpu_side import GpuSide
 from asynckv.pipes.parcels import INLINE_NBYTES, Credit, Parcel, SendRoom
-from asynckv.pipes.sharing import MapSharing
+from asynckv.pipes.shared_memory import MapSharing
 from asynckv.protocol.codec import Buffer
 from asynckv.protocol.frames import Push
 from asynckv.protocol.transfer_frames import Grant, Sent
@@ -103,11 +103,11 @@ class Outbound:
 
     def empty(self, spec: TensorSpec) -> torch.Tensor:
         """Return a tensor for the application to fill: see :meth:`region_of`."""
-        return self._memory.lending.empty(spec)
+        return self._memory.spares.empty(spec)
 
     def region_of(self, tensor: torch.Tensor) -> SlabRegion | None:
         """Return what ``tensor`` is all of, if it is from :meth:`empty`."""
-        regions = self._memory.lending.regions_of([tensor])
+        regions = self._memory.spares.regions_of([tensor])
         return regions[0] if regions else None
 
     async def memory_for(
@@ -118,7 +118,7 @@ class Outbound:
         It comes back when it has left. A cancelled call leaves no trace.
         """
         await self._memory.reach(spec.nbytes)
-        return self._memory.lending.spare_region(spec)
+        return self._memory.spares.spare_region(spec)
 
     def send_small(self, spec: TensorSpec | None, body: bytes, digest: bytes) -> bool:
         """Let a small tensor go at once, unless it has to wait for anything.
@@ -141,10 +141,10 @@ class Outbound:
         return True
 
     @property
-    def is_reading_lent(self) -> bool:
+    def is_reading_borrowed(self) -> bool:
         """Is there memory of the caller's that has not left?"""
         parcels = itertools.chain(self._queue, self._pushed)
-        return any(one.is_lent and one.source is not None for one in parcels)
+        return any(one.is_borrowed and one.source is not None for one in parcels)
 
     def put(self, parcel: Parcel, source: Source | None) -> None:
         """Let a parcel go that has its place, now that it is copied. Never waits.
@@ -261,7 +261,7 @@ class Outbound:
             # What reads the memory keeps it, be that a thread or the peer.
             parcel.release()
             if parcel.outgoing is not None and parcel.outgoing.is_busy:
-                self._unquiet.append((parcel.outgoing, parcel.is_lent))
+                self._unquiet.append((parcel.outgoing, parcel.is_borrowed))
             self.room.release(parcel)
             parcel.settle(is_verified=False)
         self.room.close()
@@ -285,8 +285,8 @@ class Outbound:
         """As :meth:`aclose`, after the link's end. Never waits, but as long as a thread
         takes to let go of what was lent.
         """
-        for outgoing, is_lent in self._unquiet:
-            if is_lent:
+        for outgoing, is_borrowed in self._unquiet:
+            if is_borrowed:
                 self._link.payload.block_until_quiet(outgoing.transfer)
         self._memory.close()
 

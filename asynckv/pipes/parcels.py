@@ -10,7 +10,7 @@ from asynckv.observability.waits import LoggedWait
 from asynckv.transfers.outgoing import Outgoing
 from asynckv.transfers.source import Source
 from asynckv.types import TensorSpec
-from asynckv.waits.line import FairLine
+from asynckv.waits.queue import FairQueue
 
 __all__ = ("INLINE_NBYTES", "MAX_TENSORS", "Credit", "Parcel", "SendRoom")
 
@@ -25,14 +25,14 @@ class Parcel:
     """One tensor, or None, on its way to the peer.
 
     ``source`` is the pipe's own copy, while it is still needed, or the caller's memory
-    if it ``is_lent``. With ``is_sent`` its last byte has left, or can be read where it
-    lies.
+    if it ``is_borrowed``. With ``is_sent`` its last byte has left, or can be read
+    where it lies.
     """
 
     __slots__ = (
         "has_room",
+        "is_borrowed",
         "is_copied",
-        "is_lent",
         "is_sent",
         "nbytes",
         "outgoing",
@@ -49,7 +49,7 @@ class Parcel:
         self.nbytes = nbytes
         self.source: Source | None = None
         self.outgoing: Outgoing | None = None
-        self.is_sent = self.is_lent = self.is_copied = self.has_room = False
+        self.is_sent = self.is_borrowed = self.is_copied = self.has_room = False
         self.turn: asyncio.Future[None] | None = None
         self.watchers: list[asyncio.Future[bool]] = []
 
@@ -76,7 +76,7 @@ class Parcel:
 _ENDS_WITH: Final = "the peer's memory having what was sent before, or its end"
 
 
-class SendRoom(FairLine[Parcel]):
+class SendRoom(FairQueue[Parcel]):
     """Bytes in flight, bounded, and a line of parcels that wait for room.
 
     Room is given in the order of the calls; a parcel above the bound goes alone.

@@ -18,7 +18,7 @@ from asynckv.errors import ChecksumError, EndOfStream, PeerLost, PipeBroken
 from asynckv.loops import LoopBound
 from asynckv.pipes.arrivals import Arrival, SmallArrival
 from asynckv.pipes.end import PipeEnd
-from asynckv.pipes.gpu_side import Placing
+from asynckv.pipes.gpu_side import Placement
 from asynckv.pipes.parcels import INLINE_NBYTES, Parcel
 from asynckv.protocol.wire import digest_of
 from asynckv.tensors.views import bytes_of, check_into, packed, spec_like, spec_of
@@ -28,11 +28,11 @@ from asynckv.types import TensorSpec
 __all__ = (
     "Pipe",
     "PipeStatistics",
-    "ToldErrors",
+    "ReportedErrors",
 )
 
 
-class ToldErrors:
+class ReportedErrors:
     """That the peer is lost, and that something sent may not have arrived."""
 
     def __init__(self) -> None:
@@ -102,10 +102,10 @@ class Pipe(KVPipe, LoopBound):
         self._sends, self._receives = sends, receives
         self._placing = None
         if device is not None:
-            self._placing = Placing(device, self._pool, lambda: receives.gpus)
+            self._placing = Placement(device, self._pool, lambda: receives.gpus)
         self._turn_to_receive = asyncio.Lock()
         self._calls = 0
-        self._told = ToldErrors()
+        self._told = ReportedErrors()
 
     def __repr__(self) -> str:
         return f"<Pipe over {self._link!r}>"
@@ -200,7 +200,7 @@ class Pipe(KVPipe, LoopBound):
             await self._outbound.quiesce()
             raise
         except BaseException:
-            if self._outbound.is_reading_lent:
+            if self._outbound.is_reading_borrowed:
                 self._sends.abort(PeerLost("a flush was cancelled: see send_tensor()"))
                 await self._outbound.quiesce()
             raise
@@ -319,14 +319,14 @@ class Pipe(KVPipe, LoopBound):
                 if is_digested and self._sends.is_mapped:
                     (digest,) = await self._pool.digest([source])
                 return HostSource(source.detach(), digest, region)
-            if not copy and self._can_lend(source):
-                parcel.is_lent = True
+            if not copy and self._can_borrow(source):
+                parcel.is_borrowed = True
                 return HostSource(source)
         memory, region = await self._outbound.memory_for(spec)
         (digest,) = await self._pool.copy([source], [memory], digest=is_digested)
         return HostSource(memory, digest, region)
 
-    def _can_lend(self, tensor: torch.Tensor) -> bool:
+    def _can_borrow(self, tensor: torch.Tensor) -> bool:
         if self._sends.is_mapped or not self._link.payload.can_block_until_quiet:
             return False
         try:

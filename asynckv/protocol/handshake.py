@@ -1,6 +1,6 @@
 """What two peers agree on: one Hello, one Welcome, or a Refuse.
 
-Plain functions over values; :mod:`asynckv.protocol.greeting` has their order.
+Plain functions over values; :mod:`asynckv.protocol.hello` has their order.
 """
 
 from __future__ import annotations

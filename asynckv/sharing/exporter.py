@@ -59,7 +59,7 @@ class ExportedMemory:
     """
 
     must_be_closed_there: ClassVar[bool] = True
-    shows_parts: ClassVar[bool] = True
+    exports_parts: ClassVar[bool] = True
 
     def __init__(self, allocation: DeviceAllocation) -> None:
         self.handle = allocation.handle
@@ -171,7 +171,7 @@ class SharedMemory(Protocol):
     must_be_closed_there: ClassVar[bool]
     """Must the memory outlive what a peer has open of it?"""
 
-    shows_parts: ClassVar[bool]
+    exports_parts: ClassVar[bool]
     """Can a part of a stream be read there before all of it has come?"""
 
     def fileno(self) -> int:
@@ -268,7 +268,7 @@ class Importer:
         if self._is_link_over and not self._pins:
             self.close()
 
-    def leave(self) -> None:
+    def detach(self) -> None:
         """Hang up; what the peer may have stays its own for good.
 
         But where the peer has to close it first, that is waited for.
@@ -410,7 +410,7 @@ class Exporter:
         """The memory is not used again: nobody needs to say what he has of it."""
         self._arena = None
         for importer in list(self._importers):
-            importer.leave()
+            importer.detach()
         self._close_door()
         if not self._importers:
             self._close_file()

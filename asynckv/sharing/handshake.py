@@ -72,7 +72,7 @@ class Handshake:
         traceback: TracebackType | None,
     ) -> None:
         if error is not None:
-            self.leave(error)
+            self.refuse(error)
             # These keep the error, which keeps frames, and what is in them.
             self.exposed, self.proof, self.accepted = Reply(), Reply(), Reply()
 
@@ -109,7 +109,7 @@ class Handshake:
         """All is as it should be. Never waits."""
         self._end(Accepted())
 
-    def leave(self, error: BaseException) -> None:
+    def refuse(self, error: BaseException) -> None:
         """Say that nothing comes of it, and hear no more. Never waits."""
         if not self._answers:
             self._end(Cancel())

@@ -99,7 +99,7 @@ class MappedMemory(ProcessBound):
             return
         # Now: no child that is forked while that takes its time has a view.
         work = number, claim, number in self._kept
-        if claim is None or claim.shown_nbytes <= _LOOKED_AT_ONCE_NBYTES:
+        if claim is None or claim.exported_nbytes <= _LOOKED_AT_ONCE_NBYTES:
             self._release(*work)
             return
         self._ended.put(work)

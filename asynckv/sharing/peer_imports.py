@@ -97,7 +97,7 @@ class PeerImports:
         way = self._ways.get(link)
         return way if way is not None and way.is_open else None
 
-    def leave(self, link: Link) -> None:
+    def detach(self, link: Link) -> None:
         """End a link that was not opened: now, or when no GPU waits for this one."""
         if (way := self._ways.get(link)) is not None:
             way.call_when_opened(link.abort)

@@ -54,7 +54,7 @@ class Feed:
                 if begin < stop and start < begin + piece.nbytes
             ]
 
-    def leave(self, before: int) -> None:
+    def discard(self, before: int) -> None:
         """Keep no piece that ends at ``before`` or earlier."""
         with self._lock:
             while self._pieces:

@@ -89,7 +89,7 @@ class Pins:
     def pin(self, region: SlabRegion) -> None:
         self._pinned.add(region)
         self._count(region, region.nbytes)
-        if not (region.is_lent or region.is_handed_out):
+        if not (region.is_borrowed or region.is_handed_out):
             self._tell_pinned(region)
 
     def unpin(self, region: SlabRegion) -> None:

@@ -58,7 +58,7 @@ class SharedFile:
     """
 
     must_be_closed_there: ClassVar[bool] = False  # a mapping keeps its file
-    shows_parts: ClassVar[bool] = False  # they go by lanes while the rest is made
+    exports_parts: ClassVar[bool] = False  # they go by lanes while the rest is made
     handle: ClassVar[bytes] = b""
     gpu_uuid: ClassVar[str] = ""
 

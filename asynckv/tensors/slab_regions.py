@@ -102,9 +102,9 @@ class SlabRegion(Region):
         "_owner",
         "_peers",
         "generation",
+        "is_borrowed",
         "is_handed_out",
         "is_kept",
-        "is_lent",
         "offset",
     )
 
@@ -126,7 +126,7 @@ class SlabRegion(Region):
         """Do its last views belong to the application, which nobody charges?"""
         self.is_kept = False
         """Has a forked child views too, whose end nobody here learns of?"""
-        self.is_lent = False
+        self.is_borrowed = False
         """Was it made for somebody who may insert it, and has not yet?"""
         self._owner: SlabRegionOwner | None = owner
         self._peers = 0
@@ -204,7 +204,7 @@ class SlabRegion(Region):
         """Undo a release that is not over yet; ``False`` if there is none."""
         if not self._is_released or self._owner is None:
             return False
-        self._is_released = self.is_lent = False
+        self._is_released = self.is_borrowed = False
         self._owner.unpin(self)
         return True
 
@@ -265,7 +265,7 @@ class LateViews:
             return
         if not self._is_stopped:
             self._watched[region] = loop.time() + LATE_S
-            self._look_later(loop)
+            self._recheck_later(loop)
 
     def stop(self) -> None:
         """Watch no more. Never waits."""
@@ -275,11 +275,13 @@ class LateViews:
             self._timer.cancel()
             self._timer = None
 
-    def _look_later(self, loop: asyncio.AbstractEventLoop) -> None:
+    def _recheck_later(self, loop: asyncio.AbstractEventLoop) -> None:
         if self._timer is None and self._watched:
-            self._timer = loop.call_at(next(iter(self._watched.values())), self._look)
+            self._timer = loop.call_at(
+                next(iter(self._watched.values())), self._recheck
+            )
 
-    def _look(self) -> None:
+    def _recheck(self) -> None:
         self._timer, loop = None, asyncio.get_running_loop()
         late = [r for r, at in self._watched.items() if at <= loop.time()]
         for region in late:
@@ -295,7 +297,7 @@ class LateViews:
                 LATE_S,
             )
         self._forget_unpinned()
-        self._look_later(loop)
+        self._recheck_later(loop)
 
     def _forget_unpinned(self) -> None:
         while self._watched:

@@ -161,15 +161,15 @@ _Run: TypeAlias = tuple[int, int]
 class Claim:
     """The pages of one delivery, and those of them that it may write."""
 
-    __slots__ = ("runs", "shown")
+    __slots__ = ("exported", "runs")
 
     def __init__(self, runs: list[_Run]) -> None:
         self.runs = runs
-        self.shown: list[_Run] = []
+        self.exported: list[_Run] = []
 
     @property
-    def shown_nbytes(self) -> int:
-        return sum(nbytes for _, nbytes in self.shown)
+    def exported_nbytes(self) -> int:
+        return sum(nbytes for _, nbytes in self.exported)
 
 
 class PrivatePages:
@@ -218,8 +218,8 @@ class PrivatePages:
         """
         if self._fd < 0:
             return
-        over = [run for run in _joined(claim.shown) if self._restore(*run)]
-        over += {*claim.runs}.difference(claim.shown)
+        over = [run for run in _joined(claim.exported) if self._restore(*run)]
+        over += {*claim.runs}.difference(claim.exported)
         for start, nbytes in over:
             first, count = start // _PAGE, nbytes // _PAGE
             self._is_claimed[first : first + count] = bytes(count)

@@ -17,8 +17,8 @@ from asynckv.buffers.remote.peer import Peer, connect
 from asynckv.buffers.serve import Server, serve
 from asynckv.buffers.store import StoreBuffer
 from asynckv.links.sockets import wait_readable
+from asynckv.pipes.endpoints import listen_pipe, open_pipe
 from asynckv.pipes.group import Group, join_group
-from asynckv.pipes.opening import listen_pipe, open_pipe
 from asynckv.pipes.pipe import Pipe
 from asynckv.testing.blocked import until
 from asynckv.testing.faults.fault import Fault

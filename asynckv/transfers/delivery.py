@@ -28,7 +28,7 @@ from asynckv.transfers.layout import unflatten
 from asynckv.transfers.manifest import INLINE_NBYTES, Manifest, verify
 from asynckv.transfers.targets import match_targets
 from asynckv.types import TensorSpec
-from asynckv.waits.line import ByteRoom
+from asynckv.waits.queue import ByteRoom
 
 __all__ = (
     "Delivery",
@@ -93,7 +93,7 @@ class ReceiveBudget(ByteRoom):
 
     def empty(self, spec: TensorSpec) -> torch.Tensor:
         """Return a tensor for some of the bytes that were reserved."""
-        return self._memory.lending.spare(spec)
+        return self._memory.spares.spare(spec)
 
     async def reserve(self, nbytes: int, *, in_host: bool = True) -> None:
         """Take ``nbytes``, waiting behind those who asked before.

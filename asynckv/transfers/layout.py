@@ -18,7 +18,7 @@ from asynckv.abc import KVSource, KVTensors
 from asynckv.protocol.values import MAX_TENSORS, NamedSpecs
 from asynckv.tensors.blocks import KVMemory
 from asynckv.tensors.views import MISSING_DTYPES, dtype_of
-from asynckv.transfers.queries import as_text
+from asynckv.transfers.tokens import as_text
 from asynckv.types import TensorSpec
 
 __all__ = (

@@ -12,7 +12,7 @@ from asynckv.observability.lines import as_line
 from asynckv.protocol.values import Contents, Place
 from asynckv.protocol.wire import digest_of
 from asynckv.transfers.layout import Layout, check_dtypes, read_layout
-from asynckv.transfers.queries import Tokens
+from asynckv.transfers.tokens import Tokens
 
 __all__ = (
     "EAGER_NBYTES",

@@ -20,7 +20,12 @@ from asynckv.tensors.blocks import KVBlocks, KVMemory, memory_of, tensor_at
 from asynckv.transfers.delivery import Delivery, goes_to_gpu, is_on_gpu
 from asynckv.transfers.incoming import Incoming, Route
 from asynckv.transfers.manifest import is_eager, unpack
-from asynckv.transfers.readers import IpcReader, IpcStreamRoute, MapReader, ShownParts
+from asynckv.transfers.readers import (
+    ExportedParts,
+    IpcReader,
+    IpcStreamRoute,
+    MapReader,
+)
 from asynckv.transfers.routes import PeerRoutes
 from asynckv.transfers.targets import (
     HostTarget,
@@ -169,7 +174,7 @@ class OfferReceiver:
         if not all(map(_is_plain_on_gpu, self._into.values())):
             delivery.release()
             return None
-        if isinstance(delivery.mapped, ShownParts):
+        if isinstance(delivery.mapped, ExportedParts):
             return IpcStreamRoute(self._stream.link, delivery.mapped)
         if not delivery.offer.on_gpu:
             return None

@@ -39,10 +39,10 @@ from asynckv.transfers.read_route import DoneCallback, ReadRoute
 from asynckv.types import TensorSpec
 
 __all__ = (
+    "ExportedParts",
     "IpcReader",
     "IpcStreamRoute",
     "MapReader",
-    "ShownParts",
     "Unreadable",
 )
 
@@ -266,7 +266,7 @@ class _Job:
             try:
                 tensor = self._file.view(place, spec, nbytes, self._lent)
                 if self._claim is not None and len(place.runs) == 1:
-                    self._claim.shown += place.runs
+                    self._claim.exported += place.runs
                 self._places.append(tensor)
                 self._tensors[name] = tensor
                 return
@@ -316,7 +316,7 @@ class _Job:
             verify(name, digest, found)
 
 
-class ShownParts(MappedParts):
+class ExportedParts(MappedParts):
     """Where the parts of a stream will lie in ``memory``, but for those that ride."""
 
     memory: ImportedMemory
@@ -333,7 +333,7 @@ class ShownParts(MappedParts):
 class IpcStreamRoute(ReadRoute):
     """Parts of a stream, once they lie where the peer has offered them."""
 
-    def __init__(self, link: Link, parts: ShownParts) -> None:
+    def __init__(self, link: Link, parts: ExportedParts) -> None:
         super().__init__(link.progress, parts.memory.digest)
         self.pool = parts.pool
         self._parts = parts
@@ -406,13 +406,13 @@ class IpcReader(MapReader):
 
     def unpack_parts(
         self, mapped: MappedOffer, body: bytes
-    ) -> tuple[Manifest, ShownParts]:
+    ) -> tuple[Manifest, ExportedParts]:
         """As :meth:`unpack`, of a stream: each part is read once it lies there.
 
         :raises RemoteProtocolError: as there, or parts that ride have a place
         """
         manifest, parts = self.unpack(mapped, body, by_parts=True)
-        shown = ShownParts(
+        shown = ExportedParts(
             *(parts.places, parts.sizes, parts.edges, parts.pin),
             *(self._imported, self._device_pool),
         )

@@ -17,12 +17,12 @@ from asynckv.sharing.imports import ImportedMemory
 from asynckv.sharing.mappings import MappedMemory
 from asynckv.sharing.peer_imports import PeerImports
 from asynckv.transfers.delivery import ReceiveBudget
+from asynckv.transfers.gpu_room import GpuRoom
 from asynckv.transfers.host_copies import D2HCopier, HostCopies
 from asynckv.transfers.manifest import INLINE_NBYTES
 from asynckv.transfers.outgoing import GpuImporter
 from asynckv.transfers.readers import IpcReader, MapReader
 from asynckv.transfers.source import GpuStaging
-from asynckv.transfers.staging import GpuRoom
 
 __all__ = ("GpuRoutes", "PeerRoutes")
 

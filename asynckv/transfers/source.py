@@ -38,7 +38,7 @@ __all__ = (
     "are_on_gpu",
     "copied_sources",
     "dense",
-    "lendable",
+    "readable_in_place",
     "release_staged",
     "source_of",
     "until_made",
@@ -320,10 +320,10 @@ async def source_of(
             return staged
         if isinstance(memory, KVOnGpu):
             return GpuSource(memory)
-    return HostSource(await lendable(memory, pool))
+    return HostSource(await readable_in_place(memory, pool))
 
 
-async def lendable(memory: KVMemory | KVOnGpu, pool: CopyPool) -> KVMemory:
+async def readable_in_place(memory: KVMemory | KVOnGpu, pool: CopyPool) -> KVMemory:
     """Return what lanes can read as it lies: ``memory`` itself, if it is blocks or
     dense, or a tensor of contiguous rows; else a copy.
     """

@@ -16,7 +16,6 @@ from asynckv.abc import PayloadTransport
 from asynckv.errors import AsyncKVError, LocalProtocolError, PeerLost
 from asynckv.tensors.feeds import Feed
 from asynckv.tensors.runs import Memory
-from asynckv.transports.ending import Ending, QuietWaits
 from asynckv.transports.lanes import Lanes
 from asynckv.transports.parts import (
     Completions,
@@ -26,6 +25,7 @@ from asynckv.transports.parts import (
     PartTable,
     PendingParts,
 )
+from asynckv.transports.quiesce import Ending, QuiesceWaits
 
 __all__ = ("DEFAULT_CHUNK_BYTES", "InlineTransport")
 
@@ -73,7 +73,7 @@ class InlineTransport(PayloadTransport):
             release=self._release,
             lost=self._lose,
         )
-        self._quiet = QuietWaits(loop, self._lanes.is_touched)
+        self._quiet = QuiesceWaits(loop, self._lanes.is_touched)
         self._ending = Ending(
             loop,
             on_lost,

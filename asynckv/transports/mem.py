@@ -16,9 +16,9 @@ from asynckv.shielding import wait_shielded
 from asynckv.tensors.blocks import tensor_in
 from asynckv.tensors.copying import HostCopyPool
 from asynckv.tensors.runs import Memory, Runs
-from asynckv.transports.ending import Ending
 from asynckv.transports.inline import DEFAULT_CHUNK_BYTES
 from asynckv.transports.parts import DoneCallback, Part, PartTable, PendingParts
+from asynckv.transports.quiesce import Ending
 from asynckv.types import TensorSpec
 
 __all__ = ("MemTransport",)

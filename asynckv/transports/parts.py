@@ -300,7 +300,7 @@ class FedPart(Part):
 
     def move(self, nbytes: int) -> None:
         super().move(nbytes)
-        self._feed.leave(self.moved_bytes)
+        self._feed.discard(self.moved_bytes)
 
     def release(self) -> None:
         super().release()

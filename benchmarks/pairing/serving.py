@@ -30,7 +30,7 @@ from asynckv.cli.bench.baselines import (
 )
 from asynckv.cli.bench.echo import EchoServer
 from asynckv.cli.process import LoopName, run
-from asynckv.pipes.opening import PipeListener
+from asynckv.pipes.endpoints import PipeListener
 from asynckv.tensors.views import bytes_of
 from asynckv.testing.certificates import Authority
 

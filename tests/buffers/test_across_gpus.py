@@ -159,17 +159,17 @@ async def test_what_is_borrowed_from_another_gpu_is_a_copy(two_gpus: FakeGpus) -
             await until(lambda: not pair.buffer.statistics().mapped_by)
             assert only(entry.key).device == torch.device("cuda", 1)
             assert is_same(only(entry.key), noise(MIB))
-        assert not pair.peer.lookup.shows_gpu_memory
+        assert not pair.peer.lookup.reads_gpu_memory
 
 
 async def test_it_is_known_whether_a_peers_memory_is_read_where_it_lies(
     gpus: FakeGpus, pair: GpuPair
 ) -> None:
-    assert not pair.peer.lookup.shows_gpu_memory
+    assert not pair.peer.lookup.reads_gpu_memory
     async with open_gpu_pair(gpus) as shared:
-        assert shared.peer.lookup.shows_gpu_memory
+        assert shared.peer.lookup.reads_gpu_memory
         shared.peer.abort()
-        assert not shared.peer.lookup.shows_gpu_memory
+        assert not shared.peer.lookup.reads_gpu_memory
 
 
 SIZES = [8, MIB]

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from asynckv.buffers.lookup import LookupBuffer
-from asynckv.buffers.remote.insert import Sending
+from asynckv.buffers.remote.insert import RemoteSend
 from asynckv.buffers.remote.peer import Peer, connect
 from asynckv.buffers.remote.store import begin_put
 from asynckv.buffers.serve import Server, serve
@@ -221,13 +221,13 @@ async def test_a_gpu_that_fails_between_two_pieces_withdraws_the_insert(
 async def test_what_is_accepted_early_is_fed_no_further(
     key: torch.Tensor, gpu: FakeDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sendings, on_frame = list[Sending](), Sending.on_frame
+    sendings, on_frame = list[RemoteSend](), RemoteSend.on_frame
 
-    def note(sending: Sending, frame: Frame, body: bytes) -> None:
+    def note(sending: RemoteSend, frame: Frame, body: bytes) -> None:
         sendings.append(sending)
         on_frame(sending, frame, body)
 
-    monkeypatch.setattr(Sending, "on_frame", note)
+    monkeypatch.setattr(RemoteSend, "on_frame", note)
     async with producing(gpu) as (_, _, server, peer):
         link = peer.link_nowait()
         assert link is not None
@@ -267,7 +267,7 @@ async def test_what_is_granted_again_while_it_is_fed_is_refused(
         pool.close()
 
 
-def tasks_of(sending: Sending) -> int:
+def tasks_of(sending: RemoteSend) -> int:
     outgoing = sending._outgoing
     return 1 if outgoing is None or outgoing._tasks is None else len(outgoing._tasks)
 

@@ -18,7 +18,7 @@ from asynckv.errors import (
     NotServed,
     PeerLost,
 )
-from asynckv.pipes.opening import open_pipe
+from asynckv.pipes.endpoints import open_pipe
 from asynckv.protocol.values import Limits
 from asynckv.testing.blocked import until, until_blocked
 from asynckv.testing.pairs import Peers, Scheme, new_url

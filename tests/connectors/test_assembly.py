@@ -12,9 +12,8 @@ import torch
 
 from asynckv.connectors.assembly import Assembly, Scratch
 from asynckv.connectors.caches import BlockMoves, PagedCaches
-from asynckv.connectors.engine import KVEngine
-from asynckv.connectors.keys import EntryHeader
-from asynckv.connectors.requests import LoadOrder
+from asynckv.connectors.engine import EntryHeader, KVEngine
+from asynckv.connectors.requests import LoadRequest
 from asynckv.devices.copying import CopyPool
 from asynckv.errors import IncompatiblePeer
 from asynckv.parallel.shapes import EngineShape, KVLayout, Rank
@@ -129,7 +128,7 @@ def assembly_of(
     engine = KVEngine(engine_id="D", block_size=8, shape=ours)
     source, target = ToyRank(MODEL, theirs, 0, 8), ToyRank(MODEL, ours, 0, 8)
     ids = (5, 0, 2)[first_block:]
-    order = LoadOrder("r", "t", "P", (ids,), first_block=first_block, num_tokens=20)
+    order = LoadRequest("r", "t", "P", (ids,), first_block=first_block, num_tokens=20)
     header = EntryHeader(
         engine_id="P",
         rank=rank,
@@ -210,7 +209,7 @@ def test_whole_blocks_must_be_equal_and_enough() -> None:
     engine = KVEngine(engine_id="D", block_size=4)
     moves = BlockMoves(PagedCaches({"a": torch.zeros(8, 3)}, None), CopyPool())
     header = EntryHeader(engine_id="P", rank=0, block_size=4, layers=("a",))
-    order = LoadOrder("r", "t", "P", ((5, 0),), first_block=1, num_tokens=12)
+    order = LoadRequest("r", "t", "P", ((5, 0),), first_block=1, num_tokens=12)
     scratch = Scratch(moves, order, None)
     for spec in (
         TensorSpec((2, 3), "float32"),
@@ -262,7 +261,7 @@ async def test_megabytes_on_their_way_to_a_gpu_are_not_freed_on_the_loop(
 ) -> None:
     cache, freed_by = gpu.tensor(torch.ones(4, 2**19)), list[int]()
     pool = CopyPool(lanes=lanes_of(gpu))
-    order = LoadOrder("r", "t", "P", ((3,),), num_tokens=8)
+    order = LoadRequest("r", "t", "P", ((3,),), num_tokens=8)
     scratch = Scratch(BlockMoves(PagedCaches({"a": cache}, None), pool), order, None)
     weakref.finalize(
         scratch.landing("a")[0], lambda: freed_by.append(threading.get_ident())

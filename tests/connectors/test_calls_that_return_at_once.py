@@ -19,11 +19,11 @@ from asynckv.connectors.multi import MultiMetadata, MultiWorker
 from asynckv.connectors.options import Direction
 from asynckv.connectors.p2p.worker import P2PWorker
 from asynckv.connectors.requests import (
-    LoadOrder,
+    LoadRequest,
     P2PMetadata,
-    SaveOrder,
+    SaveRequest,
     StoreMetadata,
-    StoreOrder,
+    StoreRequest,
 )
 from asynckv.connectors.store.lookup import namespace_of
 from asynckv.connectors.store.worker import StoreWorker
@@ -113,7 +113,7 @@ async def test_what_is_not_copied_yet_was_not_read_by_save_kv_layer(
         copies.gate.clear()
         caches.spoil()
         name = ground.new_name()
-        order = P2PMetadata(saves=(ground.save_order(name),))
+        order = P2PMetadata(saves=(ground.save_request(name),))
         worker.bind_connector_metadata(order)
         for layer in ground.model.layer_names:
             worker.save_kv_layer(layer)
@@ -160,7 +160,7 @@ def test_no_size_is_copied_in_the_thread_that_calls(
     )
     worker, caches = worker_and_caches(config, blocks)
     tokens = tuple(range(16 * blocks))
-    order = SaveOrder("r", "t", "", tokens, (tuple(range(blocks)),))
+    order = SaveRequest("r", "t", "", tokens, (tuple(range(blocks)),))
     try:
         bridge.run(worker.start, timeout_s=10)
         bridge.call(worker.bind_connector_metadata, P2PMetadata(saves=(order,)))
@@ -178,7 +178,7 @@ def loads_from(url: str) -> tuple[P2PWorker, P2PMetadata]:
         kv_connector_extra_config={"direction": "pull", "peers": {"P": url}},
     )
     worker, _ = worker_and_caches(config, 2)
-    return worker, P2PMetadata(loads=(LoadOrder("r", "t", "P", ((1,),), 0, 3),))
+    return worker, P2PMetadata(loads=(LoadRequest("r", "t", "P", ((1,),), 0, 3),))
 
 
 @contextlib.contextmanager
@@ -219,7 +219,7 @@ async def test_start_load_kv_does_not_wait_for_a_peer_that_is_slow(
     async with open_p2p("mem", direction) as ground:
         name = ground.new_name()
         worker = ground.decode.workers[0]
-        order = ground.load_order(name)
+        order = ground.load_request(name)
         worker.bind_connector_metadata(P2PMetadata(loads=(order,)))
         assert finishes_at_once(worker.start_load_kv())
         assert worker.statistics().loading == 1
@@ -236,7 +236,7 @@ async def test_start_load_kv_of_several_does_not_wait_for_their_peers() -> None:
         )
         other = StoreWorker(config, KVEngine(engine_id="P", block_size=16))
         other.register_kv_caches({"layer": torch.zeros(2, 64)})
-        blocks = StoreMetadata(loads=(StoreOrder("s", ("key",), ((0,),)),))
+        blocks = StoreMetadata(loads=(StoreRequest("s", ("key",), ((0,),)),))
         async with MultiWorker([worker, other]) as several:
             parts = tuple(map(msgspec.msgpack.encode, (orders, blocks)))
             several.bind_connector_metadata(MultiMetadata(parts))
@@ -251,7 +251,7 @@ async def test_a_store_reads_blocks_in_wait_for_save_alone(copies: Copies) -> No
     worker = StoreWorker(config, KVEngine(engine_id="E", block_size=16), store)
     cache = torch.ones(4, 2**18)
     worker.register_kv_caches({"layer": cache})
-    orders = StoreMetadata(saves=(StoreOrder("r", ("a", "b"), ((3, 0),)),))
+    orders = StoreMetadata(saves=(StoreRequest("r", ("a", "b"), ((3, 0),)),))
     async with store, worker:
         worker.bind_connector_metadata(orders)
         worker.save_kv_layer("layer", cache)

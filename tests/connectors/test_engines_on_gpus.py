@@ -24,7 +24,7 @@ from asynckv.config import KVRole, KVTransferConfig
 from asynckv.connectors.caches import BlockMoves
 from asynckv.connectors.engine import KVEngine
 from asynckv.connectors.p2p.worker import P2PWorker
-from asynckv.connectors.requests import LoadOrder, P2PMetadata
+from asynckv.connectors.requests import LoadRequest, P2PMetadata
 from asynckv.connectors.store.worker import StoreWorker
 from asynckv.devices.cuda import Event
 from asynckv.devices.names import Device
@@ -50,7 +50,7 @@ from harness.fake_gpus import FakeGpus
 from harness.fake_gpus.gates import Gate
 from harness.fake_gpus.tensors import FakeTensors
 from harness.gpu_processes import why_not
-from harness.gpu_workers import save_order, worker_on
+from harness.gpu_workers import save_request, worker_on
 
 SMALL = ToyModel()
 MODEL = ToyModel(layers=2, head_dim=128)
@@ -352,7 +352,7 @@ async def test_what_is_pushed_waits_on_the_gpu_where_it_is_decoded(
         await pair.all_quiet()
 
 
-async def begin_to_push(ground: P2PGround) -> LoadOrder:
+async def begin_to_push(ground: P2PGround) -> LoadRequest:
     """Push the first layer of two, and wait until it is loaded."""
     (prefill,), (decode,) = ground.prefill.workers, ground.decode.workers
     name, (first, last) = ground.new_name(), ground.model.layer_names
@@ -360,9 +360,9 @@ async def begin_to_push(ground: P2PGround) -> LoadOrder:
     ground.decode.caches[0].spoil()
     layers = ground.decode.caches[0].layers
     spoilt = layers[last].cpu()
-    prefill.bind_connector_metadata(P2PMetadata(saves=(ground.save_order(name),)))
+    prefill.bind_connector_metadata(P2PMetadata(saves=(ground.save_request(name),)))
     prefill.save_kv_layer(first)
-    order = ground.load_order(name, is_async=False)
+    order = ground.load_request(name, is_async=False)
     await ground.begin_load(order)
     await decode.wait_for_layer_load(first)
     assert not torch.equal(layers[first].cpu(), spoilt)
@@ -413,7 +413,7 @@ async def test_a_save_is_given_up_whose_stream_does_not_get_on() -> None:
     async with worker:
         await worker.start()
         gate = stop_stream(worker)
-        worker.bind_connector_metadata(P2PMetadata(saves=(save_order("t"),)))
+        worker.bind_connector_metadata(P2PMetadata(saves=(save_request("t"),)))
         await worker.wait_for_save()
         results = worker.get_finished()
         assert results.failed_sending == {"t"}
@@ -463,7 +463,7 @@ class Lost(BlockMoves):
 async def test_saves_of_a_step_that_cannot_be_marked_fail() -> None:
     async with open_p2p("mem", "push") as ground:
         (worker,), name = ground.prefill.workers, ground.new_name()
-        moves, order = worker._registered(), ground.save_order(name)
+        moves, order = worker._registered(), ground.save_request(name)
         worker.bind_connector_metadata(P2PMetadata(saves=(order,)))
         worker._moves = Lost(moves.caches, moves.pool)
         with pytest.raises(GPUFailed, match="an illegal access"):

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from asynckv.connectors.keys import (
+from asynckv.connectors.engine import (
     EntryHeader,
     prefix_block_keys,
     prompt_digest,

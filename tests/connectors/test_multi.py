@@ -24,13 +24,12 @@ from asynckv.connectors.engine import KVEngine
 from asynckv.connectors.multi import MultiMetadata, MultiScheduler, MultiWorker
 from asynckv.connectors.registry import make_scheduler, make_worker
 from asynckv.connectors.requests import (
-    LoadOrder,
+    LoadRequest,
     P2PMetadata,
     StoreMetadata,
-    StoreOrder,
+    StoreRequest,
 )
-from asynckv.connectors.store.transfers import PackedBlocks
-from asynckv.connectors.store.worker import StoreWorker
+from asynckv.connectors.store.worker import PackedBlocks, StoreWorker
 from asynckv.devices.cuda import Event
 from asynckv.tensors.blocks import KVBlocks
 from asynckv.testing.blocked import until_blocked
@@ -250,7 +249,7 @@ async def test_what_has_ended_says_whose_it_is() -> None:
     config = pair_configs(["mem://mE"], ["mem://no"], {"direction": "pull"})[1]
     worker = make_worker(both(config), KVEngine(engine_id="E", block_size=16))
     worker.register_kv_caches({"layer": torch.zeros(4, 64)})
-    load = LoadOrder("r", "t", "P", ((1,),), num_tokens=3)
+    load = LoadRequest("r", "t", "P", ((1,),), num_tokens=3)
     told = (P2PMetadata(loads=(load,)), StoreMetadata())
     async with worker:
         parts = tuple(map(msgspec.msgpack.encode, told))
@@ -364,7 +363,7 @@ async def test_a_cancelled_wait_leaves_nobody_waiting() -> None:
 
 async def test_a_step_that_is_cleared_once_its_wait_has_begun_is_saved_by_all() -> None:
     engine = KVEngine(engine_id="E", block_size=4)
-    order = StoreOrder("r", ("one", "two"), ((1, 2),))
+    order = StoreRequest("r", ("one", "two"), ((1, 2),))
     metadata = MultiMetadata((encoded(order), encoded(order)))
     config = KVTransferConfig(kv_role="kv_both")
     async with StoreBuffer("16MiB") as one, StoreBuffer("16MiB") as other:
@@ -396,7 +395,7 @@ class Noting(BlockMoves):
 
 
 async def test_all_save_what_there_was_when_their_wait_began() -> None:
-    order = StoreOrder("r", ("one", "two"), ((1, 2),))
+    order = StoreRequest("r", ("one", "two"), ((1, 2),))
     engine = KVEngine(engine_id="E", block_size=4)
     config = KVTransferConfig(kv_role="kv_both")
     caches = PagedCaches({"layer": torch.ones(8, 64)}, None)
@@ -415,7 +414,7 @@ async def test_all_save_what_there_was_when_their_wait_began() -> None:
         assert [moves.marks for moves in noting] == [["then", "then"]] * 2
 
 
-def encoded(order: StoreOrder) -> bytes:
+def encoded(order: StoreRequest) -> bytes:
     return msgspec.msgpack.encode(StoreMetadata(saves=(order,)))
 
 
@@ -460,7 +459,10 @@ async def test_a_save_has_failed_if_all_say_so_and_a_load_if_one_does() -> None:
 
 
 async def test_all_are_told_what_was_preempted() -> None:
-    orders, told = [encoded(StoreOrder(n, (n,), ((1,),))) for n in "ab"], list[object]()
+    orders, told = (
+        [encoded(StoreRequest(n, (n,), ((1,),))) for n in "ab"],
+        list[object](),
+    )
     children = [Said(KVTransferResults(), told) for _ in orders]
     async with MultiWorker(children) as worker:
         worker.handle_preemptions(MultiMetadata(tuple(orders)))

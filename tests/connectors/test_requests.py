@@ -10,14 +10,14 @@ from asynckv.config import KVTransferConfig
 from asynckv.connectors.engine import KVEngine
 from asynckv.connectors.options import ConnectorOptions
 from asynckv.connectors.requests import (
-    LoadOrder,
+    LoadRequest,
     P2PMetadata,
     P2PParams,
     P2PRequest,
     SampledPrompts,
-    SaveOrder,
+    SaveRequest,
     StoreMetadata,
-    StoreOrder,
+    StoreRequest,
 )
 from harness.engines.toy_model import ToyModel
 from harness.engines.toy_pairs import toy_shape
@@ -138,7 +138,7 @@ def test_whatever_may_be_another_prompt_has_a_transfer_of_its_own(
 def test_what_was_withdrawn_is_not_shared_with_who_comes_later() -> None:
     prompts = SampledPrompts()
     saved = prompts.join(SAMPLE, "t", "D")
-    saved.order = order = SaveOrder("0_a", "t", "D", (), ())
+    saved.request = order = SaveRequest("0_a", "t", "D", (), ())
     assert saved.withdraw() is None  # one may still be answered with it
     saved.unfinished -= 1
     assert (saved.withdraw(), saved.withdraw()) == (order, None)
@@ -154,15 +154,15 @@ def test_prompts_are_not_remembered_for_ever(monkeypatch: pytest.MonkeyPatch) ->
     assert prompts.join(SECOND, "u", "D").transfer_id == "u"
 
 
-BLOCKS = StoreOrder("r", ("k",), ((1,), (2,)))
+BLOCKS = StoreRequest("r", ("k",), ((1,), (2,)))
 
 
 @pytest.mark.parametrize(
     "metadata",
     [
         P2PMetadata(
-            loads=(LoadOrder("r", "t", "P", ((1, 2),), shape=toy_shape(ToyModel())),),
-            saves=(SaveOrder("s", "t", "", (1, 2), ((3,),)),),
+            loads=(LoadRequest("r", "t", "P", ((1, 2),), shape=toy_shape(ToyModel())),),
+            saves=(SaveRequest("s", "t", "", (1, 2), ((3,),)),),
             aborts=("x",),
         ),
         StoreMetadata((BLOCKS,), (BLOCKS,), ("x",)),

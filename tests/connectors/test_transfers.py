@@ -100,8 +100,8 @@ async def test_what_takes_too_long_is_given_up(transfers: Transfers) -> None:
     slow = transfers.begin("slow", "send", for_ever)
     fast = transfers.begin("fast", "send", nothing)
     assert slow is not None and fast is not None
-    for life in (slow, fast):
-        transfers.fail_after(life, 0.01)
+    for state in (slow, fast):
+        transfers.fail_after(state, 0.01)
     await ended(transfers, 2)
     results = transfers.results()
     assert results.failed_sending == {"slow"}
@@ -112,9 +112,9 @@ async def test_of_those_that_failed_it_is_said_which_found_no_room(
     transfers: Transfers,
 ) -> None:
     for name, is_full in (("full", True), ("slow", False)):
-        life = transfers.begin(name, "send", for_ever)
-        assert life is not None
-        transfers.fail_after(life, 0.01, lacks_room=functools.partial(bool, is_full))
+        state = transfers.begin(name, "send", for_ever)
+        assert state is not None
+        transfers.fail_after(state, 0.01, lacks_room=functools.partial(bool, is_full))
     transfers.refuse("refused", "send", (), "no room", lacks_room=True)
     transfers.refuse("unknown", "send", (), "no such peer")
     await ended(transfers, 2)
@@ -163,10 +163,10 @@ async def test_of_what_may_be_given_up_the_oldest_is(transfers: Transfers) -> No
 
 
 def test_an_end_is_told_once(ledger: TransferLedger) -> None:
-    life = ledger.begin("r", "recv")
-    assert life is not None
-    assert ledger.settle(life)
-    assert not ledger.settle(life)
+    state = ledger.begin("r", "recv")
+    assert state is not None
+    assert ledger.settle(state)
+    assert not ledger.settle(state)
     assert [one.request_id for one in ledger.take_unreported()] == ["r"]
     assert ledger.take_unreported() == []
     assert (ledger.counters.done, ledger.counters.duplicate) == (1, 1)
@@ -183,11 +183,11 @@ def test_the_two_directions_of_a_request_are_two_transfers(
 def test_what_was_cancelled_fails_even_if_all_of_it_came(
     ledger: TransferLedger,
 ) -> None:
-    life = ledger.begin("r", "recv", frozenset({1, 2}))
-    assert ledger.cancel("r", "recv") is life
+    state = ledger.begin("r", "recv", frozenset({1, 2}))
+    assert ledger.cancel("r", "recv") is state
     assert ledger.cancel("r", "recv") is None, "it is stopping already"
-    assert life is not None and not life.is_over
-    ledger.settle(life)
+    assert state is not None and not state.is_over
+    ledger.settle(state)
     (told,) = ledger.take_unreported()
     assert told.reason == "cancelled"
     assert told.block_ids == {1, 2}
@@ -196,10 +196,10 @@ def test_what_was_cancelled_fails_even_if_all_of_it_came(
 
 def test_late_and_unknown_ends_are_counted_apart(ledger: TransferLedger) -> None:
     ledger.begin("r", "recv")
-    assert ledger.hear("r", "recv") is not None
+    assert ledger.settle_by_id("r", "recv") is not None
     ledger.take_unreported()
-    assert ledger.hear("r", "recv") is None
-    assert ledger.hear("stranger", "recv") is None
+    assert ledger.settle_by_id("r", "recv") is None
+    assert ledger.settle_by_id("stranger", "recv") is None
     assert ledger.cancel("r", "recv") is None
     assert (ledger.counters.late, ledger.counters.unknown) == (2, 1)
 
@@ -220,10 +220,10 @@ def test_only_so_many_ended_ones_are_remembered() -> None:
     ledger = TransferLedger(remembered=2)
     for name in "abc":
         ledger.begin(name, "recv")
-        ledger.hear(name, "recv")
+        ledger.settle_by_id(name, "recv")
     ledger.take_unreported()
-    ledger.hear("a", "recv")
-    ledger.hear("c", "recv")
+    ledger.settle_by_id("a", "recv")
+    ledger.settle_by_id("c", "recv")
     assert (ledger.counters.unknown, ledger.counters.late) == (1, 1)
 
 
@@ -251,11 +251,11 @@ def test_whatever_is_said_each_life_is_told_exactly_once(
         elif action == "cancel":
             ledger.cancel(name, side)
         else:
-            ledger.hear(name, side, "why" if action == "fail" else "")
+            ledger.settle_by_id(name, side, "why" if action == "fail" else "")
     open_ones = len(ledger)
     for name in "ab":
         for way in ("send", "recv"):
-            ledger.hear(name, "send" if way == "send" else "recv")
+            ledger.settle_by_id(name, "send" if way == "send" else "recv")
     assert told + len(ledger.take_unreported()) == begun
     assert ledger.counters.done + ledger.counters.failed == begun
     assert open_ones <= 4 and len(ledger) == 0
@@ -280,11 +280,11 @@ def said(*names: str, failed: tuple[str, ...] = ()) -> KVTransferResults:
 
 def test_only_what_was_ordered_is_believed(loads: ExpectedLoads) -> None:
     assert loads.begin("r", ((1, 2), (3,)))
-    believed = loads.hear(said("r", "stranger"))
+    believed = loads.settle(said("r", "stranger"))
     assert believed.finished_recving == {"r"}
     assert believed.finished_sending == frozenset()
     assert believed.invalid_block_ids == frozenset()
-    assert not loads.hear(said("r"))
+    assert not loads.settle(said("r"))
     assert (loads.counters.unknown, loads.counters.late) == (1, 1)
 
 
@@ -292,7 +292,7 @@ def test_of_a_failed_load_its_own_blocks_are_invalid_and_no_others(
     loads: ExpectedLoads,
 ) -> None:
     loads.begin("r", ((1, 2), (3,)))
-    believed = loads.hear(said(failed=("r",)))
+    believed = loads.settle(said(failed=("r",)))
     assert believed.failed_recving == {"r"}
     assert believed.invalid_block_ids == {1, 2, 3}
     assert believed.reasons == {"r": "the load failed"}
@@ -303,13 +303,13 @@ def test_an_aborted_load_holds_its_blocks_until_it_has_ended(
 ) -> None:
     assert not loads.abort("r"), "nothing is under way"
     loads.begin("r", ((1,),))
-    assert loads.are_quiet("r"), "it is no older one's"
+    assert loads.are_free("r"), "it is no older one's"
     assert loads.abort("r")
     assert loads.has_aborts
     assert loads.take_aborts() == ("r",)
-    assert not loads.are_quiet("r")
-    assert loads.hear(said("r")).failed_recving == {"r"}
-    assert loads.are_quiet("r") and len(loads) == 0
+    assert not loads.are_free("r")
+    assert loads.settle(said("r")).failed_recving == {"r"}
+    assert loads.are_free("r") and len(loads) == 0
 
 
 def test_a_second_load_of_one_request_is_counted_and_refused(

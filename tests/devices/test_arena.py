@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
+from asynckv.devices.access import GpuAccess, gpu_access
 from asynckv.devices.arena import (
     MARK_NBYTES,
     DeviceAllocation,
@@ -21,7 +22,6 @@ from asynckv.devices.arena import (
 from asynckv.devices.cuda import DeviceMemory
 from asynckv.devices.imports import import_allocation, open_allocation
 from asynckv.devices.names import Device
-from asynckv.devices.quiet import QuietGpu, quiet_gpu
 from asynckv.errors import GPUFailed, GPUUnavailable
 from asynckv.types import TensorSpec
 from harness.device_memory import region_in
@@ -79,7 +79,7 @@ def pages_on(device: Device, max_bytes: int = 4 * MIB) -> DevicePages:
 
 
 @contextlib.contextmanager
-def waiting_for(quiet: QuietGpu, call: Callable[[], object]) -> Iterator[None]:
+def waiting_for(quiet: GpuAccess, call: Callable[[], object]) -> Iterator[None]:
     """Call it in a thread beside an operation, which ends behind the block."""
     quiet.begin_operation()
     thread = threading.Thread(target=call)
@@ -114,7 +114,7 @@ def test_all_of_it_is_allocated_at_once_beside_a_mark(gpu: FakeDevice) -> None:
 def test_nothing_is_allocated_or_freed_while_an_operation_waits_for_a_peer(
     gpu: FakeDevice,
 ) -> None:
-    quiet, pages = quiet_gpu(gpu.process.cuda, gpu.index), pages_on(gpu.device)
+    quiet, pages = gpu_access(gpu.process.cuda, gpu.index), pages_on(gpu.device)
     with waiting_for(quiet, pages.make_slab):
         assert not pages.is_open
     assert pages.is_open

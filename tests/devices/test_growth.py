@@ -12,7 +12,7 @@ import anyio
 import pytest
 import torch
 
-from asynckv.devices.growth import Growth, Lending, allocate_but
+from asynckv.devices.growth import Growth, SpareMemory, allocate_but
 from asynckv.tensors import slabs as slabs_module
 from asynckv.tensors.arena import HeapArena
 from asynckv.tensors.paged_arena import PagedArena, SlabArena
@@ -77,10 +77,10 @@ async def test_nothing_is_waited_for_that_slabs_cannot_help(growth: Growth) -> N
 async def test_what_the_application_keeps_is_not_waited_for(growth: Growth) -> None:
     spec = TensorSpec((60 * _MIB,), "uint8")
     await growth.reach(spec.nbytes)
-    kept = growth.lending.spare(spec)
+    kept = growth.spares.spare(spec)
     assert growth.arena.handed_out_bytes == spec.nbytes
     await growth.reach(spec.nbytes)
-    assert growth.lending.spare(spec).nbytes == spec.nbytes
+    assert growth.spares.spare(spec).nbytes == spec.nbytes
     assert growth.arena.handed_out_bytes == spec.nbytes
     del kept
 
@@ -123,7 +123,7 @@ async def test_without_memory_files_everything_is_on_the_heap(
     growth = Growth(64 * _MIB)
     assert isinstance(growth.arena, HeapArena)
     await growth.reach(_MIB)
-    assert growth.lending.spare(TensorSpec((_MIB,), "uint8")).nbytes == _MIB
+    assert growth.spares.spare(TensorSpec((_MIB,), "uint8")).nbytes == _MIB
     await growth.aclose()
 
 
@@ -137,7 +137,7 @@ async def test_what_the_application_let_go_of_is_found_free(
 ) -> None:
     spec = TensorSpec((4 * _MIB,), "uint8")
     await growth.reach(spec.nbytes)
-    kept, before = growth.lending.spare(spec), changes.times
+    kept, before = growth.spares.spare(spec), changes.times
     assert growth.arena.handed_out_bytes == spec.nbytes
     del kept
     await until(lambda: changes.times > before)
@@ -155,7 +155,7 @@ async def test_what_is_idle_is_given_back_at_the_end() -> None:
     await growth.reach(60 * _MIB)
     slabs = growth.arena.pages._slabs  # type: ignore[union-attr]
     assert slabs is not None
-    tensor = growth.lending.spare(TensorSpec((_MIB,), "uint8")).fill_(7)
+    tensor = growth.spares.spare(TensorSpec((_MIB,), "uint8")).fill_(7)
     copy = os.dup(slabs.fileno())
     del slabs
     await growth.aclose()
@@ -198,7 +198,7 @@ def test_who_holds_a_view_and_its_memory_is_no_cycle_that_stays() -> None:
 
     owner, mappings = Owner(), _mappings()
     asyncio.run(owner.growth.reach(_MIB))
-    owner.tensor = owner.growth.lending.spare(TensorSpec((_MIB,), "uint8"))
+    owner.tensor = owner.growth.spares.spare(TensorSpec((_MIB,), "uint8"))
     assert _mappings() == mappings + 1
     for thread in threading.enumerate():
         if thread.name == "asynckv-slab":
@@ -277,17 +277,17 @@ def arena() -> Iterator[SlabArena]:
 
 
 @pytest.fixture
-def lending(arena: SlabArena) -> Lending:
-    return Lending(arena)
+def lending(arena: SlabArena) -> SpareMemory:
+    return SpareMemory(arena)
 
 
-def _region(lending: Lending, tensor: torch.Tensor) -> SlabRegion | None:
+def _region(lending: SpareMemory, tensor: torch.Tensor) -> SlabRegion | None:
     (region,) = lending.regions_of([tensor]) or (None,)
     return region
 
 
 def test_a_lent_tensor_is_charged_as_long_as_it_lives(
-    arena: SlabArena, lending: Lending
+    arena: SlabArena, lending: SpareMemory
 ) -> None:
     tensor = lending.empty(_LARGE)
     assert arena.pinned_bytes == _MIB
@@ -296,7 +296,7 @@ def test_a_lent_tensor_is_charged_as_long_as_it_lives(
     assert arena.pinned_bytes == arena.used_bytes == 0
 
 
-def test_a_lent_tensor_is_known_again(arena: SlabArena, lending: Lending) -> None:
+def test_a_lent_tensor_is_known_again(arena: SlabArena, lending: SpareMemory) -> None:
     ordinary = torch.empty(_MIB, dtype=torch.uint8)
     assert lending.regions_of([ordinary]) == ()
     tensor = lending.empty(_LARGE)
@@ -309,7 +309,7 @@ def test_a_lent_tensor_is_known_again(arena: SlabArena, lending: Lending) -> Non
 
 
 def test_an_owner_keeps_a_lent_tensors_memory(
-    arena: SlabArena, lending: Lending
+    arena: SlabArena, lending: SpareMemory
 ) -> None:
     tensor = lending.empty(_LARGE)
     tensor[5] = 6
@@ -327,7 +327,7 @@ def test_an_owner_keeps_a_lent_tensors_memory(
 
 
 def test_what_is_small_or_has_no_room_is_ordinary_and_not_charged(
-    arena: SlabArena, lending: Lending
+    arena: SlabArena, lending: SpareMemory
 ) -> None:
     for nbytes in (0, 16, 17 * _MIB):
         tensor = lending.empty(TensorSpec((nbytes,), "uint8"))
@@ -336,7 +336,7 @@ def test_what_is_small_or_has_no_room_is_ordinary_and_not_charged(
 
 
 def test_what_has_no_place_is_ordinary_and_not_charged(
-    arena: SlabArena, lending: Lending
+    arena: SlabArena, lending: SpareMemory
 ) -> None:
     spare = lending.spare(TensorSpec((16 * _MIB,), "uint8"))
     assert lending.empty(_LARGE).nbytes == _MIB
@@ -345,7 +345,7 @@ def test_what_has_no_place_is_ordinary_and_not_charged(
 
 
 def test_spare_tensors_are_charged_to_nobody_and_come_back(
-    arena: SlabArena, lending: Lending
+    arena: SlabArena, lending: SpareMemory
 ) -> None:
     first = lending.spare(_LARGE)
     address = first.data_ptr()
@@ -359,14 +359,14 @@ def test_spare_tensors_are_charged_to_nobody_and_come_back(
 
 
 def test_without_idle_memory_a_spare_tensor_is_ordinary(arena: SlabArena) -> None:
-    lending = Lending(arena)
+    lending = SpareMemory(arena)
     for nbytes in (16, 17 * _MIB):
         assert lending.spare(TensorSpec((nbytes,), "uint8")).nbytes == nbytes
     assert arena.handed_out_bytes == 0
 
 
 def test_where_no_more_can_be_mapped_tensors_are_ordinary(
-    arena: SlabArena, lending: Lending, monkeypatch: pytest.MonkeyPatch
+    arena: SlabArena, lending: SpareMemory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(fd: int, runs: object, *, writable: bool) -> None:
         raise OSError(errno.ENOMEM, "too many mappings")
@@ -385,7 +385,7 @@ def test_where_no_more_can_be_mapped_tensors_are_ordinary(
 
 def test_a_heap_lends_ordinary_tensors() -> None:
     arena = HeapArena(8 * _MIB)
-    lending = Lending(arena)
+    lending = SpareMemory(arena)
     for tensor in (lending.empty(_LARGE), lending.spare(_LARGE)):
         assert tensor.nbytes == _MIB
         assert _region(lending, tensor) is None
@@ -393,7 +393,7 @@ def test_a_heap_lends_ordinary_tensors() -> None:
 
 
 def test_what_is_there_already_is_not_taken_twice(
-    arena: SlabArena, lending: Lending
+    arena: SlabArena, lending: SpareMemory
 ) -> None:
     tensor = lending.empty(TensorSpec((10 * _MIB,), "uint8"))
     lent = lending.regions_of([tensor])

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from asynckv.devices import lanes as device_lanes
+from asynckv.devices.access import gpu_access
 from asynckv.devices.cuda import DeviceMemory
 from asynckv.devices.lanes import (
     DeviceLane,
@@ -16,7 +17,6 @@ from asynckv.devices.lanes import (
     DevicePlace,
     DeviceRows,
 )
-from asynckv.devices.quiet import quiet_gpu
 from asynckv.devices.tensors import at_once
 from asynckv.errors import GPUFailed
 from asynckv.tensors.runs import Memory, runs_at
@@ -302,7 +302,7 @@ def test_memory_for_rows_is_allocated_while_nothing_waits_for_a_peer(
 ) -> None:
     rows, quiet = (
         rows_with(gpu, noise(64).view(8, 8), [3, 1]),
-        quiet_gpu(gpu.process.cuda, 0),
+        gpu_access(gpu.process.cuda, 0),
     )
     quiet.begin_operation()
     found: list[bytes] = []

@@ -6,10 +6,10 @@ from collections.abc import AsyncIterator, Iterator
 
 import pytest
 
-from asynckv.devices import marks as stream_marks, quiet as quiet_gpus
+from asynckv.devices import access, marks as stream_marks
+from asynckv.devices.access import GpuAccess, gpu_access
 from asynckv.devices.cuda import Event, Stream
 from asynckv.devices.marks import StreamMarks
-from asynckv.devices.quiet import QuietGpu, quiet_gpu
 from asynckv.errors import GPUFailed
 from asynckv.testing.blocked import until, until_blocked
 from harness.fake_gpus import FakeGpus, FakeProcess
@@ -154,21 +154,21 @@ _LONG_S = 10.0
 
 
 @pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> QuietGpu:
+def gpu(monkeypatch: pytest.MonkeyPatch) -> GpuAccess:
     """Return one for which everybody waits longer than a test does."""
-    monkeypatch.setattr(quiet_gpus, "PATIENCE_S", 2 * _LONG_S)
-    return QuietGpu()
+    monkeypatch.setattr(access, "PATIENCE_S", 2 * _LONG_S)
+    return GpuAccess()
 
 
 class Allocator:
     """A thread that allocates once it may, and goes on when it is told to."""
 
-    def __init__(self, gpu: QuietGpu, patience_s: float = 2 * _LONG_S) -> None:
+    def __init__(self, gpu: GpuAccess, patience_s: float = 2 * _LONG_S) -> None:
         self.is_at_it, self.go_on = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._allocate, args=(gpu, patience_s))
         self._thread.start()
 
-    def _allocate(self, gpu: QuietGpu, patience_s: float) -> None:
+    def _allocate(self, gpu: GpuAccess, patience_s: float) -> None:
         with gpu.allocating(patience_s):
             self.is_at_it.set()
             self.go_on.wait(_LONG_S)
@@ -185,7 +185,7 @@ def gpus() -> Iterator[FakeGpus]:
     gpus.close()
 
 
-def test_memory_is_allocated_when_no_operation_is_left(gpu: QuietGpu) -> None:
+def test_memory_is_allocated_when_no_operation_is_left(gpu: GpuAccess) -> None:
     gpu.begin_operation()
     gpu.begin_operation()
     allocator = Allocator(gpu)
@@ -196,7 +196,7 @@ def test_memory_is_allocated_when_no_operation_is_left(gpu: QuietGpu) -> None:
     allocator.end()
 
 
-def test_no_operation_begins_while_somebody_allocates(gpu: QuietGpu) -> None:
+def test_no_operation_begins_while_somebody_allocates(gpu: GpuAccess) -> None:
     allocator = Allocator(gpu)
     assert allocator.is_at_it.wait(_LONG_S)
     has_begun = threading.Event()
@@ -213,7 +213,7 @@ def test_no_operation_begins_while_somebody_allocates(gpu: QuietGpu) -> None:
     thread.join(_LONG_S)
 
 
-def test_who_waited_in_vain_keeps_no_operation_waiting(gpu: QuietGpu) -> None:
+def test_who_waited_in_vain_keeps_no_operation_waiting(gpu: GpuAccess) -> None:
     gpu.begin_operation()
     allocator = Allocator(gpu, patience_s=0)
     assert allocator.is_at_it.wait(_LONG_S)
@@ -227,14 +227,14 @@ def test_who_waited_in_vain_keeps_no_operation_waiting(gpu: QuietGpu) -> None:
     assert not again.is_alive()
 
 
-def test_those_who_allocate_do_not_wait_for_each_other(gpu: QuietGpu) -> None:
+def test_those_who_allocate_do_not_wait_for_each_other(gpu: GpuAccess) -> None:
     allocators = [Allocator(gpu) for _ in range(2)]
     assert all(one.is_at_it.wait(_LONG_S) for one in allocators)
     for one in allocators:
         one.end()
 
 
-def test_an_error_lets_operations_begin(gpu: QuietGpu) -> None:
+def test_an_error_lets_operations_begin(gpu: GpuAccess) -> None:
     with pytest.raises(OSError, match="no memory"), gpu.allocating():
         raise OSError("no memory")
     gpu.begin_operation()
@@ -242,6 +242,6 @@ def test_an_error_lets_operations_begin(gpu: QuietGpu) -> None:
 
 def test_it_is_one_for_a_gpu_of_a_process(gpus: FakeGpus) -> None:
     cuda, other = gpus.process().cuda, gpus.process().cuda
-    assert quiet_gpu(cuda, 0) is quiet_gpu(cuda, 0)
-    assert quiet_gpu(cuda, 0) is not quiet_gpu(cuda, 1)
-    assert quiet_gpu(cuda, 0) is not quiet_gpu(other, 0)
+    assert gpu_access(cuda, 0) is gpu_access(cuda, 0)
+    assert gpu_access(cuda, 0) is not gpu_access(cuda, 1)
+    assert gpu_access(cuda, 0) is not gpu_access(other, 0)

@@ -12,10 +12,9 @@ import pytest
 import torch
 
 from asynckv.config import KVTransferConfig
-from asynckv.connectors.engine import KVEngine
-from asynckv.connectors.keys import prompt_digest
+from asynckv.connectors.engine import KVEngine, prompt_digest
 from asynckv.connectors.p2p.worker import P2PWorker
-from asynckv.connectors.requests import LoadOrder, P2PMetadata
+from asynckv.connectors.requests import LoadRequest, P2PMetadata
 from asynckv.testing.blocked import until
 from harness.engines.toy_pairs import free_urls
 
@@ -37,7 +36,7 @@ _PRODUCER: Final = """
 import asyncio, sys, torch
 from asynckv.config import KVTransferConfig
 from asynckv.connectors.engine import KVEngine
-from asynckv.connectors.requests import P2PMetadata, SaveOrder
+from asynckv.connectors.requests import P2PMetadata, SaveRequest
 from asynckv.connectors.p2p.worker import P2PWorker
 from asynckv.testing.blocked import until
 url, layers, room = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
@@ -59,7 +58,7 @@ async def main():
         await worker.start()
         for name in ("first", "t"):
             before = worker.statistics().staged_saves
-            order = SaveOrder(name, name, "D", tokens, ids)
+            order = SaveRequest(name, name, "D", tokens, ids)
             worker.bind_connector_metadata(P2PMetadata(saves=(order,)))
             await worker.wait_for_save()
             await until(lambda: not worker.statistics().saving, timeout_s=60)
@@ -92,7 +91,7 @@ def consumer(url: str) -> tuple[P2PWorker, dict[str, torch.Tensor]]:
 
 async def load(worker: P2PWorker, name: str) -> None:
     tokens = tuple(range(16 * _BLOCKS))
-    order = LoadOrder(
+    order = LoadRequest(
         *(name, name, "P", (tuple(reversed(range(_BLOCKS))),)),
         num_tokens=len(tokens),
         digest=prompt_digest(tokens, len(tokens)),

@@ -15,7 +15,7 @@ from asynckv.buffers.serve import serve
 from asynckv.buffers.store import StoreBuffer
 from asynckv.config import KVTransferConfig
 from asynckv.connectors.engine import KVEngine
-from asynckv.connectors.requests import StoreMetadata, StoreOrder
+from asynckv.connectors.requests import StoreMetadata, StoreRequest
 from asynckv.connectors.store.worker import StoreWorker
 from asynckv.testing.blocked import until
 
@@ -36,7 +36,7 @@ _SAVER: Final = """
 import asyncio, sys, torch
 from asynckv.config import KVTransferConfig
 from asynckv.connectors.engine import KVEngine
-from asynckv.connectors.requests import StoreMetadata, StoreOrder
+from asynckv.connectors.requests import StoreMetadata, StoreRequest
 from asynckv.connectors.store.worker import StoreWorker
 url, layers = sys.argv[1], int(sys.argv[2])
 shape = tuple(map(int, sys.argv[3].split(",")))
@@ -54,7 +54,7 @@ async def main():
         await worker.start()
         for name in ("first", "second"):
             keys = tuple(f"{name}.{n}" for n in range(shape[0]))
-            order = StoreOrder(name, keys, (tuple(range(shape[0])),))
+            order = StoreRequest(name, keys, (tuple(range(shape[0])),))
             worker.bind_connector_metadata(StoreMetadata(saves=(order,)))
             await worker.wait_for_save()
             worker.clear_connector_metadata()
@@ -82,7 +82,7 @@ def loader(url: str) -> tuple[StoreWorker, dict[str, torch.Tensor]]:
 
 async def load(worker: StoreWorker, name: str) -> None:
     keys = tuple(f"{name}.{number}" for number in range(_BLOCKS))
-    order = StoreOrder(name, keys, (tuple(reversed(range(_BLOCKS))),))
+    order = StoreRequest(name, keys, (tuple(reversed(range(_BLOCKS))),))
     worker.bind_connector_metadata(StoreMetadata(loads=(order,)))
     await worker.start_load_kv()
     await until(lambda: not worker.statistics().loading, timeout_s=60)

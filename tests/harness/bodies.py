@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from asynckv.transfers.layout import layout_of
 from asynckv.transfers.manifest import pack
-from asynckv.transfers.queries import Tokens
+from asynckv.transfers.tokens import Tokens
 from asynckv.types import TensorSpec
 
 __all__ = ("body_with",)

@@ -9,8 +9,8 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 from asynckv.links.options import Digest
+from asynckv.pipes.endpoints import listen_pipe, open_pipe
 from asynckv.pipes.gpu_side import GpuSide
-from asynckv.pipes.opening import listen_pipe, open_pipe
 from asynckv.pipes.pipe import Pipe
 from asynckv.tensors.paged_arena import PagedArena
 from asynckv.testing.blocked import until

@@ -15,10 +15,9 @@ from typing import Final
 import torch
 
 from asynckv.config import KVRole, KVTransferConfig
-from asynckv.connectors.engine import KVEngine
-from asynckv.connectors.keys import prompt_digest
+from asynckv.connectors.engine import KVEngine, prompt_digest
 from asynckv.connectors.p2p.worker import P2PWorker
-from asynckv.connectors.requests import LoadOrder, P2PMetadata, SaveOrder
+from asynckv.connectors.requests import LoadRequest, P2PMetadata, SaveRequest
 from asynckv.testing.blocked import until
 from harness.fake_devices import fake_device_of, lanes_of
 from harness.fake_gpus import FakeGpus
@@ -29,8 +28,8 @@ __all__ = (
     "PROMPT",
     "SAVED",
     "content_of",
-    "load_order",
-    "save_order",
+    "load_request",
+    "save_request",
     "worker_on",
 )
 
@@ -96,19 +95,19 @@ def worker_on(
     return worker, caches
 
 
-def load_order(name: str) -> LoadOrder:
+def load_request(name: str) -> LoadRequest:
     """Order what was saved as ``name``."""
     digest, count = prompt_digest(PROMPT, len(PROMPT)), len(PROMPT)
-    return LoadOrder(name, name, "P", (LOADED,), num_tokens=count, digest=digest)
+    return LoadRequest(name, name, "P", (LOADED,), num_tokens=count, digest=digest)
 
 
-def save_order(name: str) -> SaveOrder:
+def save_request(name: str) -> SaveRequest:
     """Order to save the prompt as ``name``."""
-    return SaveOrder(name, name, "D", PROMPT, (SAVED,))
+    return SaveRequest(name, name, "D", PROMPT, (SAVED,))
 
 
 async def _save(worker: P2PWorker, name: str) -> str:
-    worker.bind_connector_metadata(P2PMetadata(saves=(save_order(name),)))
+    worker.bind_connector_metadata(P2PMetadata(saves=(save_request(name),)))
     await worker.wait_for_save()
     await until(lambda: not worker.statistics().saving)
     worker.clear_connector_metadata()
@@ -123,7 +122,7 @@ async def _push(worker: P2PWorker, *, half: bool) -> str:
     (line,) = worker.routes.peers._lines.values()
     before = worker.statistics().staged_saves
     if half:
-        worker.bind_connector_metadata(P2PMetadata(saves=(save_order("t"),)))
+        worker.bind_connector_metadata(P2PMetadata(saves=(save_request("t"),)))
         worker.save_kv_layer(_LAYERS[0])
         return "begun"
     said = await _save(worker, "t")

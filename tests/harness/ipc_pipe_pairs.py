@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import AsyncIterator
 from typing import Any
 
-from asynckv.pipes.sharing import GpuSharing
+from asynckv.pipes.shared_memory import GpuSharing
 from harness.fake_devices import fake_device_of
 from harness.fake_gpus import FakeGpus
 from harness.gpu_pipe_pairs import GpuPipes, gpu_side_of, open_pipes_on

@@ -5,7 +5,7 @@ from __future__ import annotations
 from asynckv.buffers.entries.entries import StoredEntry, Waiter
 from asynckv.buffers.entries.ledger import Ledger
 from asynckv.tensors.arena import HeapArena
-from asynckv.transfers.queries import Query, make_query
+from asynckv.transfers.tokens import Query, make_query
 from harness.holders import RecordingHolder, draft_of
 
 __all__ = ("SteppedLedger",)

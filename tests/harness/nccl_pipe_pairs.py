@@ -42,7 +42,7 @@ class NcclPipes(GpuPipes):
 
 
 def _way_of(pipe: Pipe) -> GpuLink:
-    way = gpu_side_of(pipe).opening.agreed_way
+    way = gpu_side_of(pipe).opening.agreed_link
     if way is None:
         raise LookupError("nothing connects both GPUs")
     return way

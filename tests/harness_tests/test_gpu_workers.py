@@ -21,7 +21,7 @@ from harness.gpu_workers import (
     LOADED,
     SAVED,
     content_of,
-    load_order,
+    load_request,
     worker_on,
 )
 
@@ -57,7 +57,7 @@ async def decoding(request: pytest.FixtureRequest) -> AsyncIterator[Decoding]:
 
 async def load(worker: P2PWorker, name: str) -> dict[str, str]:
     """Load it, and return why it failed, if it did."""
-    worker.bind_connector_metadata(P2PMetadata(loads=(load_order(name),)))
+    worker.bind_connector_metadata(P2PMetadata(loads=(load_request(name),)))
     await worker.start_load_kv()
     await until(lambda: not worker.statistics().loading)
     worker.clear_connector_metadata()
@@ -128,7 +128,7 @@ async def test_a_process_that_was_killed_fails_loads_and_holds_nothing(
     decoding: Decoding,
 ) -> None:
     worker, caches, process = decoding
-    (find, _), *_ = worker.routes.sources(load_order("t"))[1].values()
+    (find, _), *_ = worker.routes.sources(load_request("t"))[1].values()
     await find()  # its memory is open here
     process.send_signal(signal.SIGKILL)
     await process.wait()

@@ -22,7 +22,7 @@ from asynckv.errors import (
 )
 from asynckv.links.address import parse_url
 from asynckv.links.dial import dial
-from asynckv.links.ending import GRACE_S
+from asynckv.links.end import GRACE_S
 from asynckv.links.link import Link
 from asynckv.links.listen import LinkListener, listen
 from asynckv.links.options import cores, default_lanes, keys_of, make_terms

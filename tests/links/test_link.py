@@ -325,7 +325,7 @@ async def test_a_peer_that_never_reads_cannot_make_us_hold_memory() -> None:
         most, left = 0, 20_000  # as many answers of 60 kB: more than ever fits
         while pair.far.is_open:
             if pair.near.outgoing_bytes == 0 and pair.near.is_open:
-                pair.near._heartbeat.was_heard = True
+                pair.near._heartbeat.has_received = True
                 for _ in range(min(100, left)):
                     pair.near.open_stream(Hearer(), ASK)
                     left -= 1

@@ -20,8 +20,8 @@ from asynckv.errors import (
 )
 from asynckv.links.fd_socket import has_fd_sockets
 from asynckv.links.options import Digest
-from asynckv.pipes import sharing as pipe_sharing
-from asynckv.pipes.sharing import GpuSharing
+from asynckv.pipes import shared_memory as pipe_sharing
+from asynckv.pipes.shared_memory import GpuSharing
 from asynckv.protocol.frames import Failure
 from asynckv.protocol.transfer_frames import Exposed, OpenMemory
 from asynckv.sharing import exporter as sharing, imports as peer_memory

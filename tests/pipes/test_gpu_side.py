@@ -16,7 +16,7 @@ from asynckv.errors import (
     RemoteProtocolError,
 )
 from asynckv.links.options import Digest
-from asynckv.pipes.opening import listen_pipe, open_pipe
+from asynckv.pipes.endpoints import listen_pipe, open_pipe
 from asynckv.protocol.frames import Push
 from asynckv.protocol.transfer_frames import Grant, Sent
 from asynckv.testing.blocked import until

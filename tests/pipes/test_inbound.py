@@ -441,8 +441,8 @@ async def test_who_has_just_asked_is_waited_for(
     ahead, begun = made(monkeypatch, 3600)
     ahead.asked(into=True)
     ahead.add("a")
-    ahead._look()
+    ahead._recheck()
     assert not begun
-    ahead._look()
+    ahead._recheck()
     assert begun == ["a"]
     ahead.stop()

@@ -15,7 +15,7 @@ from asynckv.devices.copying import CopyPool
 from asynckv.errors import EndOfStream, PeerLost, PipeBroken
 from asynckv.links.fd_socket import has_fd_sockets
 from asynckv.links.options import Digest
-from asynckv.pipes.opening import listen_pipe, open_pipe
+from asynckv.pipes.endpoints import listen_pipe, open_pipe
 from asynckv.pipes.pipe import Pipe
 from asynckv.testing import CancelMode, Outcome, sweep_cancellation, until
 from asynckv.testing.blocked import until_blocked

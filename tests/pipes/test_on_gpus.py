@@ -17,8 +17,8 @@ import torch
 
 from asynckv.errors import GPUFailed, PeerLost
 from asynckv.links.fd_socket import has_fd_sockets
+from asynckv.pipes.endpoints import listen_pipe, open_pipe
 from asynckv.pipes.group import join_group
-from asynckv.pipes.opening import listen_pipe, open_pipe
 from asynckv.pipes.pipe import Pipe
 from asynckv.testing import (
     CancelMode,

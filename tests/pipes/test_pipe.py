@@ -15,7 +15,7 @@ from asynckv.links.link import LinkStream
 from asynckv.pipes import pipe as pipe_module
 from asynckv.pipes.end import PipeEnd
 from asynckv.pipes.parcels import MAX_TENSORS
-from asynckv.pipes.pipe import Pipe, PipeStatistics, ToldErrors
+from asynckv.pipes.pipe import Pipe, PipeStatistics, ReportedErrors
 from asynckv.protocol.frames import (
     Accepted,
     Commit,
@@ -338,7 +338,7 @@ LOST_WITH_SOME = PipeBroken("the peer is lost", maybe_delivered=1)
 
 
 def test_nobody_has_heard_of_anything_at_first_and_then_of_it_once() -> None:
-    told = ToldErrors()
+    told = ReportedErrors()
     assert not told.has(LOST)
     assert told.has(LOST) and told.has(LOST_WITH_SOME)
 
@@ -347,22 +347,22 @@ def test_nobody_has_heard_of_anything_at_first_and_then_of_it_once() -> None:
 def test_who_has_heard_of_a_loss_has_not_heard_what_may_not_have_arrived(
     error: Exception,
 ) -> None:
-    told = ToldErrors()
+    told = ReportedErrors()
     told.note(error)
     assert not told.has(LOST_WITH_SOME)
-    told = ToldErrors()
+    told = ReportedErrors()
     told.note(error)
     assert told.has(LOST)
 
 
 def test_another_error_tells_nothing_of_the_end() -> None:
-    told = ToldErrors()
+    told = ReportedErrors()
     told.note(ValueError("no tensor"))
     assert not told.has(LOST)
 
 
 def test_who_has_hung_up_is_told_nothing() -> None:
-    told = ToldErrors()
+    told = ReportedErrors()
     told.note_all()
     assert told.has(LOST_WITH_SOME)
 

@@ -12,7 +12,7 @@ import torch
 from asynckv.errors import WrongLoop
 from asynckv.links.fd_socket import has_fd_sockets
 from asynckv.pipes.pipe import Pipe
-from asynckv.pipes.sharing import MapSharing
+from asynckv.pipes.shared_memory import MapSharing
 from asynckv.testing.blocked import until_blocked
 from asynckv.testing.expectations import is_same, noise
 from asynckv.testing.pairs import Scheme, open_pipe_pair

@@ -35,8 +35,8 @@ from asynckv.links.sockets import (
 from asynckv.node import open as open_node
 from asynckv.protocol.codec import encode_frame
 from asynckv.protocol.frames import Attach, Attached, OpeningFrame, Peek, Refuse
-from asynckv.protocol.greeting import DialSide
 from asynckv.protocol.handshake import Terms
+from asynckv.protocol.hello import DialSide
 from asynckv.protocol.values import PeerIdentity
 from asynckv.security.keyring import NO_KEYS, Keyring
 from asynckv.security.shared_secret import new_nonce

@@ -33,8 +33,8 @@ from asynckv.links.sockets import (
     send_first_frame,
 )
 from asynckv.protocol.frames import Refuse
-from asynckv.protocol.greeting import DialSide
 from asynckv.protocol.handshake import Terms
+from asynckv.protocol.hello import DialSide
 from asynckv.protocol.values import PeerIdentity
 from asynckv.security.keyring import Keyring
 from asynckv.security.shared_secret import new_nonce

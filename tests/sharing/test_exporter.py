@@ -16,9 +16,9 @@ from collections.abc import AsyncIterator, Iterator
 import numpy
 import pytest
 
+from asynckv.devices.access import gpu_access
 from asynckv.devices.arena import DevicePages, DeviceRegion
 from asynckv.devices.growth import Growth
-from asynckv.devices.quiet import quiet_gpu
 from asynckv.errors import ConfigError, PeerLost, RemoteProtocolError
 from asynckv.links.fd_socket import fetch_file, has_fd_sockets
 from asynckv.protocol.transfer_frames import Exposed
@@ -170,7 +170,7 @@ def test_what_is_shown_is_not_freed_before_it_is_dropped(gpu: FakeDevice) -> Non
 def test_what_is_shown_is_not_freed_while_an_operation_waits_for_a_peer(
     gpu: FakeDevice,
 ) -> None:
-    quiet, pages = quiet_gpu(gpu.process.cuda, gpu.index), opened(gpu)
+    quiet, pages = gpu_access(gpu.process.cuda, gpu.index), opened(gpu)
     shown, idle = ExportedMemory(pages.allocation), pages.unmap()
     assert idle is not None
     idle.drop()

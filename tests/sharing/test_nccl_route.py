@@ -7,7 +7,7 @@ import asyncio
 import pytest
 import torch
 
-from asynckv.buffers.serving.select import Offering
+from asynckv.buffers.serving.select import SentOffer
 from asynckv.devices.arena import DeviceRegion
 from asynckv.devices.copying import CopyPool
 from asynckv.devices.cuda import DeviceMemory
@@ -183,10 +183,10 @@ async def test_a_digest_that_takes_its_time_is_not_the_peers_delay(
 async def test_a_part_that_nobody_asked_for_ends_the_link(
     two_gpus: FakeGpus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def lie(offering: Offering, frame: Grant, *anything: object) -> None:
+    def lie(offering: SentOffer, frame: Grant, *anything: object) -> None:
         offering.stream.send(Sent(frame.transfer, 0, b"", "off", "nccl"))
 
-    monkeypatch.setattr(Offering, "on_grant", lie)
+    monkeypatch.setattr(SentOffer, "on_grant", lie)
     async with open_nccl_buffers(
         two_gpus, url="?payload=inline", reconnect_s=0
     ) as pair:

@@ -65,7 +65,7 @@ async def test_a_link_that_a_gpu_waits_on_ends_when_it_waits_no_more() -> None:
     imports, way = PeerImports("edges", ""), Way()
     async with linked() as links:
         imports._ways[links.near] = way  # type: ignore[assignment]
-        imports.leave(links.near)
+        imports.detach(links.near)
         assert links.near.is_open
         (opened,) = way.opened
         opened()
@@ -74,7 +74,7 @@ async def test_a_link_that_a_gpu_waits_on_ends_when_it_waits_no_more() -> None:
 
 async def test_any_other_link_ends_at_once() -> None:
     async with linked() as links:
-        PeerImports("edges", "").leave(links.near)
+        PeerImports("edges", "").detach(links.near)
         assert not links.near.is_open
 
 

@@ -158,12 +158,12 @@ def test_what_was_left_is_not_kept() -> None:
     feed = Feed(6)
     feed.put(memoryview(first))
     feed.put(memoryview(second))
-    feed.leave(5)
+    feed.discard(5)
     first.clear()
     assert bytes(feed.pieces(5, 6)[0]) == b"f"
     with pytest.raises(BufferError):
         second.clear()
-    feed.leave(6)
+    feed.discard(6)
     second.clear()
 
 

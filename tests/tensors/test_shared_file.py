@@ -279,7 +279,7 @@ class Mapped:
             return False
         for offset, nbytes in runs:
             self.memory[offset : offset + nbytes] = 7
-        claim.shown += runs
+        claim.exported += runs
         self.pages.release(claim)
         return True
 
@@ -299,7 +299,7 @@ def test_a_mapping_lives_until_what_looks_through_it_has_ended() -> None:
     mapped = Mapped()
     claim = mapped.pages.claim([FIRST])
     assert claim is not None
-    claim.shown.append(FIRST)
+    claim.exported.append(FIRST)
     pages, address = mapped.pages, f"{mapped.address:x}-"
     pages.close()
     del mapped.memory
@@ -340,7 +340,7 @@ def test_pages_that_are_locked_are_mapped_again() -> None:
     assert claim is not None
     offset, nbytes = SECOND
     assert not _libc.mlock(ctypes.c_void_p(mapped.address + offset), nbytes)
-    claim.shown += (FIRST, SECOND)
+    claim.exported += (FIRST, SECOND)
     mapped.pages.release(claim)
     assert mapped.shows_what_the_owner_writes()
 
@@ -391,7 +391,7 @@ def test_what_was_written_and_swapped_out_is_dropped_too() -> None:
     offset, nbytes = SECOND
     mapped.memory[offset : offset + nbytes] = 7
     _libc.madvise(ctypes.c_void_p(mapped.address + offset), nbytes, _PAGEOUT)
-    claim.shown.append(SECOND)
+    claim.exported.append(SECOND)
     mapped.pages.release(claim)
     assert mapped.shows_what_the_owner_writes()
 
@@ -401,7 +401,7 @@ def test_after_the_close_nothing_is_touched_any_more() -> None:
     claim = mapped.pages.claim([FIRST])
     assert claim is not None
     mapped.memory[: FIRST[1]] = 7
-    claim.shown.append(FIRST)
+    claim.exported.append(FIRST)
     mapped.pages.close()
     mapped.pages.release(claim)
     assert (mapped.memory[: FIRST[1]] == 7).all()

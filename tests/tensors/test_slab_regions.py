@@ -295,7 +295,7 @@ async def test_what_is_handed_out_or_was_never_inserted_is_not_late(
 ) -> None:
     lent, taken, marker = watched.take(), watched.take(), watched.take()
     views = [region.view() for region in (lent, taken, marker)]
-    lent.is_lent = True
+    lent.is_borrowed = True
     taken.hand_out()
     for region in (lent, taken, marker):
         region.release()

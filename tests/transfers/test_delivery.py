@@ -25,7 +25,7 @@ from asynckv.transfers.delivery import (
 )
 from asynckv.transfers.layout import layout_of
 from asynckv.transfers.manifest import INLINE_NBYTES, Manifest, unpack
-from asynckv.transfers.queries import as_tokens
+from asynckv.transfers.tokens import as_tokens
 from asynckv.types import TensorSpec
 from harness.bodies import body_with
 from harness.fake_devices import FakeDevice

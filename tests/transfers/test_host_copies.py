@@ -206,7 +206,7 @@ class Fed:
         """Take what has come of the first one."""
         feed, start = self.feeds[0], len(self.content)
         self.content += b"".join(map(bytes, feed.pieces(start, feed.fed_bytes)))
-        feed.leave(feed.fed_bytes)
+        feed.discard(feed.fed_bytes)
 
 
 async def filled(arena: DeviceArena, pool: CopyPool, seed: int) -> RegionSource:

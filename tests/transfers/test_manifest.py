@@ -27,7 +27,7 @@ from asynckv.transfers.manifest import (
     verify,
     verify_inline,
 )
-from asynckv.transfers.queries import as_mask, as_tokens
+from asynckv.transfers.tokens import as_mask, as_tokens
 from asynckv.types import TensorSpec
 
 ONE = torch.ones(1)

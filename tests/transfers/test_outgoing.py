@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from asynckv.buffers.lookup import LookupBuffer
-from asynckv.buffers.remote.insert import Sending
+from asynckv.buffers.remote.insert import RemoteSend
 from asynckv.buffers.remote.peer import Peer, connect
 from asynckv.buffers.remote.store import begin_put
 from asynckv.buffers.serve import serve
@@ -60,7 +60,7 @@ class Asked:
     def __init__(self, pair: LinkPair, routes: NoRoutes | None, nbytes: int) -> None:
         self.pair = pair
         self.value = noise(nbytes)
-        self.sending: Sending = begin_put(
+        self.sending: RemoteSend = begin_put(
             pair.near, "key", HostSource(self.value), routes
         )
         self.transfer = 0
@@ -282,17 +282,17 @@ async def test_an_entry_that_is_accepted_early_is_not_digested_any_more(
         await asyncio.get_running_loop().create_future()
         raise AssertionError
 
-    on_frame = Sending.on_frame
+    on_frame = RemoteSend.on_frame
     async with open_nccl_buffers(two_gpus) as pair:
         await pair.opened()
         monkeypatch.setattr(pair.peer.pool, "digest", wait)
-        sendings = list[Sending]()
+        sendings = list[RemoteSend]()
 
-        def note(sending: Sending, frame: Frame, body: bytes) -> None:
+        def note(sending: RemoteSend, frame: Frame, body: bytes) -> None:
             sendings.append(sending)
             on_frame(sending, frame, body)
 
-        monkeypatch.setattr(Sending, "on_frame", note)
+        monkeypatch.setattr(RemoteSend, "on_frame", note)
         key = pair.theirs.tensor(noise(MIB))
         inserting = asyncio.create_task(
             pair.peer.lookup.insert([1], None, key, None, None)

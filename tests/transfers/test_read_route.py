@@ -24,7 +24,7 @@ from asynckv.tensors.runs import runs_in
 from asynckv.testing.blocked import cancel_before_each, until
 from asynckv.testing.lookup_checks.values import MIB, noise
 from asynckv.transfers.read_route import IpcRoute, MapRoute
-from asynckv.transfers.readers import IpcStreamRoute, ShownParts
+from asynckv.transfers.readers import ExportedParts, IpcStreamRoute
 from harness.fake_gpus import FakeGpus
 from harness.gpu_pairs import GpuPair, open_gpu_pair
 
@@ -351,7 +351,7 @@ class Ground:
         places, sizes = (PLACE, None, PLACE), (MIB, 8, MIB)
         self.pair = pair
         self.memory = memory
-        self.parts = ShownParts(places, sizes, b"", pin, memory, pool)
+        self.parts = ExportedParts(places, sizes, b"", pin, memory, pool)
         self.arrivals = IpcStreamRoute(link, self.parts)
         self.progress = link.progress
         self.told: list[tuple[bytes, BaseException | None]] = []

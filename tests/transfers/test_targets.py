@@ -25,7 +25,7 @@ from asynckv.transfers.source import (
     HostSource,
     copied_sources,
     dense,
-    lendable,
+    readable_in_place,
     release_staged,
     source_of,
     until_made,
@@ -263,7 +263,7 @@ async def test_dense_copies_only_what_is_not_dense() -> None:
     pool.close()
 
 
-@pytest.mark.parametrize("read", [dense, lendable])
+@pytest.mark.parametrize("read", [dense, readable_in_place])
 async def test_what_is_on_a_gpu_is_read_from_a_copy_in_host_memory(
     gpu: FakeDevice,
     pool: CopyPool,

@@ -25,7 +25,8 @@ from asynckv.tensors.blocks import KVMemory, spec_in
 from asynckv.tensors.slab_regions import SlabRegion
 from asynckv.transfers.layout import Layout, layout_of
 from asynckv.transfers.manifest import INLINE_NBYTES, content_digest, pack
-from asynckv.transfers.queries import (
+from asynckv.transfers.targets import Part
+from asynckv.transfers.tokens import (
     Query,
     Tokens,
     as_count,
@@ -35,16 +36,15 @@ from asynckv.transfers.queries import (
     as_tokens,
     key_of,
 )
-from asynckv.transfers.targets import Part
 from asynckv.types import KVFingerprint, TensorSpec
 
 __all__ = (
     "Draft",
     "EntryState",
+    "Exported",
     "Holder",
     "Lease",
     "Payer",
-    "Shown",
     "StoredEntry",
     "Waiter",
     "make_draft",
@@ -67,7 +67,7 @@ class Draft(msgspec.Struct, frozen=True, eq=False):
     ttl_s: float | None = 600.0
     deliveries: int = 1
     streaming: bool = False
-    lent: tuple[SlabRegion | None, ...] = ()
+    borrowed: tuple[SlabRegion | None, ...] = ()
     """Memory of the arena's own that a tensor is in already, if any is."""
 
     @property
@@ -104,7 +104,7 @@ def make_draft(
     deliveries: int,
     fingerprint: KVFingerprint | None = None,
     streaming: bool = False,
-    lent: tuple[SlabRegion | None, ...] = (),
+    borrowed: tuple[SlabRegion | None, ...] = (),
 ) -> Draft:
     """Check what a caller says about an entry, but for the names of its tensors.
 
@@ -125,7 +125,7 @@ def make_draft(
         ttl_s=ttl_s,
         deliveries=deliveries,
         streaming=streaming,
-        lent=lent,
+        borrowed=borrowed,
     )
 
 
@@ -149,7 +149,7 @@ class EntryState(enum.Enum):
     GONE = "left"
 
 
-class Shown(NamedTuple):
+class Exported(NamedTuple):
     """An entry as a peer is told of it who has the arena open; a whole one as all are.
 
     ``edges`` stay those of the first time: memory that changes later is noticed. What
@@ -178,6 +178,7 @@ class StoredEntry:
         "draft",
         "entry_id",
         "expires_at",
+        "exported",
         "failures",
         "gone",
         "in_arena",
@@ -193,7 +194,6 @@ class StoredEntry:
         "regions",
         "roi",
         "seq",
-        "shown",
         "sizes",
         "state",
     )
@@ -232,7 +232,7 @@ class StoredEntry:
         self.acknowledged_tokens: list[bytes] = []
         self.gone: set[asyncio.Future[None]] = set()
         self._preamble: bytes | None = None
-        self.shown: Shown | None = None
+        self.exported: Exported | None = None
         """What a peer is told who maps the arena; of the regions that it holds now."""
 
     def key(self) -> bytes:
@@ -270,14 +270,14 @@ class StoredEntry:
     def place_regions(self, regions: Sequence[Region]) -> None:
         """Give every part its memory; the tokens keep theirs, and are charged."""
         self.regions = regions
-        self.shown = None
+        self.exported = None
         for part, region in zip(self.parts, regions, strict=False):
             part.region = region
 
     def drop_regions(self) -> None:
         """Let go of all memory, whose charge was given back."""
         self.regions = ()
-        self.shown = None
+        self.exported = None
         for part in self.parts:
             part.region = None
 
@@ -285,7 +285,7 @@ class StoredEntry:
         """Forget what landed."""
         self.complete = False
         self.landed = []
-        self._preamble = self.shown = None
+        self._preamble = self.exported = None
         for part in self.parts:
             part.digest = None
 

@@ -26,7 +26,7 @@ from asynckv.buffers.entries.prefix_index import PrefixIndex
 from asynckv.buffers.entries.table import EntryTable
 from asynckv.buffers.statistics import Counters
 from asynckv.errors import EntryAborted, LeaseLost
-from asynckv.transfers.queries import TOKEN_NBYTES, Query
+from asynckv.transfers.tokens import TOKEN_NBYTES, Query
 from asynckv.types import KVFingerprint
 
 __all__ = (
@@ -338,7 +338,7 @@ class Leases:
         entry.deliveries_left -= 1
         self._counters.acknowledged += 1
         if entry.deliveries_left == 0:
-            self._table.leave(entry, "")
+            self._table.remove(entry, "")
             for waiter in self._matcher.take_named(entry.entry_id):
                 waiter.holder.taken()
         else:
@@ -384,7 +384,7 @@ class Leases:
         if self._max_hold_s is not None:
             lease.hold(self._max_hold_s, late)
 
-    def leave_to_consumers(self, entry: StoredEntry) -> None:
+    def keep_for_consumers(self, entry: StoredEntry) -> None:
         """Nobody else gets the entry any more."""
         entry.owner_gone = True
         self._matcher.update(entry)
@@ -394,7 +394,7 @@ class Leases:
         leases = sorted(entry.leases.values(), key=lambda lease: lease.waiter.seq)
         for lease in leases:
             self._end(lease)
-        self._table.leave(entry, reason)
+        self._table.remove(entry, reason)
         for lease in leases:
             self._take_back(lease, reason)
 
@@ -414,7 +414,7 @@ class Leases:
             if not entry.complete or not held:
                 self.void(entry, "closed")
                 continue
-            self.leave_to_consumers(entry)
+            self.keep_for_consumers(entry)
             for lease in leases:
                 if lease not in held:
                     self._end(lease)
@@ -461,7 +461,7 @@ class Leases:
         """A delivery ended and others are left."""
         if entry.owner_gone:
             if not entry.leases:
-                self._table.leave(entry, "closed" if self.is_closed else "producer")
+                self._table.remove(entry, "closed" if self.is_closed else "producer")
         elif entry.state is EntryState.DIRECT:
             if entry.complete:
                 self._table.wait_again(entry)

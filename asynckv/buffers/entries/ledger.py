@@ -17,7 +17,7 @@ from asynckv.buffers.entries.table import EntryMemory, EntryTable
 from asynckv.buffers.statistics import Counters
 from asynckv.errors import BufferClosed
 from asynckv.tensors.arena import Arena
-from asynckv.waits.line import FairLine
+from asynckv.waits.queue import FairQueue
 
 __all__ = ("Ledger",)
 
@@ -35,7 +35,7 @@ class Ledger:
         matcher = Matcher()
         self.counters = Counters()
         self.is_closing = False
-        self.room: FairLine[StoredEntry] = FairLine(self._is_through, _is_selected)
+        self.room: FairQueue[StoredEntry] = FairQueue(self._is_through, _is_selected)
         self.table = EntryTable(
             EntryMemory(arena, self.counters, self.offer_waiting_soon),
             self.counters,
@@ -118,7 +118,7 @@ class Ledger:
         has belongs to its consumer alone from here on.
         """
         if _is_its_consumers(entry):
-            self.leases.leave_to_consumers(entry)
+            self.leases.keep_for_consumers(entry)
         elif entry.state not in (EntryState.GONE, EntryState.READY):
             self.leases.void(entry, "producer")
 
@@ -127,7 +127,7 @@ class Ledger:
         if entry.state is EntryState.GONE:
             return
         if _is_its_consumers(entry):
-            self.leases.leave_to_consumers(entry)
+            self.leases.keep_for_consumers(entry)
         else:
             self.counters.aborted += 1
             self.leases.void(entry, "producer")
@@ -139,7 +139,7 @@ class Ledger:
         if entry is None or entry.leases or entry.state not in waits:
             return False
         self.counters.withdrawn += 1
-        self.table.leave(entry, "withdrawn")
+        self.table.remove(entry, "withdrawn")
         return True
 
     def offer_waiting_soon(self) -> None:

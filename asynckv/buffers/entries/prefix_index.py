@@ -17,7 +17,7 @@ from itertools import count, islice
 from operator import attrgetter
 from typing import Final, Generic, TypeVar
 
-from asynckv.transfers.queries import TOKEN_NBYTES
+from asynckv.transfers.tokens import TOKEN_NBYTES
 
 __all__ = (
     "Frontier",

@@ -165,10 +165,10 @@ class EntryMemory:
         self._entries += 1
 
     def _allocate(self, entry: StoredEntry) -> list[Region] | None:
-        lent = entry.draft.lent
-        if not lent:
+        borrowed = entry.draft.borrowed
+        if not borrowed:
             return self._arena.allocate(entry.sizes, entry.charges)
-        return allocate_but(lent, self._arena, entry.sizes, entry.charges)
+        return allocate_but(borrowed, self._arena, entry.sizes, entry.charges)
 
 
 class ExpiryClock:
@@ -432,10 +432,10 @@ class EntryTable:
             return False
         self._counters.expired += 1
         logger.info("entry %r was not taken in time and leaves", entry.entry_id)
-        self.leave(entry, "ttl")
+        self.remove(entry, "ttl")
         return True
 
-    def leave(self, entry: StoredEntry, reason: str) -> None:
+    def remove(self, entry: StoredEntry, reason: str) -> None:
         """The entry is gone; nobody holds it. An acknowledgement has no reason."""
         if not reason and entry.state is not EntryState.READY:
             self._counters.inserted += 1  # straight to its consumers

@@ -28,7 +28,7 @@ from asynckv.buffers.local.writer import LocalStream
 from asynckv.devices.copying import CopyPool
 from asynckv.errors import BufferClosed
 from asynckv.tensors.blocks import KVMemory
-from asynckv.transfers.queries import Query
+from asynckv.transfers.tokens import Query
 from asynckv.types import KVFingerprint
 
 __all__ = (

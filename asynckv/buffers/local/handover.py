@@ -22,8 +22,8 @@ from asynckv.tensors.blocks import (
 )
 from asynckv.tensors.runs import Runs
 from asynckv.transfers.layout import unflatten
-from asynckv.transfers.queries import tensor_of
 from asynckv.transfers.targets import Part, match_targets
+from asynckv.transfers.tokens import tensor_of
 
 __all__ = (
     "build_entry",

@@ -11,7 +11,7 @@ from asynckv.buffers.entries.entries import Lease, Payer, StoredEntry
 from asynckv.buffers.entries.leases import Leases, entry_taken
 from asynckv.errors import BufferClosed, EntryAborted, LeaseLost
 from asynckv.observability.waits import LoggedWait
-from asynckv.transfers.queries import TOKEN_NBYTES, Query
+from asynckv.transfers.tokens import TOKEN_NBYTES, Query
 from asynckv.types import KVFingerprint
 from asynckv.waits.replies import Watchers
 

@@ -28,8 +28,8 @@ from asynckv.tensors.blocks import KVMemory, spec_in
 from asynckv.tensors.runs import Runs
 from asynckv.transfers.layout import names_in
 from asynckv.transfers.manifest import content_digest
-from asynckv.transfers.queries import tensor_of
 from asynckv.transfers.targets import match_targets
+from asynckv.transfers.tokens import tensor_of
 from asynckv.types import TensorSpec
 
 __all__ = (
@@ -244,7 +244,7 @@ class LocalSource:
         regions = [part.region for part in entry.parts if part.region is not None]
         if len(regions) != len(self._tensors):
             raise LeaseLost("the entry has left already")
-        lent = entry.draft.lent
+        lent = entry.draft.borrowed
         in_place = {
             index
             for index, region in enumerate(lent)

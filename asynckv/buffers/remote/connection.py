@@ -348,7 +348,7 @@ class PeerConnection(LoopBound):
         try:
             await self._imports.open(link)
         except BaseException:
-            self._imports.leave(link)
+            self._imports.detach(link)
             raise
         return link
 

@@ -31,6 +31,7 @@ from asynckv.protocol.transfer_frames import Grant, Sent
 from asynckv.protocol.wire import digest_of
 from asynckv.tensors.blocks import KVMemory
 from asynckv.tensors.runs import joined
+from asynckv.transfers.gpu_room import StagingWriter
 from asynckv.transfers.manifest import INLINE_NBYTES, check_body, content_digest, pack
 from asynckv.transfers.outgoing import Outgoing, ignore_grant
 from asynckv.transfers.routes import PeerRoutes
@@ -42,19 +43,18 @@ from asynckv.transfers.source import (
     source_of,
     until_made,
 )
-from asynckv.transfers.staging import StagingWriter
 from asynckv.types import TensorSpec
 from asynckv.waits.replies import Reply
 
 __all__ = (
     "BUSY_BYTES",
+    "RemoteSend",
     "RemoteWriter",
-    "Sending",
     "begin_insert",
 )
 
 
-class Sending:
+class RemoteSend:
     """One entry or value on its way to the buffer at the other end of ``link``.
 
     Tensors of few bytes are in ``body``; ``sources`` of the others are sent once
@@ -169,7 +169,7 @@ def begin_insert(
     draft: Draft,
     sources: Sequence[Source],
     routes: PeerRoutes | None = None,
-) -> Sending:
+) -> RemoteSend:
     """Ask for an entry to be put in. Some ``sources`` are read on a GPU only if there
     are too many bytes to leave with the request. Never waits.
 
@@ -199,7 +199,7 @@ def begin_insert(
     )
     body = b"".join((head, *views))
     check_body(link.limits.max_body_bytes, body)
-    return Sending(link, frame, body, sources, routes, is_on_gpu=on_gpu)
+    return RemoteSend(link, frame, body, sources, routes, is_on_gpu=on_gpu)
 
 
 BUSY_BYTES: Final = 4 * 2**20

@@ -30,15 +30,6 @@ from asynckv.tensors.blocks import KVMemory
 from asynckv.tensors.views import spec_like
 from asynckv.transfers.layout import check_names, flatten
 from asynckv.transfers.manifest import INLINE_NBYTES
-from asynckv.transfers.queries import (
-    MAX_ID_LENGTH,
-    as_mask,
-    as_specs,
-    as_text,
-    as_tokens,
-    key_of,
-    make_query,
-)
 from asynckv.transfers.source import (
     Source,
     copied_sources,
@@ -47,6 +38,15 @@ from asynckv.transfers.source import (
     until_made,
 )
 from asynckv.transfers.targets import check_targets
+from asynckv.transfers.tokens import (
+    MAX_ID_LENGTH,
+    as_mask,
+    as_specs,
+    as_text,
+    as_tokens,
+    key_of,
+    make_query,
+)
 from asynckv.types import TensorSpec
 
 __all__ = ("RemoteLookupBuffer", "RemoteStatistics")
@@ -72,7 +72,7 @@ class RemoteLookupBuffer(KVLookupBuffer):
         to ``connect(max_bytes=...)``. After the insert it may be written to again.
         """
         self._peer.check()
-        return self._peer.memory.lending.empty(spec_like(shape, dtype))
+        return self._peer.memory.spares.empty(spec_like(shape, dtype))
 
     async def insert(
         self,
@@ -245,7 +245,7 @@ class RemoteLookupBuffer(KVLookupBuffer):
         return self._peer.sends_from
 
     @property
-    def shows_gpu_memory(self) -> bool:
+    def reads_gpu_memory(self) -> bool:
         """Does a ``drop_select`` read a peer's memory of this side's own GPU now?"""
         return self._peer.reads_gpu
 

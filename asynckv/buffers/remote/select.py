@@ -47,16 +47,16 @@ from asynckv.protocol.transfer_frames import Eager, Sent
 from asynckv.tensors.blocks import KVMemory
 from asynckv.transfers.delivery import Delivery, move_to_device, moved_to_device
 from asynckv.transfers.offers import OfferReceiver, read_offer
-from asynckv.transfers.queries import TOKEN_NBYTES, Query, tensor_of
 from asynckv.transfers.readers import Unreadable
 from asynckv.transfers.routes import PeerRoutes
+from asynckv.transfers.tokens import TOKEN_NBYTES, Query, tensor_of
 from asynckv.types import TensorSpec
 from asynckv.waits.replies import Watchers
 
 __all__ = (
     "RemoteConsumer",
+    "RemoteSelect",
     "RemoteStream",
-    "Selecting",
     "check_key_fits",
 )
 
@@ -64,7 +64,7 @@ __all__ = (
 logger = logging.getLogger(__name__)
 
 
-class Selecting:
+class RemoteSelect:
     """One query on one link. ``delivery`` is the offer that stands, if one does."""
 
     delivery: Delivery | None = None
@@ -316,7 +316,7 @@ def check_key_fits(key: bytes, max_body_bytes: int) -> None:
 class RemoteStream(SelectStream):
     """Hands out each tensor once it is verified, where it is wanted."""
 
-    def __init__(self, selecting: Selecting, delivery: Delivery) -> None:
+    def __init__(self, selecting: RemoteSelect, delivery: Delivery) -> None:
         offer, manifest = delivery.offer, delivery.manifest
         self.entry_id = offer.entry_id
         self.attempt = offer.attempt
@@ -429,12 +429,12 @@ class RemoteConsumer:
         *,
         streams: bool = False,
         views: bool = False,
-    ) -> tuple[Selecting, Delivery]:
+    ) -> tuple[RemoteSelect, Delivery]:
         while True:
             # Each of thousands that wait has this frame: it is kept small.
             peer = self._peer
             link = peer.link_nowait() or await peer.link()
-            selecting = Selecting(
+            selecting = RemoteSelect(
                 *(link, query, targets, peer.routes), streams=streams, views=views
             )
             self._waits.begin(selecting)
@@ -450,7 +450,7 @@ class RemoteConsumer:
             finally:
                 self._waits.end(selecting)
 
-    async def _settle(self, selecting: Selecting, delivery: Delivery) -> bool:
+    async def _settle(self, selecting: RemoteSelect, delivery: Delivery) -> bool:
         """Acknowledge receipt of what is not small; ``False`` if it did not count."""
         try:
             await selecting.settle(delivery)
@@ -467,14 +467,14 @@ class RemoteConsumer:
         selecting.release()
         return True
 
-    async def _counted(self, selecting: Selecting, delivery: Delivery) -> bool:
+    async def _counted(self, selecting: RemoteSelect, delivery: Delivery) -> bool:
         """The link was cut around the acknowledgement: ask on the next one."""
         question = Settle(delivery.offer.entry_id, delivery.offer.token)
         asked = selecting.link.peer.incarnation  # it changes when memory was lost
         answer = await ask(self._peer, question, incarnation=asked)
         return bool(answer.value)
 
-    async def _has_counted(self, selecting: Selecting, delivery: Delivery) -> bool:
+    async def _has_counted(self, selecting: RemoteSelect, delivery: Delivery) -> bool:
         """As :meth:`_counted`; ``False`` if there is nobody left to ask."""
         try:
             return selecting.may_have_counted and await self._counted(
@@ -483,7 +483,7 @@ class RemoteConsumer:
         except (PeerLost, PeerRestarted):
             return False
 
-    async def _acknowledge(self, selecting: Selecting, delivery: Delivery) -> None:
+    async def _acknowledge(self, selecting: RemoteSelect, delivery: Delivery) -> None:
         try:
             await selecting.acknowledge(delivery)
         except PeerLost as exc:
@@ -501,7 +501,7 @@ class RemoteConsumer:
             await selecting.quiesce()
 
 
-async def _may_ask_again(selecting: Selecting, error: BaseException) -> bool:
+async def _may_ask_again(selecting: RemoteSelect, error: BaseException) -> bool:
     """End what has failed before anything of it was handed out; whether to go on."""
     if isinstance(error, PeerLost | EntryAborted):
         selecting.close()
@@ -514,14 +514,14 @@ async def _may_ask_again(selecting: Selecting, error: BaseException) -> bool:
 
 
 async def _give_back(
-    selecting: Selecting, delivery: Delivery, error: BaseException
+    selecting: RemoteSelect, delivery: Delivery, error: BaseException
 ) -> None:
     """The application is done with it, but by an error, or cancelled."""
     selecting.give_back(delivery, reached=isinstance(error, Exception))
     await selecting.quiesce()
 
 
-def _who_waits(selecting: Selecting) -> str:
+def _who_waits(selecting: RemoteSelect) -> str:
     key = selecting.query.key
     tokens = "any" if key is None else len(key) // TOKEN_NBYTES
     return f"drop_select of {tokens} tokens"

@@ -13,7 +13,7 @@ import torch
 from asynckv.abc import KVStoreBuffer, KVStoreStatistics
 from asynckv.abc.closing import async_with_only
 from asynckv.buffers.remote.connection import ANSWER_S, PeerConnection, ask
-from asynckv.buffers.remote.insert import Sending
+from asynckv.buffers.remote.insert import RemoteSend
 from asynckv.buffers.store import check_place, check_value
 from asynckv.errors import LeaseLost, PeerLost, RemoteProtocolError
 from asynckv.links.link import Link
@@ -41,21 +41,21 @@ from asynckv.tensors.views import check_into
 from asynckv.transfers.delivery import Delivery, move_to_device
 from asynckv.transfers.manifest import INLINE_NBYTES
 from asynckv.transfers.offers import OfferReceiver, read_offer
-from asynckv.transfers.queries import as_key, as_keys
 from asynckv.transfers.routes import PeerRoutes
 from asynckv.transfers.source import Source, source_of, until_made
+from asynckv.transfers.tokens import as_key, as_keys
 from asynckv.waits.replies import Reply
 
 __all__ = (
-    "Getting",
-    "Pinning",
+    "RemoteGet",
+    "RemotePin",
     "RemoteStoreBuffer",
     "RemoteStoreStatistics",
     "begin_put",
 )
 
 
-class Getting:
+class RemoteGet:
     """One value on its way here, on one link. Given up, it needs :meth:`cancel`.
 
     It lands where ``routes`` receive.
@@ -161,7 +161,7 @@ class Getting:
         self._landed.fail(error)
 
 
-class Pinning:
+class RemotePin:
     """Values that are kept at the other end of one link."""
 
     def __init__(self, link: Link, keys: tuple[str, ...]) -> None:
@@ -200,7 +200,7 @@ def begin_put(
     key: str,
     source: Source,
     routes: PeerRoutes | None = None,
-) -> Sending:
+) -> RemoteSend:
     """Ask for a value to be stored. ``source`` is dense; if it is read on a GPU, its
     bytes are too many to leave with the request. Never waits.
     """
@@ -213,7 +213,7 @@ def begin_put(
         spec=source.spec,
         digest=digest_of(view) if inline and link.digest != "off" else b"",
     )
-    return Sending(link, frame, view, [source], routes)
+    return RemoteSend(link, frame, view, [source], routes)
 
 
 _BATCH_KEYS: Final = 4096
@@ -291,9 +291,9 @@ class RemoteStoreBuffer(KVStoreBuffer):
         self._peer.check()
         keys = as_keys(keys)
         link = await self._peer.link()
-        held: list[Pinning] = []
+        held: list[RemotePin] = []
         try:
-            held.extend(Pinning(link, some) for some in _batches(keys))
+            held.extend(RemotePin(link, some) for some in _batches(keys))
             async with asyncio.timeout(ANSWER_S):
                 found = [flag for one in held for flag in await one.found]
             yield tuple(found)
@@ -337,7 +337,7 @@ class RemoteStoreBuffer(KVStoreBuffer):
     async def _get(self, key: str, into: torch.Tensor | None) -> torch.Tensor | None:
         while True:
             link = await self._peer.link()
-            getting = Getting(link, key, into, self._peer.routes)
+            getting = RemoteGet(link, key, into, self._peer.routes)
             try:
                 return await getting.value()
             except PeerLost:

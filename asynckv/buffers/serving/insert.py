@@ -28,8 +28,8 @@ from asynckv.protocol.frames import (
 from asynckv.protocol.transfer_frames import Grant, Sent
 from asynckv.transfers.incoming import Incoming, receive_frame
 from asynckv.transfers.manifest import INLINE_NBYTES, Manifest, unpack, verify_inline
-from asynckv.transfers.queries import check_mask, check_tokens
 from asynckv.transfers.targets import fill_targets, target_in
+from asynckv.transfers.tokens import check_mask, check_tokens
 from asynckv.waits.replies import Reply
 
 __all__ = (
@@ -205,7 +205,7 @@ class ServedWriter:
         if pushes is None:
             name = type(frame).__name__
             raise RemoteProtocolError(f"a {name} came for what was never granted")
-        pushes.silence.hear()
+        pushes.silence.note_progress()
         match frame:
             case Push():
                 pushes.on_push(frame, body)

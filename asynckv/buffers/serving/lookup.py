@@ -26,7 +26,7 @@ from asynckv.protocol.frames import (
     Withdraw,
 )
 from asynckv.protocol.transfer_frames import OpenMemory
-from asynckv.transfers.queries import TOKEN_NBYTES
+from asynckv.transfers.tokens import TOKEN_NBYTES
 
 __all__ = ("LookupService",)
 
@@ -108,7 +108,7 @@ class LookupService(LookupRequests):
         return self.leases.peek(key, self.link.fingerprint)
 
     def _check_open(self) -> None:
-        if self.is_leaving:
+        if self.is_draining:
             raise BufferClosed("the server is leaving; it takes no new requests")
         if self.leases.is_closed:
             raise BufferClosed("the buffer is closed")

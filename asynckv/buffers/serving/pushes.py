@@ -192,7 +192,7 @@ class ServedPushes:
     def _is_in(self, transfer: int, part: int, _: int, digest: bytes) -> None:
         """One part is in, for whoever consumes the entry."""
         del self._pushes[transfer]
-        self.silence.hear()
+        self.silence.note_progress()
         self._verified.add(part)
         self._service.buffer.ledger.landed(self.entry, part, digest)
         self._writer.pushed(self)

@@ -103,8 +103,8 @@ class LookupRequests(Service):
             await service.wait_ended()
         self.predecessors = ()
 
-    def leave(self) -> None:
-        super().leave()
+    def drain(self) -> None:
+        super().drain()
         for select in list(self.selects):
             select.wait_no_longer()
 
@@ -131,5 +131,5 @@ class LookupRequests(Service):
 
     def _insert_ended(self, task: asyncio.Task[None]) -> None:
         del self._inserts[task]
-        if self.is_leaving:
+        if self.is_draining:
             self.notify_idle()

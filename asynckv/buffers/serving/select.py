@@ -16,7 +16,7 @@ from typing import Final
 
 import msgspec
 
-from asynckv.buffers.entries.entries import Lease, Shown, StoredEntry, Waiter
+from asynckv.buffers.entries.entries import Exported, Lease, StoredEntry, Waiter
 from asynckv.buffers.entries.leases import entry_taken
 from asynckv.buffers.serving.requests import LookupRequests
 from asynckv.errors import (
@@ -50,11 +50,18 @@ from asynckv.protocol.values import MappedOffer, Place
 from asynckv.sharing.exporter import Importer, Pin, place_of
 from asynckv.transfers.manifest import INLINE_NBYTES, check_body, is_eager
 from asynckv.transfers.outgoing import Outgoing, Routes, ignore_grant
-from asynckv.transfers.queries import TOKEN_NBYTES, Query
 from asynckv.transfers.source import RegionSource, are_on_gpu
+from asynckv.transfers.tokens import TOKEN_NBYTES, Query
 from asynckv.waits.own_tasks import OwnTasks
 
-__all__ = ("Offering", "ServedSelect", "make_offer", "may_begin", "query_of", "show")
+__all__ = (
+    "SentOffer",
+    "ServedSelect",
+    "export_entry",
+    "make_offer",
+    "may_begin",
+    "query_of",
+)
 
 logger = logging.getLogger(__name__)
 
@@ -64,7 +71,7 @@ _BUSY_BYTES = 4 * 2**20
 _encoder: Final = msgspec.msgpack.Encoder()
 
 
-def show(
+def export_entry(
     entry: StoredEntry,
     importer: Importer | None,
     max_nbytes: int,
@@ -79,7 +86,7 @@ def show(
     """
     if importer is None or not importer.is_usable:
         return None
-    if (shown := _shown(entry, importer, streams=streams)) is None:
+    if (shown := _exported(entry, importer, streams=streams)) is None:
         return None
     end = b"".join((shown.places, *[region.view() for region in shown.beside]))
     if len(end) > max_nbytes:
@@ -88,9 +95,11 @@ def show(
     return pin, MappedOffer(pin.number, len(shown.places), shown.edges), end
 
 
-def _shown(entry: StoredEntry, importer: Importer, *, streams: bool) -> Shown | None:
-    if entry.shown is not None and not streams:
-        return entry.shown
+def _exported(
+    entry: StoredEntry, importer: Importer, *, streams: bool
+) -> Exported | None:
+    if entry.exported is not None and not streams:
+        return entry.exported
     if (places := _places(entry, importer, streams=streams)) is None:
         return None
     regions = entry.regions[: len(places)]
@@ -98,11 +107,11 @@ def _shown(entry: StoredEntry, importer: Importer, *, streams: bool) -> Shown | 
     there = [region for region, place in every if place is not None]
     encoded = _encoder.encode(places)
     if streams:
-        return Shown(there, encoded)
+        return Exported(there, encoded)
     beside = [region for region, place in every if place is None]
     edges = importer.memory_file.edges(regions, places)
-    entry.shown = Shown(there, encoded, edges, beside)
-    return entry.shown
+    entry.exported = Exported(there, encoded, edges, beside)
+    return entry.exported
 
 
 def _places(
@@ -116,7 +125,7 @@ def _places(
     """
     if importer is None or not importer.is_usable or not entry.in_arena:
         return None
-    if not importer.memory_file.shows_parts if streams else entry.is_small:
+    if not importer.memory_file.exports_parts if streams else entry.is_small:
         return None
     regions = entry.regions[: len(entry.parts)]
     places = [
@@ -153,7 +162,7 @@ def make_offer(
     importer: Importer | None = None,
     *,
     streams: bool = False,
-) -> Offering:
+) -> SentOffer:
     """Offer what was leased, with its bytes if they are small and all there.
 
     An ``importer`` who has the memory open is told where they lie; of a query that
@@ -168,12 +177,12 @@ def make_offer(
         body = b"".join((body, *pieces))
     check_body(max_nbytes, body)
     if pieces is None and (entry.complete or streams):
-        shown = show(entry, importer, max_nbytes - len(body), streams=streams)
+        shown = export_entry(entry, importer, max_nbytes - len(body), streams=streams)
     pin, mapped, end = shown or (None, None, b"")
     on_gpu = pieces is None and are_on_gpu(
         [(part.spec.nbytes, part.region) for part in entry.parts]
     )
-    offering = Offering(
+    offering = SentOffer(
         *(stream, entry, link.new_transfer()),
         is_on_gpu=on_gpu,
         pin=pin,
@@ -194,7 +203,7 @@ def make_offer(
     return offering
 
 
-class Offering(msgspec.Struct, eq=False):
+class SentOffer(msgspec.Struct, eq=False):
     """An offer that has left. Its parts follow once the peer grants them memory.
 
     If it has a ``pin``, they are the peer's to read already; or, if there is an
@@ -294,7 +303,7 @@ class ServedSelect(msgspec.Struct, eq=False):
     _kept_bytes: int
     _waiter: Waiter | None = None
     _lease: Lease | None = None
-    _offering: Offering | None = None
+    _offering: SentOffer | None = None
     _settling: Lease | None = None
 
     def select(self, query: Query) -> None:
@@ -371,7 +380,7 @@ class ServedSelect(msgspec.Struct, eq=False):
 
     def on_lost(self, error: PeerLost) -> None:
         # A peer that says goodbye has said all: it has not handed the entry out.
-        gave_up = error.goodbye and not self.payer.is_leaving
+        gave_up = error.goodbye and not self.payer.is_draining
         if self._settling is not None and not gave_up:
             self._acknowledge(self._settling)
         else:
@@ -435,7 +444,7 @@ class ServedSelect(msgspec.Struct, eq=False):
             self._offering.stop()
         self._offering = self._lease = None
         self.payer.deliveries.discard(self)
-        if self.payer.is_leaving:
+        if self.payer.is_draining:
             self.payer.notify_idle()
 
     def _fail(self, error: Exception) -> None:

@@ -135,7 +135,7 @@ class Silence:
         self._is_over = False
         self._timer = self._listen()
 
-    def hear(self) -> None:
+    def note_progress(self) -> None:
         """The writer is alive."""
         self._timer.cancel()
         if not self._is_over:
@@ -154,7 +154,7 @@ class Silence:
         has_grown = landed != self._landed_bytes and any(landed.values())
         if has_grown or self._is_working():
             self._landed_bytes = landed
-            self.hear()
+            self.note_progress()
             return
         message = f"no tensor came for {SILENCE_S:.0f} s"
         self._failed(EntryAborted(message, reason="producer"))
@@ -183,7 +183,7 @@ class Service(abc.ABC):
     def __init__(self, link: Link) -> None:
         self.link = link
         self.loop = asyncio.get_running_loop()
-        self.is_leaving = False
+        self.is_draining = False
         self.tasks = OwnTasks()
 
     @abc.abstractmethod
@@ -227,9 +227,9 @@ class Service(abc.ABC):
         task.add_done_callback(lambda _: kept.give(nbytes))
         return task
 
-    def leave(self) -> None:
+    def drain(self) -> None:
         """Begin nothing new. What is under way goes on."""
-        self.is_leaving = True
+        self.is_draining = True
 
     def abort(self) -> None:
         """End what is under way. Never waits."""

@@ -247,7 +247,7 @@ class StoreService(Service):
         fingerprint = self.link.fingerprint
         if not isinstance(frame, Put | Get | Delete | Contains | Pin):
             return None
-        if self.is_leaving:
+        if self.is_draining:
             raise BufferClosed("the server is leaving; it takes no new requests")
         match frame:
             case Put(spec=None, key=key) | Delete(key=key):

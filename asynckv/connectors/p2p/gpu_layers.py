@@ -21,8 +21,8 @@ from asynckv.devices.cuda import Event
 from asynckv.shielding import clear_all_frames
 from asynckv.tensors.blocks import KVBlocks
 from asynckv.tensors.views import empty_tensor
+from asynckv.transfers.gpu_room import StagingWriter
 from asynckv.transfers.source import StagedTensor, release_staged
-from asynckv.transfers.staging import StagingWriter
 
 __all__ = (
     "GpuLayers",
@@ -302,7 +302,7 @@ class GpuLayers:
         """All was put. Never waits."""
         self._gathering.finish()
 
-    def leave_gpu(self) -> None:
+    def move_to_host(self) -> None:
         """Gather in host memory what is not taken yet. All was offered. Never waits."""
         for layer in self._marks:  # in the order in which they are put
             if self._needed[layer]:
@@ -310,10 +310,10 @@ class GpuLayers:
         for layer in self._asked:
             self._end_takings(layer)
 
-    def hurry(self) -> None:
+    def stop_waiting(self) -> None:
         """No step waits any longer for room. All was offered. Never waits."""
         self._gathering.may_wait_for_room = False
-        self.leave_gpu()
+        self.move_to_host()
 
     def drop(self) -> None:
         """It has ended, in whatever way. Never waits."""

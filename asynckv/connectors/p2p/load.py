@@ -6,120 +6,39 @@ An entry is selected as it lands, where it lies on this GPU; or whole.
 from __future__ import annotations
 
 import asyncio
-import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from typing import TypeAlias
+import logging
+from collections.abc import Callable, Mapping
 
-import torch
-
-from asynckv.abc import KVEntry, KVLookupBuffer, SelectStream
-from asynckv.buffers.local.writer import LocalViews
-from asynckv.buffers.lookup import LookupBuffer
-from asynckv.buffers.remote.lookup import RemoteLookupBuffer
+from asynckv.abc import SelectStream
 from asynckv.connectors.assembly import Assembly, Scratch
 from asynckv.connectors.caches import BlockMoves
 from asynckv.connectors.connections import identity_of
-from asynckv.connectors.engine import KVEngine
-from asynckv.connectors.keys import HEADER, EntryHeader, NotSaved, prompt_digest
-from asynckv.connectors.requests import LoadOrder
+from asynckv.connectors.engine import (
+    HEADER,
+    EntryHeader,
+    KVEngine,
+    NotSaved,
+)
+from asynckv.connectors.options import ConnectorOptions
+from asynckv.connectors.p2p.entries import (
+    Source,
+    another_prompt,
+    are_views,
+    is_of,
+    open_entry,
+)
+from asynckv.connectors.p2p.routes import P2PNotifications, P2PRoutes
+from asynckv.connectors.requests import LoadRequest
+from asynckv.connectors.transfers import Transfers, TransferState, reason_of
 from asynckv.errors import IncompatiblePeer
 from asynckv.observability.lines import as_line
 from asynckv.parallel.plans import RankRead
 from asynckv.shielding import clear_all_frames
-from asynckv.tensors.blocks import KVBlocks
-from asynckv.tensors.views import spec_of
-from asynckv.transfers.layout import flatten
 
 __all__ = (
     "P2PLoad",
-    "Source",
-    "WholeEntry",
-    "are_views",
-    "open_entry",
-    "release",
+    "P2PLoading",
 )
-
-
-@contextlib.asynccontextmanager
-async def open_entry(
-    buffer: KVLookupBuffer, entry_id: str
-) -> AsyncIterator[SelectStream]:
-    """Select an entry as ``open_drop_select`` does; nobody may keep its tensors.
-
-    In this process's own memory of a GPU they are views, as they land. In a peer's
-    memory of this GPU it is waited for until it is whole, and they are views too: what
-    streams there is copied.
-    """
-    async with _opened(buffer, entry_id) as stream:
-        try:
-            yield stream
-        except BaseException as exc:
-            if are_views(stream):
-                clear_all_frames(exc)  # a view keeps the peer's memory in use
-            raise
-
-
-def are_views(stream: SelectStream) -> bool:
-    """Are the tensors of a stream that was opened here views of a GPU's memory?"""
-    return isinstance(stream, WholeEntry | LocalViews)
-
-
-def _opened(
-    buffer: KVLookupBuffer, entry_id: str
-) -> contextlib.AbstractAsyncContextManager[SelectStream]:
-    if isinstance(buffer, RemoteLookupBuffer) and buffer.shows_gpu_memory:
-        return _whole(buffer, entry_id)
-    if isinstance(buffer, LookupBuffer) and buffer.is_on_gpu:
-        return buffer.open_views(entry_id)
-    return buffer.open_drop_select(entry_id=entry_id)
-
-
-@contextlib.asynccontextmanager
-async def _whole(buffer: KVLookupBuffer, entry_id: str) -> AsyncIterator[SelectStream]:
-    async with buffer.drop_select(entry_id=entry_id) as entry:
-        whole = WholeEntry(entry)
-        del entry  # its views are to end with this
-        try:
-            yield whole
-        finally:
-            whole.close()
-
-
-class WholeEntry(SelectStream):
-    """An entry that is here, as if its tensors landed one after the other."""
-
-    def __init__(self, entry: KVEntry) -> None:
-        self.entry_id = entry.entry_id
-        self.attempt = entry.attempt
-        self.matched_tokens = entry.matched_tokens
-        self.input_tokens = entry.input_tokens
-        self.roi = entry.roi
-        named = flatten(entry.key, entry.value, entry.hidden, entry.extras)
-        self._tensors = {
-            name: tensor
-            for name, tensor in named.items()
-            if not isinstance(tensor, KVBlocks)  # which no entry holds
-        }
-        self.specs = {name: spec_of(tensor) for name, tensor in self._tensors.items()}
-        self._left = list(self._tensors)
-
-    async def __anext__(self) -> tuple[str, torch.Tensor]:
-        if not self._left:
-            raise StopAsyncIteration
-        name = self._left.pop(0)
-        return name, self._tensors[name]
-
-    async def wait_for(self, name: str) -> torch.Tensor:
-        return self._tensors[name]
-
-    def close(self) -> None:
-        """Nobody reads it any more. Never waits."""
-        self._left.clear()
-        self._tensors.clear()
-
-
-Source: TypeAlias = "tuple[Callable[[], Awaitable[KVLookupBuffer]], str]"
-"""Where an entry is, once it is dialled, and its id there."""
 
 
 class P2PLoad:
@@ -133,17 +52,17 @@ class P2PLoad:
         self,
         engine: KVEngine,
         moves: BlockMoves,
-        order: LoadOrder,
+        request: LoadRequest,
         timeout_s: float,
     ) -> None:
-        self.order = order
+        self.request = request
         self.nbytes = 0
         self.is_wanted = False
         """Whether another request here loads the same, should this one be aborted."""
         self._untaken: dict[int, Source] = {}
         self._unseen: set[int] = set()
         self._engine, self._caches = engine, moves.caches
-        self._scratch = Scratch(moves, order, moves.now())
+        self._scratch = Scratch(moves, request, moves.now())
         self._timeout_s = timeout_s
         self._is_over = False
         self._waiting: dict[str, asyncio.Future[None]] = {}
@@ -160,7 +79,7 @@ class P2PLoad:
 
         Where the request names no peer it may be any peer's rank of that number.
         """
-        peer = self.order.peer or identity.rpartition("/")[0]
+        peer = self.request.peer or identity.rpartition("/")[0]
         for rank in self._unseen:
             if identity == identity_of(peer, rank):
                 return rank
@@ -231,9 +150,9 @@ class P2PLoad:
                 buffer = await find()
                 async with open_entry(buffer, entry_id) as stream:
                     self._unseen.discard(rank)
-                    if not _is_of(stream, self.order):
+                    if not is_of(stream, self.request):
                         del self._untaken[rank]
-                        raise _another_prompt(stream)
+                        raise another_prompt(stream)
                     try:
                         await self._fill(stream, read, silence)
                     except (IncompatiblePeer, NotSaved) as exc:
@@ -252,7 +171,7 @@ class P2PLoad:
             raise refusal
 
     def _silence_of(self, rank: int) -> str:
-        which = f"{as_line(self.order.transfer_id)} of {as_line(self.order.peer)}"
+        which = f"{as_line(self.request.transfer_id)} of {as_line(self.request.peer)}"
         never = ": it was never saved, or is no longer kept" * (rank in self._unseen)
         return f"nothing came of {which} for {self._timeout_s:g} s{never}"
 
@@ -272,13 +191,13 @@ class P2PLoad:
                 self._landed(placed)
 
     async def _assembly(self, stream: SelectStream, read: RankRead | None) -> Assembly:
-        order = self.order
+        request = self.request
         EntryHeader.check_spec(stream.specs.get(HEADER))
         told = await stream.wait_for(HEADER)
         (told,) = await self._scratch.moves.fetch([told])
         header = EntryHeader.of(told)
         header.check_saved()
-        if header.salt != order.salt:
+        if header.salt != request.salt:
             raise IncompatiblePeer(
                 "the entry's prompt has another cache salt, LoRA adapter or images",
                 field="salt",
@@ -291,37 +210,124 @@ class P2PLoad:
             _set_done(self._waiting.pop(layer))
 
 
-async def release(source: Source, order: LoadOrder, timeout_s: float) -> None:
-    """Acknowledge an entry unread, once it is there: nobody needs it.
-
-    A cancelled call has done so or not.
-
-    :raises TimeoutError: it did not come
-    :raises IncompatiblePeer: it is of another prompt, and was given back
-    """
-    find, entry_id = source
-    async with asyncio.timeout(timeout_s):
-        buffer = await find()
-        async with open_entry(buffer, entry_id) as stream:
-            if not _is_of(stream, order):
-                raise _another_prompt(stream)
-
-
-def _is_of(stream: SelectStream, order: LoadOrder) -> bool:
-    """Whether an entry's prompt begins as that of the request."""
-    tokens, count = stream.input_tokens, order.num_tokens
-    if tokens is None or len(tokens) < count:
-        return False
-    return prompt_digest(tokens[:count].tolist(), count) == order.digest
-
-
-def _another_prompt(stream: SelectStream) -> IncompatiblePeer:
-    count = 0 if stream.input_tokens is None else len(stream.input_tokens)
-    return IncompatiblePeer(
-        f"the entry of {count} tokens is of another prompt", field="tokens"
-    )
-
-
 def _set_done(future: asyncio.Future[None]) -> None:
     if not future.done():
         future.set_result(None)
+
+
+logger = logging.getLogger(__name__)
+
+
+class P2PLoading:
+    """Begins loads; they fail with the peer that they are from.
+
+    ``moves`` returns how blocks move, and raises if there are none yet. An entry that
+    a load has not taken is released.
+    """
+
+    def __init__(
+        self,
+        engine: KVEngine,
+        options: ConnectorOptions,
+        routes: P2PRoutes,
+        transfers: Transfers,
+        notifications: P2PNotifications,
+        *,
+        moves: Callable[[], BlockMoves],
+    ) -> None:
+        self.nbytes = 0
+        """Of what was loaded."""
+        self._engine, self._options, self._moves = engine, options, moves
+        self._routes, self._transfers, self._notifications = (
+            routes,
+            transfers,
+            notifications,
+        )
+        self._loads: dict[P2PLoad, TransferState] = {}
+        self._awaited: list[P2PLoad] = []
+        routes.call_when_lost(self._on_lost)
+
+    @property
+    def awaited(self) -> tuple[P2PLoad, ...]:
+        """The loads that the step waits for."""
+        return tuple(self._awaited)
+
+    def begin(self, request: LoadRequest) -> None:
+        """Begin a load, or release an entry that nobody needs. Never waits.
+
+        What cannot be begun is said to have failed: others are not less wanted.
+        """
+        try:
+            if request.refusal:
+                self._refuse(request, request.refusal)
+            elif request.block_ids:
+                self._begin(request)
+            else:
+                self._notifications.release(request)
+        except Exception as exc:
+            # Whatever it is: the request would wait for this load for ever.
+            logger.exception("no load of %s began", as_line(request.request_id))
+            if request.block_ids:
+                self._refuse(request, reason_of(exc))
+
+    def abort(self, request_id: str, *, is_wanted: bool) -> None:
+        """End a request's load. Its transfer is released unless it ``is_wanted``."""
+        for load in self._loads:
+            if load.request.request_id == request_id:
+                load.is_wanted = is_wanted
+        self._transfers.cancel(request_id, "recv")
+
+    def clear(self) -> None:
+        """The step is over: it waits for no load any more."""
+        self._awaited.clear()
+
+    def _begin(self, request: LoadRequest) -> None:
+        timeout_s = self._options.load_timeout_s
+        load = P2PLoad(self._engine, self._moves(), request, timeout_s)
+        state = self._transfers.begin(
+            request.request_id,
+            "recv",
+            lambda: self._load(load),
+            _blocks_of(request),
+            lambda: self._ended(load),
+        )
+        if state is None:
+            return
+        self._loads[load] = state
+        if not request.is_async:
+            self._awaited.append(load)
+
+    def _refuse(self, request: LoadRequest, reason: str) -> None:
+        self._transfers.refuse(request.request_id, "recv", _blocks_of(request), reason)
+
+    def _on_lost(self, identity: str) -> None:
+        """What it was to send will not come.
+
+        Where a request names no peer nobody knows who was to send: others still may.
+        """
+        for load, state in list(self._loads.items()):
+            if not load.request.peer and self._routes.may_come_from_others(identity):
+                continue
+            rank = load.unseen_rank(identity)
+            if rank is not None and not self._routes.has_pushed(load.request, rank):
+                reason = f"PeerLost: {as_line(identity)} is gone, or has restarted"
+                self._transfers.fail(state, reason)
+
+    def _ended(self, load: P2PLoad) -> None:
+        self._loads.pop(load, None)
+        load.end()
+        # Perhaps its task was cancelled before its first step.
+        if not load.has_begun and not load.is_wanted:
+            self._notifications.release(load.request)
+
+    async def _load(self, load: P2PLoad) -> None:
+        try:
+            await load.run(*self._routes.sources(load.request))
+        finally:
+            self.nbytes += load.nbytes
+            if not load.is_wanted:
+                self._notifications.release_all(load.request, load.untaken_sources)
+
+
+def _blocks_of(request: LoadRequest) -> set[int]:
+    return {block for group in request.block_ids for block in group}

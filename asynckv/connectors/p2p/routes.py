@@ -19,12 +19,16 @@ from asynckv.buffers.lookup import LookupBuffer
 from asynckv.buffers.serve import Server, serve
 from asynckv.config import KVTransferConfig
 from asynckv.connectors.connections import Peers, identity_of
-from asynckv.connectors.engine import KVEngine
-from asynckv.connectors.keys import EntryHeader
+from asynckv.connectors.engine import EntryHeader, KVEngine
 from asynckv.connectors.options import ConnectorOptions, url_of_rank
-from asynckv.connectors.p2p.load import Source, release
-from asynckv.connectors.p2p.save import Target, report_failure, withdraw
-from asynckv.connectors.requests import LoadOrder, SaveOrder
+from asynckv.connectors.p2p.entries import (
+    Source,
+    Target,
+    release,
+    report_failure,
+    withdraw,
+)
+from asynckv.connectors.requests import LoadRequest, SaveRequest
 from asynckv.connectors.transfers import Transfers
 from asynckv.devices.names import Device
 from asynckv.errors import IncompatiblePeer, PeerLost
@@ -127,16 +131,18 @@ class P2PRoutes:
         if self.pushes:
             self.peers.push_from(device, self._options.push_buffer_bytes)
 
-    def may_lead_to_gpu(self, order: SaveOrder, device: str) -> bool:
-        """Whether what ``order`` pushes may go from ``device`` to a GPU there."""
+    def may_lead_to_gpu(self, request: SaveRequest, device: str) -> bool:
+        """Whether what ``request`` pushes may go from ``device`` to a GPU there."""
         if self._options.direction == "pull":
             return False
         try:
-            readers = self._engine.readers_in(self._consumer_shape(order.peer))
+            readers = self._engine.readers_in(self._consumer_shape(request.peer))
         except IncompatiblePeer:
             return False  # the save will say so
         peers = self.peers
-        return any(peers.may_lead_to_gpu(order.peer, rank, device) for rank in readers)
+        return any(
+            peers.may_lead_to_gpu(request.peer, rank, device) for rank in readers
+        )
 
     def _serving(self, buffer: LookupBuffer) -> Server:
         config, engine = self._config, self._engine
@@ -165,16 +171,16 @@ class P2PRoutes:
             for peer in served
         )
 
-    def has_pushed(self, order: LoadOrder, rank: int) -> bool:
-        """Whether all that a rank was to push for ``order`` is here."""
+    def has_pushed(self, request: LoadRequest, rank: int) -> bool:
+        """Whether all that a rank was to push for ``request`` is here."""
         if self.buffer is None:
             return False
         entries = self.buffer.ledger.table.entries
-        entry = entries.get(_pushed(order.transfer_id, rank))
+        entry = entries.get(_pushed(request.transfer_id, rank))
         return entry is not None and entry.state is EntryState.READY
 
     def sources(
-        self, order: LoadOrder
+        self, request: LoadRequest
     ) -> tuple[Mapping[int, RankRead | None], Mapping[int, Source]]:
         """Return what this rank reads from whom, and where that is.
 
@@ -182,27 +188,27 @@ class P2PRoutes:
             ranks than the configuration gives it
         """
         if self._options.direction == "pull":
-            self._check_ranks(order)
-        reads = self._engine.reads_from(order.shape)
-        return reads, {rank: self._source(order, rank) for rank in reads}
+            self._check_ranks(request)
+        reads = self._engine.reads_from(request.shape)
+        return reads, {rank: self._source(request, rank) for rank in reads}
 
-    def targets(self, order: SaveOrder) -> tuple[Target, ...]:
+    def targets(self, request: SaveRequest) -> tuple[Target, ...]:
         """Return where the entries of this rank go; nowhere if nobody reads them.
 
         :raises IncompatiblePeer: nothing can be divided over as many ranks
         """
-        readers = self._engine.readers_in(self._consumer_shape(order.peer))
+        readers = self._engine.readers_in(self._consumer_shape(request.peer))
         if self._options.direction == "pull":
-            return ((self._own, order.transfer_id, len(readers)),) if readers else ()
-        entry_id = _pushed(order.transfer_id, self._engine.rank)
-        return tuple((self._way(order.peer, rank), entry_id, 1) for rank in readers)
+            return ((self._own, request.transfer_id, len(readers)),) if readers else ()
+        entry_id = _pushed(request.transfer_id, self._engine.rank)
+        return tuple((self._way(request.peer, rank), entry_id, 1) for rank in readers)
 
-    def hang_up(self, order: SaveOrder) -> None:
+    def hang_up(self, request: SaveRequest) -> None:
         """End the links to who is to read this. Never waits."""
         if self._options.direction == "push":
-            readers = self._engine.readers_in(self._consumer_shape(order.peer))
+            readers = self._engine.readers_in(self._consumer_shape(request.peer))
             for rank in readers:
-                self.peers.hang_up(order.peer, rank)
+                self.peers.hang_up(request.peer, rank)
 
     async def aclose(self) -> None:
         """Close what is open. Bounded and shielded by what it closes.
@@ -242,28 +248,28 @@ class P2PRoutes:
                 hint="consumer_tp_size and consumer_pp_size are those of its URLs",
             ) from exc
 
-    def _check_ranks(self, order: LoadOrder) -> None:
+    def _check_ranks(self, request: LoadRequest) -> None:
         """Let no request choose ports: how many ranks there are it may say, not more.
 
         A peer has as many as its URLs; of one whose first URL alone is known, as many
         as there are here.
         """
-        shape, options = order.shape, self._options
-        most = options.ranks_of(order.peer) or self._engine.size
+        shape, options = request.shape, self._options
+        most = options.ranks_of(request.peer) or self._engine.size
         if shape is not None and shape.tp_size * shape.pp_size > most:
             raise IncompatiblePeer(
-                f"the request says that {as_line(order.peer)} has {shape.tp_size} x "
+                f"the request says that {as_line(request.peer)} has {shape.tp_size} x "
                 f"{shape.pp_size} ranks, the configuration {most}",
                 field="ranks",
                 hint="kv_connector_extra_config.peers can have the URL of each rank",
             )
 
-    def _source(self, order: LoadOrder, rank: int) -> Source:
+    def _source(self, request: LoadRequest, rank: int) -> Source:
         if self._options.direction == "push":
-            return self._own, _pushed(order.transfer_id, rank)
-        known = order.incarnations
+            return self._own, _pushed(request.transfer_id, rank)
+        known = request.incarnations
         incarnation = known[rank] if rank < len(known) else ""
-        return self._way(order.peer, rank, incarnation), order.transfer_id
+        return self._way(request.peer, rank, incarnation), request.transfer_id
 
     def _way(
         self, peer: str, rank: int, incarnation: str = ""
@@ -303,53 +309,53 @@ class P2PNotifications:
     ) -> None:
         self._transfers, self._routes, self._options = transfers, routes, options
 
-    def release(self, order: LoadOrder) -> None:
+    def release(self, request: LoadRequest) -> None:
         """Nobody here needs it: let who holds it have the memory back. Never waits."""
         try:
-            _, sources = self._routes.sources(order)
+            _, sources = self._routes.sources(request)
         except IncompatiblePeer:
             return  # then it was no transfer for this engine
-        self.release_all(order, list(sources.values()))
+        self.release_all(request, list(sources.values()))
 
-    def release_all(self, order: LoadOrder, sources: Sequence[Source]) -> None:
+    def release_all(self, request: LoadRequest, sources: Sequence[Source]) -> None:
         """The same, of these entries of it."""
         timeout_s = self._options.load_timeout_s
         for source in sources:
             # Requests may name transfers that there are not: those are waited for.
             self._transfers.begin_unreported(
-                functools.partial(release, source, order, timeout_s),
-                f"release of {order.transfer_id}",
+                functools.partial(release, source, request, timeout_s),
+                f"release of {request.transfer_id}",
                 at_most=_AT_ONCE,
             )
 
-    def withdraw(self, order: SaveOrder) -> None:
+    def withdraw(self, request: SaveRequest) -> None:
         """Nobody will ask for what was saved: have the memory back. Never waits."""
         try:
-            targets = self._routes.targets(order)
+            targets = self._routes.targets(request)
         except IncompatiblePeer:
             return  # then there is none
         timeout_s = self._options.load_timeout_s
         for target in targets:
             self._transfers.begin_unreported(
                 functools.partial(withdraw, target, timeout_s),
-                f"withdrawal of {order.transfer_id}",
+                f"withdrawal of {request.transfer_id}",
                 at_most=_AT_ONCE,
             )
 
     def report_failure(
-        self, order: SaveOrder, header: EntryHeader, reason: str
+        self, request: SaveRequest, header: EntryHeader, reason: str
     ) -> None:
         """It was not saved: nobody shall wait for what does not come. Never waits."""
         try:
-            targets = self._routes.targets(order)
+            targets = self._routes.targets(request)
         except IncompatiblePeer:
             return  # then nobody can wait for it
-        tokens, ttl_s = order.token_ids, self._options.ttl_s
+        tokens, ttl_s = request.token_ids, self._options.ttl_s
         for target in targets:
             self._transfers.begin_unreported(
                 functools.partial(
                     report_failure, target, tokens, header, reason, ttl_s
                 ),
-                f"failure of {order.transfer_id}",
+                f"failure of {request.transfer_id}",
                 at_most=_AT_ONCE,
             )

@@ -23,17 +23,16 @@ from asynckv.abc import (
     TakesHandshakes,
 )
 from asynckv.config import KVLoadFailurePolicy, KVTransferConfig
-from asynckv.connectors.engine import KVEngine
-from asynckv.connectors.keys import prompt_digest, salt_digest
+from asynckv.connectors.engine import KVEngine, prompt_digest, salt_digest
 from asynckv.connectors.options import ConnectorOptions
 from asynckv.connectors.requests import (
-    LoadOrder,
+    LoadRequest,
     P2PMetadata,
     P2PParams,
     P2PRequest,
     SampledPrompts,
     SavedPrompt,
-    SaveOrder,
+    SaveRequest,
 )
 from asynckv.connectors.transfers import ExpectedLoads, TransferCounters
 from asynckv.loops import ThreadBound
@@ -93,7 +92,7 @@ class P2PScheduler(ThreadBound, KVConnectorScheduler, SupportsHMA, TakesHandshak
         self._params = P2PParams(engine, self.options)
         self._max_bytes = config.max_bytes
         self._requests: dict[str, P2PRequest] = {}
-        self._orders: list[LoadOrder] = []
+        self._pending_loads: list[LoadRequest] = []
         self._samples = SampledPrompts()
         # Saves that have not ended, by the request that saves.
         self._saves: dict[str, SavedPrompt] = {}
@@ -101,7 +100,7 @@ class P2PScheduler(ThreadBound, KVConnectorScheduler, SupportsHMA, TakesHandshak
         # Which request loads a transfer now.
         self._loading: dict[tuple[str, str], P2PRequest] = {}
         self._left_to_others: list[str] = []
-        self._withdrawals: list[SaveOrder] = []
+        self._withdrawals: list[SaveRequest] = []
         self._full_until = 0.0
         self._incarnations: tuple[str, ...] = ()
         self._refused_params = 0
@@ -122,7 +121,7 @@ class P2PScheduler(ThreadBound, KVConnectorScheduler, SupportsHMA, TakesHandshak
     ) -> tuple[int | None, bool]:
         self._check_thread()
         known = self._known(request)
-        if not self._loads.are_quiet(request.request_id):
+        if not self._loads.are_free(request.request_id):
             return None, False  # an older load of that id is not quiet yet
         if not known.is_to_load:
             return 0, False
@@ -152,7 +151,7 @@ class P2PScheduler(ThreadBound, KVConnectorScheduler, SupportsHMA, TakesHandshak
         size = self.engine.block_size
         first = (known.num_tokens - num_external_tokens) // size
         end = self.engine.blocks_of(known.num_tokens)
-        order = LoadOrder(
+        load = LoadRequest(
             request_id=request.request_id,
             transfer_id=known.transfer_id,
             peer=known.peer,
@@ -165,16 +164,16 @@ class P2PScheduler(ThreadBound, KVConnectorScheduler, SupportsHMA, TakesHandshak
             salt=salt_digest(request.salt),
             refusal=known.refusal,
         )
-        known.load = self._loads.begin(request.request_id, order.block_ids)
+        known.load = self._loads.begin(request.request_id, load.block_ids)
         if known.load is not None:
-            self._orders.append(order)
-            if not order.refusal:
+            self._pending_loads.append(load)
+            if not load.refusal:
                 self._loading[known.transfer] = known
 
     def build_connector_meta(self, step: KVConnectorStep) -> KVConnectorMetadata:
         self._check_thread()
-        saves = [order for each in step.scheduled if (order := self._save_of(each))]
-        loads, self._orders = self._orders, []
+        saves = [request for each in step.scheduled if (request := self._save_of(each))]
+        loads, self._pending_loads = self._pending_loads, []
         left, self._left_to_others = self._left_to_others, []
         withdrawals, self._withdrawals = self._withdrawals, []
         return P2PMetadata(
@@ -193,7 +192,7 @@ class P2PScheduler(ThreadBound, KVConnectorScheduler, SupportsHMA, TakesHandshak
             saved = self._saves.pop(request_id, None)
             if saved is not None and request_id in results.failed_sending:
                 saved.is_saved = False
-        ended = self._loads.hear(results)
+        ended = self._loads.settle(results)
         if ended:
             self._loading = {
                 transfer: one
@@ -221,8 +220,8 @@ class P2PScheduler(ThreadBound, KVConnectorScheduler, SupportsHMA, TakesHandshak
         if saved.is_saved and not known.is_to_save and not request.is_aborted:
             saved.is_promised = True
             return False, self._params_of(known)
-        if not known.is_named and (order := saved.withdraw()) is not None:
-            self._withdrawals.append(order)  # nobody has heard of it
+        if not known.is_named and (save := saved.withdraw()) is not None:
+            self._withdrawals.append(save)  # nobody has heard of it
         return False, None
 
     def request_finished_all_groups(
@@ -231,7 +230,7 @@ class P2PScheduler(ThreadBound, KVConnectorScheduler, SupportsHMA, TakesHandshak
         return self.request_finished(request, block_ids)
 
     def has_pending_work(self) -> bool:
-        ordered = self._orders or self._withdrawals
+        ordered = self._pending_loads or self._withdrawals
         return bool(ordered or self._loads.has_aborts or len(self._loads))
 
     def statistics(self) -> P2PSchedulerStatistics:
@@ -244,7 +243,7 @@ class P2PScheduler(ThreadBound, KVConnectorScheduler, SupportsHMA, TakesHandshak
 
     def shutdown(self) -> None:
         self._requests.clear()
-        self._orders.clear()
+        self._pending_loads.clear()
         self._withdrawals.clear()
         self._saves.clear()
         self._loads.clear()
@@ -271,7 +270,7 @@ class P2PScheduler(ThreadBound, KVConnectorScheduler, SupportsHMA, TakesHandshak
             known.saved = self._samples.join(request, transfer_id, known.peer)
             known.transfer_id = known.saved.transfer_id
 
-    def _save_of(self, scheduled: KVScheduled) -> SaveOrder | None:
+    def _save_of(self, scheduled: KVScheduled) -> SaveRequest | None:
         known = self._requests.get(scheduled.request_id)
         if known is None or (saved := known.saved) is None or not known.is_to_save:
             return None
@@ -284,7 +283,7 @@ class P2PScheduler(ThreadBound, KVConnectorScheduler, SupportsHMA, TakesHandshak
         end = self.engine.blocks_of(known.request.num_tokens)
         refusal = self._refusal_of(known.request, end)
         saved.is_decided, saved.is_saved = True, not refusal
-        order = SaveOrder(
+        request = SaveRequest(
             request_id=known.name,
             transfer_id=known.transfer_id,
             peer=known.peer,
@@ -295,9 +294,9 @@ class P2PScheduler(ThreadBound, KVConnectorScheduler, SupportsHMA, TakesHandshak
             is_named=known.is_named,
         )
         if not refusal:
-            saved.order = msgspec.structs.replace(order, token_ids=(), block_ids=())
+            saved.request = msgspec.structs.replace(request, token_ids=(), block_ids=())
             self._saves[known.name] = saved
-        return order
+        return request
 
     def _refusal_of(self, request: KVRequest, num_blocks: int) -> str:
         """Say why a prompt can never be kept here, or not now, if it cannot."""
@@ -321,8 +320,8 @@ class P2PScheduler(ThreadBound, KVConnectorScheduler, SupportsHMA, TakesHandshak
         awaited = known.awaited
         if self._is_wanted(known) or (awaited is not None and awaited.has_loaded):
             return  # it will be taken, or was
-        self._orders.append(
-            LoadOrder(
+        self._pending_loads.append(
+            LoadRequest(
                 request_id=known.name,
                 transfer_id=known.transfer_id,
                 peer=known.peer,

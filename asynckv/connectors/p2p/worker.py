@@ -19,9 +19,9 @@ from asynckv.config import KVTransferConfig
 from asynckv.connectors.caches import PagedCaches
 from asynckv.connectors.engine import KVEngine
 from asynckv.connectors.p2p.gpu_layers import Staging
-from asynckv.connectors.p2p.loading import P2PLoading
+from asynckv.connectors.p2p.load import P2PLoading
 from asynckv.connectors.p2p.routes import P2PNotifications, P2PRoutes
-from asynckv.connectors.p2p.saving import P2PSaving
+from asynckv.connectors.p2p.save import P2PSaving
 from asynckv.connectors.requests import P2PMetadata
 from asynckv.connectors.transfers import TransferCounters
 from asynckv.connectors.worker import CacheWorker
@@ -62,7 +62,7 @@ class P2PWorker(CacheWorker, SupportsHandshake, SupportsHeldBlocks, SupportsLaye
 
     It serves its own buffer where it prefills and keeps (``pull``), or where it decodes
     and is sent to (``push``). ``wait_for_save`` waits for blocks, as
-    :class:`~asynckv.connectors.p2p.saving.P2PLeaving` says, not for peers; a save that
+    :class:`~asynckv.connectors.p2p.save.BlockRelease` says, not for peers; a save that
     takes ``save_timeout_s`` longer than its step is given up. An engine that holds the
     blocks of saves lets them finish until it wants the blocks. One that failed leaves
     an entry that says why, so that its loads fail at once. A load that hears nothing
@@ -84,9 +84,9 @@ class P2PWorker(CacheWorker, SupportsHandshake, SupportsHeldBlocks, SupportsLaye
         self._device = device
         self.routes = P2PRoutes(config, engine)
         self._staging = Staging(config.max_bytes)
-        self._orders: P2PMetadata | None = None
-        notices = P2PNotifications(self._transfers, self.routes, self.options)
-        of_all = engine, self.options, self.routes, self._transfers, notices
+        self._step: P2PMetadata | None = None
+        notifications = P2PNotifications(self._transfers, self.routes, self.options)
+        of_all = engine, self.options, self.routes, self._transfers, notifications
         self._loading = P2PLoading(*of_all, moves=self._registered)
         self._saving = P2PSaving(*of_all, moves=self._registered, staging=self._staging)
 
@@ -117,26 +117,26 @@ class P2PWorker(CacheWorker, SupportsHandshake, SupportsHeldBlocks, SupportsLaye
         self._check_loop()
         if not isinstance(metadata, P2PMetadata):
             raise TypeError(f"{type(metadata).__name__} is another connector's")
-        self._orders = metadata
-        for order in metadata.saves:
-            self._saving.begin(order)
+        self._step = metadata
+        for request in metadata.saves:
+            self._saving.begin(request)
 
     def clear_connector_metadata(self) -> None:
         self._check_loop()
-        self._orders = None
+        self._step = None
         self._loading.clear()
         self._saving.clear()
 
     async def start_load_kv(self, context: object = None, **kwargs: object) -> None:
         self._check_loop()
         # Taken, so that a second call in one step is nothing.
-        orders, self._orders = self._orders or P2PMetadata(), None
-        for order in orders.loads:
-            self._loading.begin(order)
-        for withdrawal in orders.withdrawals:
+        step, self._step = self._step or P2PMetadata(), None
+        for request in step.loads:
+            self._loading.begin(request)
+        for withdrawal in step.withdrawals:
             self._saving.withdraw(withdrawal)
-        for request_id in orders.aborts:
-            is_wanted = request_id in orders.left_to_others
+        for request_id in step.aborts:
+            is_wanted = request_id in step.left_to_others
             self._loading.abort(request_id, is_wanted=is_wanted)
 
     async def wait_for_layer_load(self, layer_name: str) -> None:

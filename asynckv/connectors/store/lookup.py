@@ -18,8 +18,7 @@ import torch
 from asynckv.abc import KVStoreBuffer
 from asynckv.config import KVTransferConfig
 from asynckv.connectors.connections import StoreConnection
-from asynckv.connectors.engine import KVEngine
-from asynckv.connectors.keys import rank_block_keys
+from asynckv.connectors.engine import KVEngine, rank_block_keys
 from asynckv.connectors.options import ConnectorOptions
 from asynckv.errors import AsyncKVError, PeerLost
 from asynckv.parallel.shapes import EngineShape

@@ -22,9 +22,8 @@ from asynckv.abc import (
     SupportsHMA,
 )
 from asynckv.config import KVLoadFailurePolicy, KVTransferConfig
-from asynckv.connectors.engine import KVEngine
-from asynckv.connectors.keys import prefix_block_keys
-from asynckv.connectors.requests import StoreMetadata, StoreOrder
+from asynckv.connectors.engine import KVEngine, prefix_block_keys
+from asynckv.connectors.requests import StoreMetadata, StoreRequest
 from asynckv.connectors.store.lookup import PrefixLookup
 from asynckv.connectors.transfers import ExpectedLoads, TransferCounters
 from asynckv.errors import AsyncKVError
@@ -109,7 +108,7 @@ class StoreScheduler(
         self.finder = PrefixLookup(config, engine, store)
         self._requests: dict[str, _Known] = {}
         self._questions: list[KVQuestion] = []
-        self._orders: list[StoreOrder] = []
+        self._pending_loads: list[StoreRequest] = []
         self._loads = ExpectedLoads()
         self._asked = self._hit_blocks = self._unanswered = 0
 
@@ -128,7 +127,7 @@ class StoreScheduler(
     ) -> tuple[int | None, bool]:
         self._check_thread()
         known = self._known(request)
-        if not self._loads.are_quiet(request.request_id):
+        if not self._loads.are_free(request.request_id):
             return None, False  # an older load of that id is not quiet yet
         if known.is_loaded or not self._is_consumer or not known.keys:
             return 0, False
@@ -177,23 +176,23 @@ class StoreScheduler(
             return
         end, size = known.stored, self.engine.block_size
         first = (end * size - num_external_tokens) // size
-        order = StoreOrder(
+        load = StoreRequest(
             request.request_id,
             known.keys[first:end],
             tuple(group[first:end] for group in block_ids),
         )
-        if self._loads.begin(request.request_id, order.block_ids):
-            self._orders.append(order)
+        if self._loads.begin(request.request_id, load.block_ids):
+            self._pending_loads.append(load)
 
     def build_connector_meta(self, step: KVConnectorStep) -> KVConnectorMetadata:
         self._check_thread()
-        saves = [order for each in step.scheduled if (order := self._save_of(each))]
-        loads, self._orders = self._orders, []
+        saves = [request for each in step.scheduled if (request := self._save_of(each))]
+        loads, self._pending_loads = self._pending_loads, []
         return StoreMetadata(tuple(loads), tuple(saves), self._loads.take_aborts())
 
     def update_connector_output(self, results: KVTransferResults) -> KVTransferResults:
         self._check_thread()
-        believed = self._loads.hear(results)
+        believed = self._loads.settle(results)
         for request_id in believed.failed_recving:
             if (known := self._requests.get(request_id)) is not None:
                 known.saved = 0  # what is computed instead may be stored again
@@ -212,7 +211,7 @@ class StoreScheduler(
         return self.request_finished(request, block_ids)
 
     def has_pending_work(self) -> bool:
-        return bool(self._orders or self._loads.has_aborts or len(self._loads))
+        return bool(self._pending_loads or self._loads.has_aborts or len(self._loads))
 
     def statistics(self) -> StoreSchedulerStatistics:
         return StoreSchedulerStatistics(
@@ -228,7 +227,7 @@ class StoreScheduler(
 
     def shutdown(self) -> None:
         self._requests.clear()
-        self._orders.clear()
+        self._pending_loads.clear()
         self._questions.clear()
         self._loads.clear()
 
@@ -262,7 +261,7 @@ class StoreScheduler(
                 KVQuestion(request_id, known.keys, number=known.question)
             )
 
-    def _save_of(self, scheduled: KVScheduled) -> StoreOrder | None:
+    def _save_of(self, scheduled: KVScheduled) -> StoreRequest | None:
         known = self._requests.get(scheduled.request_id)
         if known is None or not self._is_producer:
             return None
@@ -271,7 +270,7 @@ class StoreScheduler(
         first, known.saved = known.saved, max(known.saved, end)
         if first >= end:
             return None
-        return StoreOrder(
+        return StoreRequest(
             scheduled.request_id,
             known.keys[first:end],
             tuple(group[first:end] for group in scheduled.block_ids),

@@ -1,33 +1,389 @@
-"""The worker side of a store connector: one rank's blocks, to and from a store."""
+"""The loads and saves of one rank: blocks of all layers, as one value each in a store.
+
+Which are on their way, and which had no room.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import collections
 import dataclasses
-from collections.abc import Coroutine
-from typing import Any
+import functools
+import hashlib
+import logging
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+from typing import Any, Final, NamedTuple
 
+import msgspec
 import torch
 
-from asynckv.abc import KVConnectorMetadata, KVStoreBuffer
+from asynckv.abc import BlockIds, KVConnectorMetadata, KVStoreBuffer
 from asynckv.config import KVTransferConfig
-from asynckv.connectors.caches import PagedCaches
+from asynckv.connectors.caches import BlockMoves, PagedCaches
 from asynckv.connectors.connections import StoreConnection
-from asynckv.connectors.engine import KVEngine
-from asynckv.connectors.requests import StoreMetadata
-from asynckv.connectors.store.transfers import (
-    BLOCKS_AT_ONCE,
-    PackedBlocks,
-    StoreLoading,
-    StoreRank,
-    StoreSaving,
-)
-from asynckv.connectors.transfers import TransferCounters
+from asynckv.connectors.engine import KVEngine, rank_block_keys
+from asynckv.connectors.options import ConnectorOptions
+from asynckv.connectors.requests import StoreMetadata, StoreRequest
+from asynckv.connectors.store.lookup import SHAPE_KEY, StoredShape, namespace_of
+from asynckv.connectors.transfers import TransferCounters, Transfers, reason_of
 from asynckv.connectors.worker import CacheWorker
 from asynckv.devices.cuda import Event
 from asynckv.devices.lanes import DeviceLanes
+from asynckv.devices.tensors import gpu_of
+from asynckv.errors import EntryAborted, PeerLost
+from asynckv.observability.lines import as_line
+from asynckv.tensors.blocks import KVBlocks
+from asynckv.tensors.views import bytes_of
 
-__all__ = ("StoreWorker", "StoreWorkerStatistics")
+__all__ = (
+    "BLOCKS_AT_ONCE",
+    "PackedBlocks",
+    "StoreLoading",
+    "StoreRank",
+    "StoreSaving",
+    "StoreWorker",
+    "StoreWorkerStatistics",
+)
+
+_MARK_NBYTES: Final = 64
+"""The digest's. What follows it is aligned for every dtype."""
+
+
+class PackedBlocks:
+    """Gathers a block from every layer's pools, and scatters it into them.
+
+    What a block is in bytes is the order of the layers, and of the pools of each,
+    after a digest of what these are: their names, dtypes and shapes.
+    """
+
+    def __init__(self, moves: BlockMoves) -> None:
+        caches = moves.caches
+        self._moves = moves
+        pools = [
+            (layer, pool) for layer in caches.layers for pool in caches.pools(layer)
+        ]
+        none = [(layer, KVBlocks(pool, ())) for layer, pool in pools]
+        told = [(layer, one.spec.dtype, one.spec.shape[1:]) for layer, one in none]
+        digest = hashlib.blake2b(msgspec.msgpack.encode(told), digest_size=_MARK_NBYTES)
+        self._mark = torch.frombuffer(bytearray(digest.digest()), dtype=torch.uint8)
+        self._pools: list[tuple[int, KVBlocks, int]] = []
+        """The group of each, none of its blocks, and where one begins in a value."""
+        self.block_nbytes = _MARK_NBYTES
+        for layer, one in none:
+            self._pools.append((caches.group_of(layer), one, self.block_nbytes))
+            self.block_nbytes += one.block_nbytes
+        kinds = {(one.dtype, one.shape[1:]) for _, one in none}
+        self._kind = kinds.pop() if len(kinds) == 1 else None
+        """What all are, if that is the same."""
+
+    async def gather(
+        self, block_ids: BlockIds, index: int, mark: Event | None = None
+    ) -> torch.Tensor:
+        """Return the bytes of the blocks at ``index`` of each group, as at ``mark``.
+
+        A cancelled call no longer reads the blocks.
+        """
+        value = torch.empty(self.block_nbytes, dtype=torch.uint8)
+        value[:_MARK_NBYTES] = self._mark
+        parts = self._parts(value, block_ids, index)
+        await self._moves.gather(
+            [blocks for blocks, _ in parts], [part for _, part in parts], mark
+        )
+        return value
+
+    async def scatter(
+        self,
+        value: torch.Tensor,
+        block_ids: BlockIds,
+        index: int,
+        mark: Event | None = None,
+    ) -> None:
+        """Put the bytes of one value into the blocks at ``index`` of each group.
+
+        The value is in host memory, or on the GPU of the blocks, and ready there.
+        A cancelled call no longer writes to the blocks; they may hold a part.
+
+        :raises ValueError: it is no value of these caches
+        """
+        if value.dtype != torch.uint8 or value.nbytes != self.block_nbytes:
+            raise ValueError(
+                f"a value of {value.nbytes} bytes is no block of {self.block_nbytes}"
+            )
+        (told,) = await self._moves.fetch([value[:_MARK_NBYTES]])
+        if not torch.equal(told, self._mark):
+            raise ValueError("a value of other layers, or of another dtype or layout")
+        parts = self._parts(value, block_ids, index)
+        await self._moves.scatter(
+            [part for _, part in parts], [blocks for blocks, _ in parts], mark
+        )
+
+    def _parts(
+        self, value: torch.Tensor, block_ids: BlockIds, index: int
+    ) -> Sequence[tuple[KVBlocks, torch.Tensor]]:
+        spans = self._spans(block_ids, index)
+        if gpu_of(value) is None:
+            bytes_of(value)  # it is plain memory, whoever made it
+        if self._kind is not None:  # a hundred layers one by one take a millisecond
+            dtype, shape = self._kind
+            typed = value[_MARK_NBYTES:].view(dtype).view(len(spans), 1, *shape)
+            return [(blocks, typed[i]) for i, (blocks, _) in enumerate(spans)]
+        parts = []
+        for blocks, start in spans:
+            part = value[start : start + blocks.nbytes]
+            parts.append((blocks, part.view(blocks.dtype).view(blocks.shape)))
+        return parts
+
+    def _spans(self, block_ids: BlockIds, index: int) -> Sequence[tuple[KVBlocks, int]]:
+        """Return the blocks, and where in a value each begins."""
+        ids = [int(group[index]) for group in block_ids]
+        return [(none.at(ids[group]), start) for group, none, start in self._pools]
+
+
+@dataclasses.dataclass(frozen=True)
+class StoreRank:
+    """One rank of ``engine``, and its ``line`` to a store.
+
+    ``packed`` returns what gathers and scatters blocks, and raises if there are no
+    caches yet; ``now`` says where the engine's stream is. ``at_once`` bounds what is
+    loaded and saved together.
+    """
+
+    engine: KVEngine
+    options: ConnectorOptions
+    line: StoreConnection
+    transfers: Transfers
+    at_once: asyncio.Semaphore
+    _: dataclasses.KW_ONLY
+    packed: Callable[[], PackedBlocks]
+    now: Callable[[], Event | None]
+
+    def keys_of(self, request: StoreRequest) -> list[str]:
+        """Return where the store has this rank's part of the order's blocks."""
+        return rank_block_keys(request.block_keys, self._namespace, self.engine.rank)
+
+    @functools.cached_property
+    def _namespace(self) -> str:
+        return namespace_of(self.engine)
+
+
+_STAGED_BLOCKS: Final = 64
+_STAGED_BYTES: Final = 256 * 2**20
+_WAIT_S: Final = 0.2
+_MOST_CUT: Final = 4096
+
+logger = logging.getLogger(__name__)
+
+
+class _Save(NamedTuple):
+    """A block that is to be stored."""
+
+    request: StoreRequest
+    offset: int
+    key: str
+
+    @property
+    def number(self) -> int:
+        """Which of its prompt's blocks it is."""
+        return self.request.first_block + self.offset
+
+
+class StoreSaving:
+    """Copies the blocks of a step to host memory, and stores the copies beside the
+    next steps.
+
+    Nothing of a prompt is sent behind a gap: behind what had no room, or has failed.
+    """
+
+    def __init__(self, rank: StoreRank, *, logs_losses: bool = False) -> None:
+        """``logs_losses``: nobody else of this engine logs that."""
+        self.stored = self.skipped = self.failed = 0
+        """How many blocks came to what."""
+        self._rank = rank
+        self._logs_losses = logs_losses
+        self._saves: collections.deque[_Save] = collections.deque()
+        self._ends: dict[str, int] = {}  # of prompts that are not stored further
+        self._staged = 0
+        self._has_ended = asyncio.Event()
+        self._is_stalled = False
+        self._is_told = False
+
+    def bind(self, requests: Iterable[StoreRequest]) -> None:
+        """A step begins: these are its saves."""
+        self._saves = collections.deque()
+        for request in requests:
+            if request.first_block <= self._ends.get(request.request_id, -1):
+                del self._ends[request.request_id]  # it is begun again before its gap
+            for index, key in enumerate(self._rank.keys_of(request)):
+                self._saves.append(_Save(request, index, key))
+
+    def clear(self) -> None:
+        """The step is over. What is waited for goes on."""
+        self._saves = collections.deque()
+
+    def begin_to_wait(self) -> Coroutine[Any, Any, None]:
+        """All is computed; return what waits until the step's blocks are copied."""
+        return self._wait(self._saves, self._rank.now() if self._saves else None)
+
+    async def _wait(self, saves: collections.deque[_Save], mark: Event | None) -> None:
+        until_s = asyncio.get_running_loop().time() + _WAIT_S
+        while saves:
+            save = saves[0]
+            if save.request.request_id in self._ends or not await self._has_room(
+                until_s
+            ):
+                self._end(save)
+                self.skipped += 1
+            else:
+                block_ids = save.request.block_ids
+                value = await self._rank.packed().gather(block_ids, save.offset, mark)
+                self._begin(save, value)
+            saves.popleft()  # not before: a cancelled call has not saved it
+
+    def _begin(self, save: _Save, value: torch.Tensor) -> None:
+        """Store a block beside whatever comes next. Never waits."""
+        put = functools.partial(self._put, save, value)
+        self._staged += 1
+        self._rank.transfers.begin_unreported(put, f"put {save.key}")
+
+    async def _has_room(self, until_s: float) -> bool:
+        """Whether one more block may be on its way; wait for that, but not for long."""
+        most = self._most_staged()
+        if self._staged < most:
+            return True
+        if self._is_stalled:
+            return False
+        try:
+            async with asyncio.timeout_at(until_s):
+                while self._staged >= most:
+                    self._has_ended.clear()
+                    await self._has_ended.wait()
+        except TimeoutError:
+            self._is_stalled = True
+            return False
+        return True
+
+    def _most_staged(self) -> int:
+        """Return how many blocks may be on their way."""
+        return max(_STAGED_BLOCKS, _STAGED_BYTES // self._rank.packed().block_nbytes)
+
+    def _end(self, save: _Save) -> None:
+        """The prompt is stored as far as here, at most."""
+        request_id = save.request.request_id
+        end = self._ends.pop(request_id, save.number)
+        self._ends[request_id] = min(end, save.number)
+        if len(self._ends) > _MOST_CUT:
+            del self._ends[next(iter(self._ends))]
+
+    def _is_behind_a_gap(self, save: _Save) -> bool:
+        """Whether one before it is not stored, as it turned out meanwhile."""
+        return save.number > self._ends.get(save.request.request_id, save.number)
+
+    async def _put(self, save: _Save, value: torch.Tensor) -> None:
+        is_stored = is_skipped = False
+        try:
+            async with self._rank.at_once:
+                store = await self._rank.line.store()
+                if self._is_behind_a_gap(save):
+                    is_skipped = True
+                    return
+                async with asyncio.timeout(self._rank.options.save_timeout_s):
+                    if not self._is_told:
+                        shape = StoredShape.of(self._rank.engine)
+                        await store.put(SHAPE_KEY, shape.tensor())
+                        self._is_told = True
+                    await store.put(save.key, value)
+            is_stored = True
+            self._is_stalled = False
+            if self._logs_losses:
+                self._rank.line.note_answer()
+        except BaseException as exc:
+            if self._logs_losses and isinstance(exc, (PeerLost, TimeoutError)):
+                why = str(exc) or "it has not stored a block within save_timeout_s"
+                self._rank.line.note_lost(why)
+            raise
+        finally:
+            self.stored += is_stored
+            self.skipped += is_skipped
+            self.failed += not is_stored and not is_skipped
+            if not is_stored:
+                self._end(save)
+            self._staged -= 1
+            self._has_ended.set()
+
+
+BLOCKS_AT_ONCE: Final = 16
+"""So many blocks of one rank are asked for, or sent, at the most."""
+
+
+class StoreLoading:
+    """Begins loads. A block that is not stored any more fails all of its load."""
+
+    def __init__(self, rank: StoreRank) -> None:
+        self.blocks = 0
+        """How many were loaded."""
+        self._rank = rank
+
+    def begin(self, request: StoreRequest) -> None:
+        """Begin a load. Never waits.
+
+        What cannot be begun is said to have failed: others are not less wanted.
+        """
+        blocks = {block for group in request.block_ids for block in group}
+        rank, request_id = self._rank, request.request_id
+        try:
+            packed, mark = rank.packed(), rank.now()
+            rank.transfers.begin(
+                *(request_id, "recv", lambda: self.load(request, packed, mark), blocks)
+            )
+        except Exception as exc:
+            # Whatever it is: the request would wait for this load for ever.
+            logger.exception("no load of %s began", as_line(request_id))
+            rank.transfers.refuse(request_id, "recv", blocks, reason_of(exc))
+
+    async def load(
+        self, request: StoreRequest, packed: PackedBlocks, mark: Event | None = None
+    ) -> None:
+        """Load these blocks. A cancelled call no longer writes to them.
+
+        :raises EntryAborted: a block is not stored any more
+        :raises PeerLost: nobody is there
+        :raises TimeoutError: it took longer than ``load_timeout_s``
+        """
+        keys = self._rank.keys_of(request)
+        async with asyncio.timeout(self._rank.options.load_timeout_s):
+            store = await self._rank.line.store()
+            async with store.pin(keys) as found:
+                if not all(found):
+                    raise EntryAborted(
+                        f"{found.count(False)} of {len(keys)} blocks are not stored "
+                        "any more",
+                        reason="evicted",
+                    )
+                try:
+                    async with asyncio.TaskGroup() as group:
+                        for index, key in enumerate(keys):
+                            scatter = functools.partial(
+                                packed.scatter,
+                                block_ids=request.block_ids,
+                                index=index,
+                                mark=mark,
+                            )
+                            group.create_task(self._load_block(store, key, scatter))
+                except ExceptionGroup as failed:
+                    raise failed.exceptions[0] from None
+
+    async def _load_block(
+        self,
+        store: KVStoreBuffer,
+        key: str,
+        scatter: Callable[[torch.Tensor], Awaitable[None]],
+    ) -> None:
+        async with self._rank.at_once:
+            value = await store.get(key)
+            if value is None:
+                raise EntryAborted("a block is not stored any more", reason="deleted")
+            await scatter(value)
+            self.blocks += 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,7 +429,7 @@ class StoreWorker(CacheWorker):
         super().__init__(config, engine, lanes=lanes)
         self._line = StoreConnection(config, engine, store, str(engine.rank))
         self._packed: PackedBlocks | None = None
-        self._orders: StoreMetadata | None = None
+        self._step: StoreMetadata | None = None
         rank = StoreRank(
             *(engine, self.options, self._line, self._transfers),
             asyncio.Semaphore(BLOCKS_AT_ONCE),
@@ -92,20 +448,20 @@ class StoreWorker(CacheWorker):
         self._check_loop()
         if not isinstance(metadata, StoreMetadata):
             raise TypeError(f"{type(metadata).__name__} is another connector's")
-        self._orders = metadata
+        self._step = metadata
         self._saving.bind(metadata.saves)
 
     def clear_connector_metadata(self) -> None:
         self._check_loop()
-        self._orders = None
+        self._step = None
         self._saving.clear()
 
     async def start_load_kv(self, context: object = None, **kwargs: object) -> None:
         self._check_loop()
-        orders, self._orders = self._orders or StoreMetadata(), None
-        for order in orders.loads:
-            self._loading.begin(order)
-        for request_id in orders.aborts:
+        step, self._step = self._step or StoreMetadata(), None
+        for request in step.loads:
+            self._loading.begin(request)
+        for request_id in step.aborts:
             self._transfers.cancel(request_id, "recv")
 
     async def wait_for_layer_load(self, layer_name: str) -> None:

@@ -175,7 +175,7 @@ def _opened_of(app: Starlette) -> _Opened:
     part = _part_of(app)
     if part is None:
         raise RuntimeError("no buffer here: the app's lifespan is not asynckv's")
-    if part.opened is None or part.is_leaving:
+    if part.opened is None or part.is_draining:
         raise HTTPException(503, f"KV is {part.status}", {"Retry-After": "1"})
     return part.opened
 
@@ -203,7 +203,7 @@ class _Part:
 
     def __init__(self, opens: _Opens) -> None:
         self.opened: _Opened | None = None
-        self.is_leaving = False
+        self.is_draining = False
         self._opens = opens
         self._is_open: asyncio.Future[None] | None = None
         self._task: asyncio.Task[None] | None = None
@@ -211,7 +211,7 @@ class _Part:
     @property
     def status(self) -> Status:
         """How it is now."""
-        if self.is_leaving:
+        if self.is_draining:
             return "draining"
         if self.opened is None:
             has_ended = self._task is not None and self._task.done()
@@ -239,7 +239,7 @@ class _Part:
 
     async def aclose(self) -> None:
         """Close what is open, or stop opening it. Shielded."""
-        self.is_leaving = True
+        self.is_draining = True
         if self._task is not None:
             self._task.cancel()
             await wait_shielded(self._task)
@@ -251,7 +251,7 @@ class _Part:
                 async with self._opens() as opened:
                     pause_s = _FIRST_PAUSE_S
                     await self._use(opened)
-                if self.is_leaving:
+                if self.is_draining:
                     return
                 logger.warning("the peer of this app has gone; waiting for another")
             except PeerLost as exc:
@@ -269,14 +269,14 @@ class _Part:
         try:
             await (asyncio.Future() if opened.peer is None else _gone(opened))
         except asyncio.CancelledError:
-            if not self.is_leaving:
+            if not self.is_draining:
                 raise
             # Only this wait is cancelled, so that what is open is left cleanly.
             task = asyncio.current_task()
             if task is not None:
                 task.uncancel()
         finally:
-            if not self.is_leaving:
+            if not self.is_draining:
                 self.opened = None
 
 

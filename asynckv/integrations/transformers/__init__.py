@@ -23,7 +23,7 @@ from asynckv.integrations.transformers.generate import (
 from asynckv.integrations.transformers.handoff import (
     GenerateKwargs,
     Handoff,
-    LandingCache,
+    ReceivingCache,
 )
 from asynckv.integrations.transformers.layers import (
     LayerEvent,
@@ -47,13 +47,13 @@ __all__ = (
     "GenerateKwargs",
     "Generated",
     "Handoff",
-    "LandingCache",
     "LayerEvent",
     "LayerObserver",
     "LayerPlan",
     "Load",
     "Prefilled",
     "Prompt",
+    "ReceivingCache",
     "StreamingCache",
     "continue_from",
     "entry_of",

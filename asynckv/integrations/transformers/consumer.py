@@ -26,7 +26,7 @@ from asynckv.integrations.transformers.fingerprint import (
     fingerprint_of,
     read_fingerprint,
 )
-from asynckv.integrations.transformers.handoff import Handoff, Landing
+from asynckv.integrations.transformers.handoff import Handoff, ReceivedTensors
 from asynckv.integrations.transformers.layers import (
     LayerEvent,
     LayerObserver,
@@ -115,7 +115,7 @@ def handoff_of(
     plans = plan_layers(model.config)
     if (packed := tensors.get(FINGERPRINT)) is not None:
         check_fingerprint(packed, fingerprint_of(model, name=name, plans=plans))
-    landing = Landing()
+    landing = ReceivedTensors()
     landing.land_all(tensors)
 
     async def wait_for(key: str) -> torch.Tensor:
@@ -169,7 +169,7 @@ class Load(AbstractAsyncContextManager[Handoff, None]):
         self._stack = contextlib.AsyncExitStack()
 
     async def __aenter__(self) -> Handoff:
-        self._landing = Landing()
+        self._landing = ReceivedTensors()
         plans = await read_plans(self._model.config)
         async with contextlib.AsyncExitStack() as stack:
             stream = await stack.enter_async_context(self._selecting)
@@ -192,13 +192,13 @@ class Load(AbstractAsyncContextManager[Handoff, None]):
         traceback: TracebackType | None,
     ) -> None:
         try:
-            await self._end_landing(is_failed=exc is not None)
+            await self._end_receiving(is_failed=exc is not None)
         except asyncio.CancelledError as late:
             await self._stack.__aexit__(type(late), late, late.__traceback__)
             raise
         await self._stack.__aexit__(exc_type, exc, traceback)
 
-    async def _end_landing(self, *, is_failed: bool) -> None:
+    async def _end_receiving(self, *, is_failed: bool) -> None:
         if is_failed:
             self._landing.stop()
         self._landing.fail(RuntimeError("the load was left before it had landed"))

@@ -39,12 +39,12 @@ from asynckv.types import TensorSpec
 __all__ = (
     "GenerateKwargs",
     "Handoff",
-    "Landing",
-    "LandingCache",
+    "ReceivedTensors",
+    "ReceivingCache",
 )
 
 
-class Landing:
+class ReceivedTensors:
     """Named tensors between the loop, which lands them, and a thread, which waits."""
 
     def __init__(self) -> None:
@@ -114,7 +114,7 @@ class Landing:
             return self._tensors.pop(name)
 
 
-class LandingCache(DynamicCache):
+class ReceivingCache(DynamicCache):
     """A cache of ``length`` positions, which may still be on the wire.
 
     Each use of a layer waits in its thread until the layer has landed, and
@@ -125,7 +125,7 @@ class LandingCache(DynamicCache):
 
     def __init__(
         self,
-        landing: Landing,
+        landing: ReceivedTensors,
         plans: Sequence[LayerPlan],
         *,
         length: int,
@@ -140,7 +140,7 @@ class LandingCache(DynamicCache):
         self.positions_computed = 0
         self.length = length
         self.layers = [
-            _landing_layer(
+            _receiving_layer(
                 plan,
                 _Slice(landing, plan, length, entry_length, rows, device, used),
             )
@@ -171,7 +171,7 @@ class _Slice:
 
     def __init__(
         self,
-        landing: Landing,
+        landing: ReceivedTensors,
         plan: LayerPlan,
         length: int,
         entry_length: int,
@@ -236,7 +236,7 @@ class _Lands:
             self._slice = None
 
 
-class _LandingLayer(_Lands, DynamicLayer):
+class _ReceivingLayer(_Lands, DynamicLayer):
     stands_for = DynamicLayer
 
     def __init__(self, rows: _Slice) -> None:
@@ -249,7 +249,7 @@ class _LandingLayer(_Lands, DynamicLayer):
         return super().get_seq_length() if self._slice is None else self._slice.length
 
 
-class _LandingSlidingLayer(_Lands, DynamicSlidingWindowLayer):
+class _ReceivingSlidingLayer(_Lands, DynamicSlidingWindowLayer):
     stands_for = DynamicSlidingWindowLayer
 
     def __init__(self, rows: _Slice) -> None:
@@ -260,11 +260,11 @@ class _LandingSlidingLayer(_Lands, DynamicSlidingWindowLayer):
         self.cumulative_length = rows.length
 
 
-def _landing_layer(plan: LayerPlan, rows: _Slice) -> DynamicLayer | DummyLayer:
+def _receiving_layer(plan: LayerPlan, rows: _Slice) -> DynamicLayer | DummyLayer:
     if plan.kind == "sliding":
-        return _LandingSlidingLayer(rows)
+        return _ReceivingSlidingLayer(rows)
     if plan.kind == "full":
-        return _LandingLayer(rows)
+        return _ReceivingLayer(rows)
     return DummyLayer()
 
 
@@ -273,7 +273,7 @@ class GenerateKwargs(TypedDict):
 
     input_ids: torch.Tensor
     attention_mask: torch.Tensor
-    past_key_values: LandingCache
+    past_key_values: ReceivingCache
 
 
 class Handoff:
@@ -291,7 +291,7 @@ class Handoff:
         wait_for: Callable[[str], Awaitable[torch.Tensor]],
         *,
         plans: Sequence[LayerPlan],
-        landing: Landing,
+        landing: ReceivedTensors,
         entry_id: str = "",
         attempt: int = 1,
         observe: LayerObserver | None = None,
@@ -306,7 +306,7 @@ class Handoff:
         self._specs, self._wait_for = specs, wait_for
         self.landing, self._observe = landing, observe
         self._loop = asyncio.get_running_loop()
-        self._cache: LandingCache | None = None
+        self._cache: ReceivingCache | None = None
         self._plans = plans
         self._unused = {plan.index for plan in self._plans if plan.kind != "shared"}
         self.taken_up: asyncio.Future[None] = self._loop.create_future()
@@ -418,7 +418,7 @@ class Handoff:
             mask = torch.cat([mask, mask.new_ones(self.prompt.batch, 1)], dim=1)
         self._check_reach(length)
         device = self.model.device
-        self._cache = LandingCache(
+        self._cache = ReceivingCache(
             self.landing,
             self._plans,
             length=length,

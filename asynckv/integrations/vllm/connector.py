@@ -76,7 +76,7 @@ class AsyncKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 f"vllm worker {settings.engine.rank}",
                 lambda: self._settings().make_worker(),
                 reports_saves=settings.reports_saves,
-                quiet_s=settings.quiet_s,
+                longest_save_s=settings.longest_save_s,
             )
         self._reports = KVTransferResults()
         self._is_p2p = settings.reports_saves
@@ -126,7 +126,7 @@ class AsyncKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         said = told.ended if isinstance(told, AsyncKVWorkerMetadata) else None
         if not (sent or received or said):
             return
-        sent, received = self._scheduling.believe(
+        sent, received = self._scheduling.apply_results(
             KVTransferResults(
                 finished_sending=frozenset(sent or ()),
                 finished_recving=frozenset(received or ()),
@@ -188,7 +188,7 @@ class AsyncKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             isinstance(kv_connector_metadata, AsyncKVMetadata)
             and kv_connector_metadata.must_be_quiet
         ):
-            self._working.wait_quiet(kv_connector_metadata.must_be_quiet)
+            self._working.wait_released(kv_connector_metadata.must_be_quiet)
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         super().bind_connector_metadata(connector_metadata)

@@ -157,7 +157,7 @@ class SchedulerRole:
         freed, self._freed = self._freed, set()
         return frozenset((self._saving | self._read) & preempted | freed)
 
-    def believe(
+    def apply_results(
         self, ended: KVTransferResults, said: KVTransferResults
     ) -> tuple[set[str], set[str]]:
         """Return what vLLM may be told: ids of requests sent, and received.

@@ -99,7 +99,7 @@ class Settings:
         return self.config.kv_connector == VLLM_MODES["p2p"]
 
     @property
-    def quiet_s(self) -> float:
+    def longest_save_s(self) -> float:
         """How long a save may read blocks, at the very most."""
         return ConnectorOptions.of(self.config).save_timeout_s + _GRACE_S
 

@@ -49,8 +49,8 @@ class WorkerRole:
 
     ``make`` is called on that loop, once the caches are known. ``reports_saves``: each
     save's end is reported, and blocks are held until then. Else a step that saves
-    anything waits at its end until that is copied. ``quiet_s`` is longer than any save
-    lasts that does not hang.
+    anything waits at its end until that is copied. ``longest_save_s`` is longer than
+    any save lasts that does not hang.
     """
 
     def __init__(
@@ -59,10 +59,10 @@ class WorkerRole:
         make: Callable[[], KVConnectorWorker],
         *,
         reports_saves: bool = True,
-        quiet_s: float = 60.0,
+        longest_save_s: float = 60.0,
     ) -> None:
         self._make = make
-        self._quiet_s = quiet_s
+        self._quiet_s = longest_save_s
         self._reports_saves = reports_saves
         self._bridge = Bridge[_News](name)
         self._handshake: KVConnectorHandshake | None = None
@@ -139,7 +139,7 @@ class WorkerRole:
             counts = added(counts or {}, {"gauges": {self._name: gauges}})
         return counts
 
-    def wait_quiet(self, request_ids: Set[str]) -> None:
+    def wait_released(self, request_ids: Set[str]) -> None:
         """Wait until no save of these requests reads its blocks.
 
         They are about to be overwritten. A save that hangs is given up, so that what
@@ -147,7 +147,7 @@ class WorkerRole:
         every save of the steps before has ended.
         """
         driver = self._driver
-        if driver is None or driver.steps_begun == driver.steps_quiet:
+        if driver is None or driver.steps_begun == driver.steps_released:
             return
         try:
             self._bridge.run(driver.quiet, request_ids, timeout_s=self._quiet_s)
@@ -174,10 +174,10 @@ class WorkerRole:
         )
         worker.call_when_finished(lambda: self._notify(worker, driver))
         self._bridge.start(driver.run)
-        self._bridge.start(self._look, worker)
+        self._bridge.start(self._recheck, worker)
         return driver
 
-    async def _look(self, worker: KVConnectorWorker) -> None:
+    async def _recheck(self, worker: KVConnectorWorker) -> None:
         """Look at what there is, now and then: peers fetch it while nothing ends."""
         while True:
             self._gauges = gauges_of(worker.statistics())
@@ -220,7 +220,7 @@ class _Driver:
         # Those whose save has not told its end.
         self._unended: set[str] = set()
         # Steps whose end was told by the engine's thread; those that read no block now.
-        self.steps_begun = self.steps_quiet = 0
+        self.steps_begun = self.steps_released = 0
         self._ends = asyncio.Event()
         self.wants_layers = (
             isinstance(worker, SupportsLayerwise) and worker.wants_layers
@@ -342,7 +342,7 @@ class _Driver:
         try:
             self._follow(mark)
         except GPUFailed:
-            self.steps_quiet += 1  # nothing of it is saved
+            self.steps_released += 1  # nothing of it is saved
             raise
         saving = asyncio.create_task(self._wait_for_save(self._saved))
         self._saving[saving] = self._saved
@@ -352,7 +352,7 @@ class _Driver:
 
     def _saved_all(self, saving: asyncio.Task[None]) -> None:
         del self._saving[saving]
-        self.steps_quiet += 1
+        self.steps_released += 1
 
     async def _wait_for_save(self, saved: frozenset[str]) -> None:
         try:

@@ -37,7 +37,7 @@ from asynckv.testing.faults.places import place_of, prepared
 from asynckv.testing.faults.proxy import close_with_reset
 from asynckv.transfers.layout import layout_of
 from asynckv.transfers.manifest import pack
-from asynckv.transfers.queries import as_tokens
+from asynckv.transfers.tokens import as_tokens
 from asynckv.types import TensorSpec
 
 __all__ = (

@@ -25,9 +25,9 @@ from asynckv.testing.transport_checks.sides import (
     ENDS_WITHIN_S,
     LARGE,
     Bytes,
+    LandedCallback,
     MakeTransportPair,
     Side,
-    ToldCallback,
     TransportCheck,
     after_turns,
     all_told,
@@ -258,7 +258,7 @@ def _begin_everything(near: Side, far: Side, nbytes: int = LARGE) -> None:
     near.receive(4, 0, memory(nbytes))
 
 
-def _overwrite(array: Bytes) -> ToldCallback:
+def _overwrite(array: Bytes) -> LandedCallback:
     def told(error: BaseException | None) -> None:
         if error is not None:
             array.fill(_OVERWRITE)

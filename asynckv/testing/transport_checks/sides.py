@@ -26,11 +26,11 @@ __all__ = (
     "ENDS_WITHIN_S",
     "LARGE",
     "Bytes",
+    "LandedCallback",
     "Landing",
     "LostCallback",
     "MakeTransportPair",
     "Side",
-    "ToldCallback",
     "TransportCheck",
     "after_turns",
     "all_told",
@@ -42,7 +42,7 @@ __all__ = (
 Bytes: TypeAlias = NDArray[numpy.uint8]
 LostCallback: TypeAlias = Callable[[Exception], None]
 
-ToldCallback: TypeAlias = Callable[[BaseException | None], None]
+LandedCallback: TypeAlias = Callable[[BaseException | None], None]
 """Called with the error, if any, in the moment in which a part is told."""
 
 CHUNK: Final = 4 * 2**20
@@ -75,7 +75,7 @@ TransportCheck: TypeAlias = Callable[[MakeTransportPair], Awaitable[None]]
 class Landing:
     """What one part was told; await it for the digest, or for the error."""
 
-    def __init__(self, transfer: int, told: ToldCallback | None = None) -> None:
+    def __init__(self, transfer: int, told: LandedCallback | None = None) -> None:
         self.transfer = transfer
         self.is_stopped = False
         self.faults: list[str] = []
@@ -135,7 +135,7 @@ class Side:
         source: Bytes | bytes | bytearray,
         *,
         digest: bytes | None = None,
-        told: ToldCallback | None = None,
+        told: LandedCallback | None = None,
     ) -> Landing:
         landing = self._new(transfer, told)
         self.transport.send(transfer, part, _view(source), landing, digest=digest)
@@ -147,7 +147,7 @@ class Side:
         part: int,
         target: Bytes | bytearray,
         *,
-        told: ToldCallback | None = None,
+        told: LandedCallback | None = None,
     ) -> Landing:
         landing = self._new(transfer, told)
         self.transport.receive(transfer, part, _view(target), landing)
@@ -172,7 +172,7 @@ class Side:
             ]
         ]
 
-    def _new(self, transfer: int, told: ToldCallback | None) -> Landing:
+    def _new(self, transfer: int, told: LandedCallback | None) -> Landing:
         landing = Landing(transfer, told)
         self.landings.append(landing)
         return landing

@@ -30,7 +30,6 @@ from asynckv.protocol.transfer_frames import (
     PrepareDevice,
 )
 from asynckv.tensors.runs import Memory
-from asynckv.transports.ending import Ending, QuietWaits
 from asynckv.transports.nccl.connecting import (
     Connector,
     DeviceDescription,
@@ -45,6 +44,7 @@ from asynckv.transports.nccl.directions import (
 )
 from asynckv.transports.nccl.worker import DeviceWorker
 from asynckv.transports.parts import DoneCallback
+from asynckv.transports.quiesce import Ending, QuiesceWaits
 from asynckv.waits.replies import Waits
 
 __all__ = (
@@ -125,7 +125,7 @@ class NcclTransport(PayloadTransport):
         self._peer_has_finished = False
         self._has_finished = False
         self._waits = Waits(loop)
-        self._quiet = QuietWaits(loop, self._is_touched)
+        self._quiet = QuiesceWaits(loop, self._is_touched)
         self._watch: asyncio.TimerHandle | None = None
         self._ending = Ending(
             loop,

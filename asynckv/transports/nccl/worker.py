@@ -29,10 +29,10 @@ import time
 from collections.abc import Callable
 from typing import Final, Protocol, TypeAlias
 
+from asynckv.devices.access import gpu_access
 from asynckv.devices.cuda import CudaApi, Event
 from asynckv.devices.imports import in_thread
 from asynckv.devices.names import Device
-from asynckv.devices.quiet import quiet_gpu
 from asynckv.errors import ConfigError, GPUFailed
 from asynckv.transports.nccl.api import NcclApi, open_nccl
 from asynckv.transports.nccl.worker_pipes import WorkerPipe
@@ -174,7 +174,7 @@ class DeviceWorker:
         self._blocked_s = _BLOCKED_S
         self._abort_grace_s = abort_grace_s
         self._commands: collections.deque[_Command] = collections.deque()
-        self._gpu = quiet_gpu(cuda, device)
+        self._gpu = gpu_access(cuda, device)
         self._came = threading.Event()
         self._lock = threading.Lock()
         self._jobs: dict[Job, WorkerPipe | None] = {}

@@ -15,7 +15,7 @@ from asynckv.devices.arena import DeviceRegion
 from asynckv.errors import BufferClosed, EntryAborted, EntryConflict, EntryTooLarge
 from asynckv.tensors.arena import HeapArena, Region
 from asynckv.testing.blocked import until_blocked
-from asynckv.transfers.queries import make_query
+from asynckv.transfers.tokens import make_query
 from harness.holders import RecordingHolder, draft_of
 from harness.ledgers import SteppedLedger
 

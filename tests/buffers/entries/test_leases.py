@@ -16,7 +16,7 @@ from asynckv.buffers.entries.leases import (
 )
 from asynckv.errors import EntryAborted, LeaseLost
 from asynckv.testing.blocked import until
-from asynckv.transfers.queries import Query, make_query
+from asynckv.transfers.tokens import Query, make_query
 from asynckv.types import KVFingerprint
 from harness.holders import RecordingHolder, draft_of
 from harness.ledgers import SteppedLedger

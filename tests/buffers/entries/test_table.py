@@ -24,7 +24,7 @@ from asynckv.tensors.arena import HeapArena
 from asynckv.testing.blocked import until
 from asynckv.transfers.layout import layout_of
 from asynckv.transfers.manifest import content_digest
-from asynckv.transfers.queries import MAX_ID_LENGTH, Query, as_tokens, make_query
+from asynckv.transfers.tokens import MAX_ID_LENGTH, Query, as_tokens, make_query
 from asynckv.types import TensorSpec
 from harness.holders import RecordingHolder, draft_of
 from harness.ledgers import SteppedLedger
@@ -89,7 +89,7 @@ async def test_what_was_withdrawn_goes_on_as_well_if_it_is_sent_again(
 ) -> None:
     entry = bench.insert("a", deliveries=2)
     bench.leases.acknowledge(bench.select(consumer="one")[0].held())
-    bench.table.leave(entry, "withdrawn")
+    bench.table.remove(entry, "withdrawn")
     again = bench.begin("a", deliveries=2)
     bench.table.resume(again, entry.digest())
     assert (again.deliveries_left, again.consumers) == (1, {"one"})

@@ -28,7 +28,7 @@ from asynckv.tensors.arena import HeapArena, Region
 from asynckv.tensors.blocks import KVMemory
 from asynckv.testing.blocked import until, until_blocked
 from asynckv.testing.lookup_checks.values import MIB, borrow, insert, noise
-from asynckv.transfers.queries import Query, make_query
+from asynckv.transfers.tokens import Query, make_query
 from asynckv.types import TensorSpec
 from harness.holders import RecordingHolder, draft_of
 from harness.ledgers import SteppedLedger

@@ -20,7 +20,7 @@ from asynckv.devices.copying import CopyPool
 from asynckv.errors import EntryAborted, EntryTooLarge, LeaseLost
 from asynckv.testing.blocked import until, until_blocked
 from asynckv.testing.lookup_checks.values import MIB, cancelled, noise, same
-from asynckv.transfers.queries import Query
+from asynckv.transfers.tokens import Query
 from asynckv.types import TensorSpec
 from harness.fake_devices import FakeDevice
 from harness.holders import RecordingHolder, draft_of

@@ -11,7 +11,7 @@ import torch
 
 from asynckv.buffers.entries.entries import make_draft
 from asynckv.buffers.lookup import LookupBuffer
-from asynckv.buffers.remote.insert import RemoteWriter, Sending, begin_insert
+from asynckv.buffers.remote.insert import RemoteSend, RemoteWriter, begin_insert
 from asynckv.buffers.remote.peer import Peer, connect
 from asynckv.buffers.serve import Server, serve
 from asynckv.errors import (
@@ -307,7 +307,7 @@ async def test_small_tensors_wait_while_the_peer_has_much_to_read(
         await put
 
 
-def sending_on(link: Link, *tensors: torch.Tensor) -> Sending:
+def sending_on(link: Link, *tensors: torch.Tensor) -> RemoteSend:
     specs = {f"{i}.key": spec_of(tensor) for i, tensor in enumerate(tensors)}
     draft = make_draft(
         [1], None, specs, entry_id="it", fingerprint=None, ttl_s=1, deliveries=1

@@ -10,7 +10,7 @@ import torch
 
 from asynckv.buffers.lookup import LookupBuffer
 from asynckv.buffers.remote.peer import Peer, connect
-from asynckv.buffers.remote.select import Selecting
+from asynckv.buffers.remote.select import RemoteSelect
 from asynckv.buffers.serve import Server, serve
 from asynckv.errors import (
     ChecksumError,
@@ -42,7 +42,7 @@ from asynckv.tensors.views import spec_of
 from asynckv.testing.blocked import until, until_blocked
 from asynckv.testing.pairs import Peers
 from asynckv.transfers.delivery import Delivery, ReceiveBudget
-from asynckv.transfers.queries import make_query
+from asynckv.transfers.tokens import make_query
 from asynckv.types import TensorSpec
 from harness.bodies import body_with
 from harness.buffer_fixtures import CutWhen
@@ -52,8 +52,8 @@ from harness.no_routes import NoRoutes
 MIB = 2**20
 
 
-def selecting_on(pair: LinkPair, budget: ReceiveBudget) -> Selecting:
-    return Selecting(pair.near, make_query([1], None), {}, NoRoutes(budget=budget))
+def selecting_on(pair: LinkPair, budget: ReceiveBudget) -> RemoteSelect:
+    return RemoteSelect(pair.near, make_query([1], None), {}, NoRoutes(budget=budget))
 
 
 async def begun(
@@ -62,10 +62,10 @@ async def begun(
     into: Mapping[str, torch.Tensor] | None = None,
     *,
     streams: bool = False,
-) -> tuple[Selecting, asyncio.Task[Delivery], LinkStream]:
+) -> tuple[RemoteSelect, asyncio.Task[Delivery], LinkStream]:
     """Ask for a delivery, and return also the stream on which the peer heard of it."""
     query = make_query([1], None)
-    selecting = Selecting(
+    selecting = RemoteSelect(
         *(pair.near, query, into or {}, NoRoutes(budget=budget)), streams=streams
     )
     delivered = asyncio.create_task(selecting.delivered())
@@ -96,7 +96,7 @@ async def frames_of(pair: LinkPair, count: int) -> list[Frame]:
 
 async def small_delivery(
     pair: LinkPair, budget: ReceiveBudget
-) -> tuple[Selecting, Delivery]:
+) -> tuple[RemoteSelect, Delivery]:
     """Let a small entry be delivered by payload."""
     selecting, delivered, stream = await begun(pair, budget)
     offer(stream, 2, 100, inline=False)
@@ -293,7 +293,7 @@ async def test_bytes_that_changed_on_a_lane_are_refused(pair: LinkPair) -> None:
         await delivered
 
 
-async def left_early(pair: LinkPair) -> tuple[Selecting, Delivery, LinkStream]:
+async def left_early(pair: LinkPair) -> tuple[RemoteSelect, Delivery, LinkStream]:
     """Return a stream whose one part has not come yet."""
     budget = ReceiveBudget(MIB)
     selecting, delivered, stream = await begun(pair, budget, streams=True)

@@ -10,7 +10,7 @@ import torch
 
 from asynckv.abc import KVStoreBuffer
 from asynckv.buffers.remote.peer import Peer, connect
-from asynckv.buffers.remote.store import Getting, begin_put
+from asynckv.buffers.remote.store import RemoteGet, begin_put
 from asynckv.buffers.serve import Server, serve
 from asynckv.buffers.store import StoreBuffer
 from asynckv.errors import (
@@ -132,8 +132,8 @@ async def test_what_is_no_tensor_is_refused_alike_here_and_at_a_peer(
             await each.put("key", [1.0])  # type: ignore[arg-type]
 
 
-def getting_on(link: Link, into: torch.Tensor | None = None) -> Getting:
-    return Getting(link, "key", into, NoRoutes(budget=ReceiveBudget(2 * MIB)))
+def getting_on(link: Link, into: torch.Tensor | None = None) -> RemoteGet:
+    return RemoteGet(link, "key", into, NoRoutes(budget=ReceiveBudget(2 * MIB)))
 
 
 def offer_of(stream: LinkStream, *names: str) -> None:
@@ -250,7 +250,7 @@ async def test_a_value_for_which_there_is_no_memory_is_refused_alone() -> None:
 
     async with linked("mem://", answer) as pair:
         budget = ReceiveBudget(2**49)
-        getting = Getting(pair.near, "key", None, NoRoutes(budget=budget))
+        getting = RemoteGet(pair.near, "key", None, NoRoutes(budget=budget))
         with pytest.raises(EntryTooLarge, match="no memory for"):
             await getting.value()
         getting.cancel()

@@ -13,7 +13,7 @@ import torch
 from asynckv.buffers.entries.entries import StoredEntry
 from asynckv.buffers.lookup import LookupBuffer
 from asynckv.buffers.serve import serve
-from asynckv.buffers.serving.select import show
+from asynckv.buffers.serving.select import export_entry
 from asynckv.devices.names import Device
 from asynckv.errors import PeerLost
 from asynckv.links.dial import dial
@@ -53,7 +53,7 @@ def importer_of(pair: GpuPair) -> Importer:
 def show_parts(
     entry: StoredEntry, importer: Importer | None, max_nbytes: int = MIB
 ) -> tuple[Pin, MappedOffer, bytes] | None:
-    return show(entry, importer, max_nbytes, streams=True)
+    return export_entry(entry, importer, max_nbytes, streams=True)
 
 
 async def inserted(pair: GpuPair, key: torch.Tensor, hidden: int = 8) -> StoredEntry:

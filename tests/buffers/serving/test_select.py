@@ -14,7 +14,7 @@ from asynckv.buffers.lookup import LookupBuffer
 from asynckv.buffers.serve import serve
 from asynckv.buffers.serving import select
 from asynckv.buffers.serving.select import (
-    Offering,
+    SentOffer,
     ServedSelect,
     make_offer,
     may_begin,
@@ -42,7 +42,7 @@ from asynckv.tensors.arena import HeapArena
 from asynckv.testing.blocked import until
 from asynckv.testing.pairs import Peers
 from asynckv.transfers.manifest import unpack
-from asynckv.transfers.queries import Query
+from asynckv.transfers.tokens import Query
 from asynckv.types import TensorSpec
 from asynckv.waits.own_tasks import OwnTasks
 from harness.holders import RecordingHolder, draft_of
@@ -324,7 +324,7 @@ class Ends(NamedTuple):
         memory = memoryview(bytearray(LARGE))
         self.near.payload.receive(transfer, 0, memory, lambda digest, error: None)
 
-    def grant(self, offering: Offering, transfer: int | None = None) -> None:
+    def grant(self, offering: SentOffer, transfer: int | None = None) -> None:
         """The peer grants what was offered, or another transfer."""
         grant = Grant(offering.transfer if transfer is None else transfer)
         offering.on_grant(grant, NoRoutes(), refuse, OwnTasks())

@@ -134,7 +134,7 @@ async def test_while_this_side_works_nobody_is_silent(listener: Listener) -> Non
 async def test_who_is_heard_has_the_whole_time_again() -> None:
     silence = Listener().silence
     first = silence._timer
-    silence.hear()
+    silence.note_progress()
     assert first.cancelled() and not silence._timer.cancelled()
     assert silence._timer.when() >= silence._loop.time() + SILENCE_S - 1
     silence.stop()
@@ -143,7 +143,7 @@ async def test_who_is_heard_has_the_whole_time_again() -> None:
 async def test_what_is_stopped_listens_no_more_whoever_is_heard() -> None:
     silence = Listener().silence
     silence.stop()
-    silence.hear()
+    silence.note_progress()
     assert silence._timer.cancelled()
 
 

@@ -20,8 +20,8 @@ from asynckv.devices.copying import CopyPool
 from asynckv.devices.cuda import Event
 from asynckv.tensors.blocks import KVBlocks, KVMemory
 from asynckv.testing.blocked import until, until_blocked
+from asynckv.transfers.gpu_room import StagingWriter
 from asynckv.transfers.source import StagedTensor
-from asynckv.transfers.staging import StagingWriter
 from asynckv.types import TensorSpec
 from harness.device_memory import open_device_arena, region_in
 from harness.fake_devices import FakeDevice, fake_device, lanes_of
@@ -440,7 +440,7 @@ async def test_who_waits_for_memory_of_the_gpu_ends_that_when_it_is_to_leave(
     save = Save(moves, [target], Staging(LAYER_NBYTES - 1))
     async with save as layers:
         await until(lambda: target.waiting > 0)
-        layers.leave_gpu()
+        layers.move_to_host()
         await until(lambda: not target.waiting)  # though the host has no room yet
         save.staging.max_bytes = AMPLE
         save.staging.release(0)
@@ -454,7 +454,7 @@ async def test_what_is_put_does_not_come_to_the_host_any_more(
     save = Save(moves, [target])
     async with save as layers:
         await save.end()
-        layers.leave_gpu()
+        layers.move_to_host()
         layers.finish()
         await save.running
         assert (save.staging.copies, layers.are_read) == (0, False)
@@ -467,7 +467,7 @@ async def test_in_a_hurry_it_does_not_wait_for_host_memory(
     save = Save(moves, [target], Staging(0))
     async with save as layers:
         await until(lambda: target.waiting > 0)
-        layers.hurry()
+        layers.stop_waiting()
         with pytest.raises(TimeoutError, match="no room"):
             async with asyncio.timeout(20):
                 await asyncio.shield(save.running)

@@ -20,13 +20,22 @@ from asynckv.buffers.remote.peer import connect
 from asynckv.buffers.serve import serve
 from asynckv.connectors.assembly import Assembly
 from asynckv.connectors.caches import BlockMoves, PagedCaches
-from asynckv.connectors.engine import KVEngine
-from asynckv.connectors.keys import HEADER, EntryHeader, NotSaved, prompt_digest
+from asynckv.connectors.engine import (
+    HEADER,
+    EntryHeader,
+    KVEngine,
+    NotSaved,
+    prompt_digest,
+)
 from asynckv.connectors.options import Direction
-from asynckv.connectors.p2p.load import P2PLoad, WholeEntry, open_entry, release
-from asynckv.connectors.p2p.loading import P2PLoading
-from asynckv.connectors.p2p.save import report_failure
-from asynckv.connectors.requests import LoadOrder, P2PMetadata
+from asynckv.connectors.p2p.entries import (
+    WholeEntry,
+    open_entry,
+    release,
+    report_failure,
+)
+from asynckv.connectors.p2p.load import P2PLoad, P2PLoading
+from asynckv.connectors.requests import LoadRequest, P2PMetadata
 from asynckv.devices.copying import CopyPool
 from asynckv.errors import IncompatiblePeer
 from asynckv.testing.blocked import until, until_blocked
@@ -46,7 +55,7 @@ from harness.gpu_pairs import GpuPair, open_gpu_pair
 TOKENS = list(range(6))
 ENGINE = KVEngine(engine_id="E", block_size=4)
 
-ORDER = LoadOrder(
+ORDER = LoadRequest(
     "r", "t", "", ((3, 1),), num_tokens=6, digest=prompt_digest(TOKENS, 6)
 )
 
@@ -191,10 +200,10 @@ async def test_a_layer_is_there_when_all_ranks_have_brought_their_part() -> None
         (decode,), (caches,) = ground.decode.workers, ground.decode.caches
         caches.spoil()
         last = ground.model.layer_names[-1]
-        save = P2PMetadata(saves=(ground.save_order(name := ground.new_name()),))
+        save = P2PMetadata(saves=(ground.save_request(name := ground.new_name()),))
         for rank in ground.prefill.caches:
             rank.compute()
-        await ground.begin_load(ground.load_order(name, is_async=False))
+        await ground.begin_load(ground.load_request(name, is_async=False))
         waiting = asyncio.create_task(decode.wait_for_layer_load(last))
         for worker in (first, second):
             assert not waiting.done()
@@ -322,7 +331,7 @@ async def test_an_error_of_who_has_copies_is_left_as_it_is() -> None:
         assert await buffer.withdraw("e")
 
 
-AWAITED = LoadOrder("r", "t", "P", ((1, 2),), is_async=False)
+AWAITED = LoadRequest("r", "t", "P", ((1, 2),), is_async=False)
 
 
 @pytest.fixture
@@ -351,7 +360,7 @@ async def test_a_step_waits_for_its_loads_until_it_is_over(
     loading: P2PLoading, parts: ToyParts
 ) -> None:
     loading.begin(AWAITED)
-    assert [load.order for load in loading.awaited] == [AWAITED]
+    assert [load.request for load in loading.awaited] == [AWAITED]
     loading.clear()
     assert loading.awaited == ()
     assert parts.transfers.count("recv") == 1
@@ -360,7 +369,7 @@ async def test_a_step_waits_for_its_loads_until_it_is_over(
 async def test_what_nobody_loads_is_released_beside_the_loads(
     loading: P2PLoading, parts: ToyParts
 ) -> None:
-    loading.begin(LoadOrder("r", "t", "P", ()))
+    loading.begin(LoadRequest("r", "t", "P", ()))
     assert (parts.transfers.count("recv"), parts.transfers.others) == (0, 1)
     await until(lambda: not parts.transfers.others)  # nobody serves there
 
@@ -394,14 +403,14 @@ async def test_a_load_fails_with_the_rank_that_it_is_from_and_no_other(
         await parts.routes.peers.aclose()
 
 
-async def begin_load(ground: P2PGround) -> LoadOrder:
-    order = ground.load_order(ground.new_name())
+async def begin_load(ground: P2PGround) -> LoadRequest:
+    order = ground.load_request(ground.new_name())
     await ground.begin_load(order)
     assert ground.decode.workers[0].statistics().loading == 1
     return order
 
 
-async def expect_failed(ground: P2PGround, order: LoadOrder) -> None:
+async def expect_failed(ground: P2PGround, order: LoadRequest) -> None:
     for worker in ground.decode.workers:
         await until_loaded(worker)
         results = worker.get_finished()
@@ -423,8 +432,8 @@ async def test_loads_of_a_rank_that_dies_fail_with_their_blocks(
         await expect_failed(ground, order)
 
 
-def without_peer(ground: P2PGround) -> LoadOrder:
-    return msgspec.structs.replace(ground.load_order(ground.new_name()), peer="")
+def without_peer(ground: P2PGround) -> LoadRequest:
+    return msgspec.structs.replace(ground.load_request(ground.new_name()), peer="")
 
 
 async def test_a_load_that_names_no_peer_fails_with_the_last_that_may_send() -> None:
@@ -475,7 +484,7 @@ async def test_a_peer_that_is_sending_fails_what_it_has_begun() -> None:
     async with open_p2p("unix", "push") as ground:
         order = await begin_load(ground)
         worker = ground.prefill.workers[0]
-        save = ground.save_order(order.transfer_id)
+        save = ground.save_request(order.transfer_id)
         worker.bind_connector_metadata(P2PMetadata(saves=(save,)))
         worker.save_kv_layer(ground.model.layer_names[0])
         (load,) = ground.decode.workers[0]._loading._loads

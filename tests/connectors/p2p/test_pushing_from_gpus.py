@@ -360,7 +360,7 @@ async def test_a_layer_that_is_copied_for_nobody_is_still_read() -> None:
             ground.prefill.gpu.tensors.stream(0).add(gate)
             layer = ONE.layer_names[0]
             layers.offer(layer, worker_of(ground)._registered().now())
-            layers.leave_gpu()
+            layers.move_to_host()
             running = asyncio.create_task(layers.run())
             await until(lambda: worker_of(ground)._staging.used_bytes > 0)
             layers._done_with(layer)  # in the same moment it was there on the GPU
@@ -378,7 +378,7 @@ async def test_layers_leave_the_gpu_in_the_order_in_which_they_are_put() -> None
             names = [*reversed(LARGE.layer_names)]
             for name in names:
                 layers.offer(name, None)
-            layers.leave_gpu()
+            layers.move_to_host()
             layers.finish()
             await layers.run()
             assert [*layers._gathering._copies] == names
@@ -467,7 +467,7 @@ async def test_a_gpu_that_fails_to_gather_fails_the_save(
             name = await step(ground)
             await ended(ground, name, failed=True)
         assert not taken_on_gpu(ground)
-        order = ground.load_order(name)
+        order = ground.load_request(name)
         with pytest.raises(AssertionError, match="an illegal access"):
             await ground.begin_load(order)
             await ground.end_load(order)
@@ -512,13 +512,13 @@ async def test_heads_of_several_ranks_come_to_where_they_belong(
 async def test_a_buffer_that_is_full_takes_no_memory_of_the_gpu(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    may_wait, leave_gpu = list[bool](), GpuLayers.leave_gpu
+    may_wait, move_to_host = list[bool](), GpuLayers.move_to_host
 
     def looking(layers: GpuLayers) -> None:
         may_wait.append(layers._gathering.may_wait_for_room)
-        leave_gpu(layers)
+        move_to_host(layers)
 
-    monkeypatch.setattr(GpuLayers, "leave_gpu", looking)
+    monkeypatch.setattr(GpuLayers, "move_to_host", looking)
     async with pushing() as ground:
         may_wait.clear()
         (buffer,) = ground.buffers().values()

@@ -8,11 +8,10 @@ import pytest
 from asynckv.buffers.lookup import LookupBuffer
 from asynckv.buffers.serve import serve
 from asynckv.config import KVTransferConfig
-from asynckv.connectors.engine import KVEngine
-from asynckv.connectors.keys import EntryHeader
+from asynckv.connectors.engine import EntryHeader, KVEngine
 from asynckv.connectors.options import ConnectorOptions
 from asynckv.connectors.p2p.routes import P2PNotifications, P2PRoutes
-from asynckv.connectors.requests import LoadOrder, SaveOrder
+from asynckv.connectors.requests import LoadRequest, SaveRequest
 from asynckv.connectors.transfers import Transfers
 from asynckv.errors import ConfigError, IncompatiblePeer, PeerLost
 from asynckv.parallel.shapes import EngineShape
@@ -22,7 +21,7 @@ from harness.engines.toy_pairs import pair_configs, toy_shape
 from harness.fake_devices import FakeDevice
 
 MODEL = ToyModel()
-SAVE = SaveOrder("r", "t", "D", (1,), ((0,),))
+SAVE = SaveRequest("r", "t", "D", (1,), ((0,),))
 
 
 def routes_of(direction: str, side: int, tp_size: int = 1, rank: int = 0) -> P2PRoutes:
@@ -107,7 +106,7 @@ def test_a_stage_saves_for_the_same_stage_of_an_engine_with_as_many() -> None:
 
 
 def test_a_rank_reads_from_every_rank_that_has_a_part() -> None:
-    order = LoadOrder("r", "t", "P", ((1,),), shape=toy_shape(MODEL, tp_size=2))
+    order = LoadRequest("r", "t", "P", ((1,),), shape=toy_shape(MODEL, tp_size=2))
     reads, sources = routes_of("push", 1).sources(order)
     assert list(reads) == [0, 1]
     assert [name for _, name in sources.values()] == ["t#0", "t#1"]
@@ -116,15 +115,15 @@ def test_a_rank_reads_from_every_rank_that_has_a_part() -> None:
 async def test_without_a_buffer_there_is_nothing_to_read_from() -> None:
     routes = routes_of("push", 1)
     _, sources = routes.sources(
-        LoadOrder("r", "t", "", ((1,),), shape=toy_shape(MODEL))
+        LoadRequest("r", "t", "", ((1,),), shape=toy_shape(MODEL))
     )
     find, _ = sources[0]
     with pytest.raises(PeerLost):
         await find()
 
 
-def asked(shape: EngineShape, peer: str = "P") -> LoadOrder:
-    return LoadOrder("r", "t", peer, ((1,),), shape=shape)
+def asked(shape: EngineShape, peer: str = "P") -> LoadRequest:
+    return LoadRequest("r", "t", peer, ((1,),), shape=shape)
 
 
 @pytest.mark.parametrize(
@@ -211,7 +210,7 @@ CONFIG = KVTransferConfig(
     kv_role="kv_both",
     kv_connector_extra_config={
         "direction": "pull",
-        "listen": "mem://notices",
+        "listen": "mem://notifications",
         "peers": {"D": "mem://nobody"},
     },
 )
@@ -231,7 +230,7 @@ async def transfers() -> AsyncIterator[Transfers]:
 
 
 @pytest.fixture
-def notices(transfers: Transfers, routes: P2PRoutes) -> P2PNotifications:
+def notifications(transfers: Transfers, routes: P2PRoutes) -> P2PNotifications:
     return P2PNotifications(transfers, routes, ConnectorOptions.of(CONFIG))
 
 
@@ -242,37 +241,39 @@ async def served(routes: P2PRoutes) -> LookupBuffer:
 
 
 async def test_no_number_of_transfers_that_there_are_not_is_waited_for(
-    notices: P2PNotifications, transfers: Transfers
+    notifications: P2PNotifications, transfers: Transfers
 ) -> None:
     for number in range(1100):
-        notices.release(LoadOrder("r", f"{number}", "D", ()))
+        notifications.release(LoadRequest("r", f"{number}", "D", ()))
     await until(lambda: transfers.others == 1024)
 
 
 async def test_of_a_failure_there_is_an_entry_where_it_would_have_been(
-    notices: P2PNotifications, transfers: Transfers, routes: P2PRoutes
+    notifications: P2PNotifications, transfers: Transfers, routes: P2PRoutes
 ) -> None:
     header = EntryHeader(engine_id="P", rank=0, block_size=4, layers=("a",))
     buffer = await served(routes)
-    notices.report_failure(SaveOrder("r", "t", "", (1,), ((0,),)), header, "no room")
+    notifications.report_failure(
+        SaveRequest("r", "t", "", (1,), ((0,),)), header, "no room"
+    )
     async with buffer.drop_select(entry_id="t") as entry:
         assert EntryHeader.of(entry.extras["asynckv"]).failure == "no room"
     await transfers.wait_others()
 
 
 async def test_what_was_saved_for_nobody_is_withdrawn(
-    notices: P2PNotifications, transfers: Transfers, routes: P2PRoutes
+    notifications: P2PNotifications, transfers: Transfers, routes: P2PRoutes
 ) -> None:
     buffer = await served(routes)
     await buffer.insert([1], None, None, None, None, entry_id="t")
     for transfer_id in ("t", "unknown"):
-        notices.withdraw(SaveOrder("r", transfer_id, "", (), ()))
+        notifications.withdraw(SaveRequest("r", transfer_id, "", (), ()))
     await transfers.wait_others()
     assert buffer.statistics().entries == 0
 
 
 async def test_those_that_no_plan_leads_to_are_told_nothing(
-    notices: P2PNotifications, transfers: Transfers
+    notifications: P2PNotifications, transfers: Transfers
 ) -> None:
-    notices.release(LoadOrder("r", "t", "D", (), shape=toy_shape(ToyModel())))
+    notifications.release(LoadRequest("r", "t", "D", (), shape=toy_shape(ToyModel())))
     assert transfers.others == 0

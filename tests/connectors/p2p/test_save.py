@@ -12,10 +12,11 @@ import torch
 from asynckv.abc import InsertWriter
 from asynckv.buffers.lookup import LookupBuffer
 from asynckv.connectors.caches import BlockMoves, PagedCaches
-from asynckv.connectors.keys import EntryHeader, NotSaved
+from asynckv.connectors.engine import EntryHeader, NotSaved
+from asynckv.connectors.p2p.entries import Target, report_failure
 from asynckv.connectors.p2p.gpu_layers import Staging
-from asynckv.connectors.p2p.save import P2PSave, Target, report_failure
-from asynckv.connectors.requests import SaveOrder
+from asynckv.connectors.p2p.save import P2PSave
+from asynckv.connectors.requests import SaveRequest
 from asynckv.devices.copying import CopyPool
 from asynckv.devices.cuda import Event
 from asynckv.errors import EntryConflict
@@ -24,7 +25,7 @@ from asynckv.testing.blocked import until, until_blocked
 from asynckv.types import TensorSpec
 from harness.fake_devices import fake_device, lanes_of
 
-ORDER = SaveOrder("r", "t", "", (1, 2, 3), ((2, 0),))
+ORDER = SaveRequest("r", "t", "", (1, 2, 3), ((2, 0),))
 HEADER = EntryHeader(engine_id="P", rank=0, block_size=2, layers=("a", "b"))
 
 
@@ -169,10 +170,10 @@ async def test_blocks_are_read_until_the_last_put_has_let_go_of_them() -> None:
         assert await save.stage(staging)
         assert await save.stage(staging) and staging.copies == 1
         await until_blocked(saving)
-        assert not save.quiet.is_set() and staging.used_bytes == save.nbytes + 32
+        assert not save.released.is_set() and staging.used_bytes == save.nbytes + 32
         buffer.may_read.set()
         async with asyncio.timeout(10):
-            await save.quiet.wait()
+            await save.released.wait()
             for layer in caches.layers:
                 caches.pools(layer)[0].zero_()
             await saving
@@ -186,11 +187,11 @@ async def test_blocks_are_read_until_all_targets_have_them() -> None:
         saving = begin(save, quick, slow)
         save.offer_rest()
         await until_blocked(saving)
-        assert not save.quiet.is_set()
+        assert not save.released.is_set()
         assert not await save.stage(Staging(31))  # two layers of 16 bytes
         slow.may_read.set()
         await saving
-        assert save.quiet.is_set()
+        assert save.released.is_set()
         assert await save.stage(Staging(0))
 
 
@@ -205,7 +206,7 @@ async def test_a_save_that_has_ended_reads_nothing_and_keeps_no_copy() -> None:
         saving.cancel()
         await asyncio.wait([saving])
         save.end()
-    assert save.quiet.is_set() and staging.used_bytes == 0
+    assert save.released.is_set() and staging.used_bytes == 0
 
 
 async def test_blocks_that_nobody_reads_yet_are_left_once_there_is_a_copy() -> None:
@@ -218,9 +219,9 @@ async def test_blocks_that_nobody_reads_yet_are_left_once_there_is_a_copy() -> N
     saving = asyncio.create_task(save.run([(never, "t", 1)]))
     save.offer_rest()
     await until_blocked(saving)
-    assert not save.quiet.is_set()
+    assert not save.released.is_set()
     assert await save.stage(Staging(2**20))
-    assert save.quiet.is_set()
+    assert save.released.is_set()
     saving.cancel()
     await asyncio.wait([saving])
     save.end()
@@ -255,7 +256,7 @@ async def test_blocks_of_a_gpu_come_to_the_host_once_and_are_put_from_there() ->
         for layer in "ab":
             save.offer(layer, moves.mark())
         await asyncio.wait_for(saving, 10)
-        assert save.quiet.is_set() and save.nbytes == 32
+        assert save.released.is_set() and save.nbytes == 32
         entry = await buffer.drop_select(entry_id="t")
         assert isinstance(entry.key, Mapping)
         assert entry.key.keys() == {"a", "b"}
@@ -291,6 +292,6 @@ async def test_in_a_hurry_a_save_of_a_gpu_does_not_wait_for_host_memory() -> Non
         saving = begin(save, buffer)
         await until(lambda: buffer.statistics().entries == 1)
         save.offer("a", moves.mark())
-        save.hurry()
+        save.stop_waiting()
         with pytest.raises(TimeoutError, match="no room"):
             await asyncio.wait_for(saving, 20)

@@ -15,13 +15,12 @@ import torch
 from asynckv.abc import InsertWriter
 from asynckv.buffers.lookup import LookupBuffer
 from asynckv.connectors.caches import BlockMoves, PagedCaches
-from asynckv.connectors.keys import EntryHeader
+from asynckv.connectors.engine import EntryHeader
 from asynckv.connectors.options import Direction
 from asynckv.connectors.p2p.gpu_layers import Staging
-from asynckv.connectors.p2p.save import P2PSave
-from asynckv.connectors.p2p.saving import P2PLeaving, P2PSaving
+from asynckv.connectors.p2p.save import BlockRelease, P2PSave, P2PSaving
 from asynckv.connectors.p2p.worker import P2PWorker
-from asynckv.connectors.requests import SaveOrder
+from asynckv.connectors.requests import SaveRequest
 from asynckv.connectors.transfers import Transfers
 from asynckv.devices.copying import CopyPool
 from asynckv.errors import GPUFailed
@@ -42,7 +41,7 @@ from harness.cancellations.connectors.grounds import (
 from harness.engines.toy_model import ToyModel
 from harness.engines.toy_parts import ToyParts, open_toy_parts
 
-ORDER = SaveOrder("r", "t", "D", (1, 2, 3), ((1,),))
+ORDER = SaveRequest("r", "t", "D", (1, 2, 3), ((1,),))
 
 
 @pytest.fixture
@@ -269,7 +268,7 @@ async def test_without_room_for_a_copy_a_save_fails_and_who_loads_is_told(
         # Where it is pushed to it is not known why it waits.
         assert results.full_sending == (failed if direction == "pull" else set())
         assert (worker.statistics().saving, worker.statistics().late_saves) == (0, 1)
-        order = ground.load_order(name)
+        order = ground.load_request(name)
         with pytest.raises(AssertionError, match="has not saved it: its blocks"):
             await ground.begin_load(order)
             await ground.end_load(order)
@@ -378,7 +377,7 @@ class StubbornBuffer(LookupBuffer):
 
 async def test_who_does_not_let_go_of_blocks_is_hung_up_on() -> None:
     caches = PagedCaches({"a": torch.arange(8.0).view(4, 2)}, None)
-    order = SaveOrder("r", "t", "", (1, 2, 3), ((2, 0),))
+    order = SaveRequest("r", "t", "", (1, 2, 3), ((2, 0),))
     header = EntryHeader(engine_id="P", rank=0, block_size=2, layers=("a",))
     moves = BlockMoves(caches, CopyPool())
     save, transfers = P2PSave(moves, order, header, 60), Transfers()
@@ -389,11 +388,11 @@ async def test_who_does_not_let_go_of_blocks_is_hung_up_on() -> None:
             return buffer
 
         run = lambda: save.run([(find, "t", 1)])  # noqa: E731 - as the worker has it
-        life = transfers.begin("r", "send", run, ended=save.end)
-        assert life is not None
+        state = transfers.begin("r", "send", run, ended=save.end)
+        assert state is not None
         save.offer_rest()
-        leaving = P2PLeaving(transfers, Staging(0))
+        leaving = BlockRelease(transfers, Staging(0))
         async with asyncio.timeout(SHORT_S):
-            await leaving.leave({life: save}, lambda order: buffer.hung_up.set())
-        assert (save.quiet.is_set(), leaving.late) == (True, 1)
+            await leaving.release({state: save}, lambda order: buffer.hung_up.set())
+        assert (save.released.is_set(), leaving.late) == (True, 1)
         assert transfers.results().failed_sending == {"r"}

@@ -14,10 +14,9 @@ from asynckv.abc import (
     supports_hma,
 )
 from asynckv.config import KVTransferConfig
-from asynckv.connectors.engine import KVEngine
-from asynckv.connectors.keys import prompt_digest
+from asynckv.connectors.engine import KVEngine, prompt_digest
 from asynckv.connectors.p2p.scheduler import P2PScheduler
-from asynckv.connectors.requests import P2PMetadata, SaveOrder
+from asynckv.connectors.requests import P2PMetadata, SaveRequest
 
 ASKED = {"do_remote_prefill": True, "transfer_id": "t"}
 
@@ -374,7 +373,7 @@ def test_an_aborted_request_that_saved_nothing_withdraws_nothing(
     assert not scheduler.has_pending_work()
 
 
-def sampled(scheduler: P2PScheduler) -> tuple[KVRequest, KVRequest, SaveOrder]:
+def sampled(scheduler: P2PScheduler) -> tuple[KVRequest, KVRequest, SaveRequest]:
     """Return two samples whose prompt the first has saved, and how."""
     first, second = (
         msgspec.structs.replace(save(f"{number}_a"), parent_id="a") for number in (0, 1)

@@ -15,12 +15,11 @@ import torch
 
 from asynckv.abc import KVConnectorMetadata
 from asynckv.buffers.lookup import LookupBuffer
-from asynckv.connectors.engine import KVEngine
-from asynckv.connectors.keys import EntryHeader
+from asynckv.connectors.engine import EntryHeader, KVEngine
 from asynckv.connectors.options import Direction
 from asynckv.connectors.p2p.scheduler import P2PScheduler
 from asynckv.connectors.p2p.worker import P2PWorker
-from asynckv.connectors.requests import LoadOrder, P2PMetadata, SaveOrder
+from asynckv.connectors.requests import LoadRequest, P2PMetadata, SaveRequest
 from asynckv.parallel.shapes import EngineShape, KVLayout
 from asynckv.testing.blocked import until
 from harness.engines.toy_engine import ToyEngine, ToyLoadFailed
@@ -430,7 +429,7 @@ async def test_prefill_without_room_goes_on_and_who_decodes_learns_at_once(
 
 
 KV = dict.fromkeys(MODEL.layer_names, (2, 8, 16, 4, 8))
-SAVE = SaveOrder("r", "t", "", (1, 2, 3), ((4,),), b"salt")
+SAVE = SaveRequest("r", "t", "", (1, 2, 3), ((4,),), b"salt")
 
 
 @pytest.fixture
@@ -478,7 +477,7 @@ async def test_what_is_refused_is_not_saved_and_who_waits_learns_why(
 
 
 async def test_start_load_kv_returns_whatever_the_peer_does(alone: P2PWorker) -> None:
-    order = LoadOrder("r", "t", "D", ((1,),), num_tokens=3, is_async=False)
+    order = LoadRequest("r", "t", "D", ((1,),), num_tokens=3, is_async=False)
     alone.bind_connector_metadata(P2PMetadata(loads=(order,)))
     for _ in range(2):
         await alone.start_load_kv()
@@ -494,13 +493,13 @@ async def test_a_load_that_cannot_begin_fails_and_those_after_it_begin(
 ) -> None:
     begin = alone._loading._begin
 
-    def begin_some(order: LoadOrder) -> None:
-        if order.request_id == "a":
+    def begin_some(request: LoadRequest) -> None:
+        if request.request_id == "a":
             raise ArithmeticError("nobody thought of this")
-        begin(order)
+        begin(request)
 
     monkeypatch.setattr(alone._loading, "_begin", begin_some)
-    orders = tuple(LoadOrder(name, name, "D", ((1,),)) for name in "ab")
+    orders = tuple(LoadRequest(name, name, "D", ((1,),)) for name in "ab")
     alone.bind_connector_metadata(P2PMetadata(loads=orders))
     await alone.start_load_kv()
     results = alone.get_finished()

@@ -18,8 +18,7 @@ from asynckv.abc import (
 from asynckv.buffers.serve import serve
 from asynckv.buffers.store import StoreBuffer
 from asynckv.config import KVTransferConfig
-from asynckv.connectors.engine import KVEngine
-from asynckv.connectors.keys import prefix_block_keys, rank_block_keys
+from asynckv.connectors.engine import KVEngine, prefix_block_keys, rank_block_keys
 from asynckv.connectors.requests import StoreMetadata
 from asynckv.connectors.store.lookup import (
     SHAPE_KEY,

@@ -19,13 +19,16 @@ from asynckv.buffers.serve import serve
 from asynckv.buffers.store import StoreBuffer
 from asynckv.config import KVRole, KVTransferConfig
 from asynckv.connectors.caches import BlockMoves, PagedCaches
-from asynckv.connectors.engine import KVEngine
-from asynckv.connectors.keys import rank_block_keys
-from asynckv.connectors.requests import StoreMetadata, StoreOrder
-from asynckv.connectors.store import transfers as store_saving
+from asynckv.connectors.engine import KVEngine, rank_block_keys
+from asynckv.connectors.requests import StoreMetadata, StoreRequest
+from asynckv.connectors.store import worker as store_saving
 from asynckv.connectors.store.lookup import namespace_of
-from asynckv.connectors.store.transfers import PackedBlocks, StoreRank
-from asynckv.connectors.store.worker import StoreWorker, StoreWorkerStatistics
+from asynckv.connectors.store.worker import (
+    PackedBlocks,
+    StoreRank,
+    StoreWorker,
+    StoreWorkerStatistics,
+)
 from asynckv.devices.copying import CopyPool
 from asynckv.errors import PeerLost
 from asynckv.testing.blocked import until
@@ -102,7 +105,7 @@ async def test_blocks_that_were_dropped_meanwhile_are_computed(
         start_load_kv = pinned.start_load_kv
 
         async def start_late(context: object = None, **kwargs: object) -> None:
-            orders = pinned._orders
+            orders = pinned._step
             for order in orders.loads if orders is not None else ():
                 for key in order.block_keys[:1]:
                     await store.delete(f"{key}/{namespace_of(pinned.engine)}/0")
@@ -136,7 +139,7 @@ ENGINE = KVEngine(engine_id="E", block_size=16)
 
 
 async def test_a_load_that_cannot_begin_has_failed_and_says_why() -> None:
-    order = StoreOrder("r", ("key",), ((3,),))
+    order = StoreRequest("r", ("key",), ((3,),))
     async with StoreBuffer() as store, StoreWorker(CONFIG, ENGINE, store) as worker:
         worker.bind_connector_metadata(StoreMetadata(loads=(order,)))
         await worker.start_load_kv()
@@ -146,7 +149,7 @@ async def test_a_load_that_cannot_begin_has_failed_and_says_why() -> None:
 
 
 async def load(worker: StoreWorker, *keys: str) -> KVTransferResults:
-    order = StoreOrder("r", keys, (tuple(range(len(keys))),))
+    order = StoreRequest("r", keys, (tuple(range(len(keys))),))
     worker.bind_connector_metadata(StoreMetadata(loads=(order,)))
     await worker.start_load_kv()
     await until(lambda: not worker.statistics().loading)
@@ -156,7 +159,7 @@ async def load(worker: StoreWorker, *keys: str) -> KVTransferResults:
 async def test_a_load_that_lacks_a_block_reads_none_and_says_how_many() -> None:
     async with StoreBuffer() as store, StoreWorker(CONFIG, ENGINE, store) as worker:
         worker.register_kv_caches({"a": torch.zeros(4, 16, 2)})
-        order = StoreOrder("s", ("one",), ((3,),))
+        order = StoreRequest("s", ("one",), ((3,),))
         worker.bind_connector_metadata(StoreMetadata(saves=(order,)))
         await worker.wait_for_save()
         await worker.flush()
@@ -201,7 +204,7 @@ async def saving_to(
 async def save(worker: StoreWorker, name: str, first: int, end: int) -> None:
     """Save these blocks of a prompt."""
     keys = tuple(f"{name}{number}" for number in range(first, end))
-    order = StoreOrder(name, keys, (tuple(range(first, end)),), first)
+    order = StoreRequest(name, keys, (tuple(range(first, end)),), first)
     worker.bind_connector_metadata(StoreMetadata(saves=(order,)))
     await worker.wait_for_save()
     worker.clear_connector_metadata()
@@ -268,7 +271,7 @@ async def test_blocks_that_take_long_to_copy_are_saved_though_their_step_is_over
     None
 ):
     engine = KVEngine(engine_id="E", block_size=4)
-    order = StoreOrder("r", ("one", "two", "three"), ((1, 2, 3),))
+    order = StoreRequest("r", ("one", "two", "three"), ((1, 2, 3),))
     async with StoreBuffer("16MiB") as store:
         worker = StoreWorker(KVTransferConfig(kv_role="kv_both"), engine, store)
         worker.register_kv_caches({"layer": torch.ones(8, 65536)})
@@ -322,14 +325,14 @@ async def rank_of(engine: KVEngine) -> StoreRank:
 
 
 async def test_each_rank_has_its_own_keys_of_a_block() -> None:
-    order, name = StoreOrder("r", ("a", "b"), ((3, 4),)), namespace_of(RANKS)
+    order, name = StoreRequest("r", ("a", "b"), ((3, 4),)), namespace_of(RANKS)
     for number in range(2):
         rank = await rank_of(msgspec.structs.replace(RANKS, rank=number))
         assert rank.keys_of(order) == [f"a/{name}/{number}", f"b/{name}/{number}"]
 
 
 async def test_ranks_of_another_shape_have_no_key_in_common() -> None:
-    order = StoreOrder("r", ("a",), ((3,),))
+    order = StoreRequest("r", ("a",), ((3,),))
     one, other = [
         await rank_of(msgspec.structs.replace(RANKS, tp_size=size)) for size in (1, 2)
     ]

@@ -8,7 +8,7 @@ from typing import Final
 from asynckv.buffers.remote.peer import connect
 from asynckv.buffers.serve import serve
 from asynckv.links.link import Link
-from asynckv.pipes.opening import PipeListener, listen_pipe, open_pipe
+from asynckv.pipes.endpoints import PipeListener, listen_pipe, open_pipe
 from asynckv.pipes.pipe import Pipe
 from asynckv.testing.blocked import until
 from asynckv.testing.cancellation import Outcome

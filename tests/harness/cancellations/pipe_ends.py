@@ -10,7 +10,7 @@ from typing import Final
 import torch
 
 from asynckv.errors import EndOfStream, PeerLost, PipeBroken
-from asynckv.pipes.opening import PipeListener, listen_pipe
+from asynckv.pipes.endpoints import PipeListener, listen_pipe
 from asynckv.pipes.pipe import Pipe
 from asynckv.testing.cancellation import Outcome
 from asynckv.testing.expectations import expect, expect_error, noise

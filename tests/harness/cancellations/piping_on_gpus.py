@@ -11,7 +11,7 @@ from typing import Final
 
 import torch
 
-from asynckv.pipes.opening import listen_pipe, open_pipe
+from asynckv.pipes.endpoints import listen_pipe, open_pipe
 from asynckv.testing.blocked import until
 from asynckv.testing.cancellation import Outcome
 from asynckv.testing.expectations import expect, expect_same, noise

@@ -14,8 +14,8 @@ from typing import Final, NamedTuple, Protocol
 
 from asynckv.errors import AsyncKVError
 from asynckv.protocol.codec import FrameDecoder
-from asynckv.protocol.greeting import DialSide, ListenSide
 from asynckv.protocol.handshake import Agreement, Terms
+from asynckv.protocol.hello import DialSide, ListenSide
 from asynckv.protocol.values import Limits, PeerIdentity
 from asynckv.security.shared_secret import NONCE_BYTES, Secret
 from asynckv.types import KVFingerprint

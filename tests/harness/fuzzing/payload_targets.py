@@ -23,7 +23,7 @@ from asynckv.transfers.manifest import (
     unpack,
     verify_inline,
 )
-from asynckv.transfers.queries import check_mask, check_tokens
+from asynckv.transfers.tokens import check_mask, check_tokens
 from asynckv.transports.parts import Part, PartTable
 from harness.fuzzing.corpus import Corpus
 from harness.fuzzing.mutations import change_bytes, change_tree

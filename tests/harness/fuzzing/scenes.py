@@ -17,8 +17,8 @@ from asynckv.buffers.store import StoreBuffer
 from asynckv.errors import AsyncKVError, EntryTooLarge
 from asynckv.links.dial import dial
 from asynckv.links.listen import listen
+from asynckv.pipes.endpoints import listen_pipe, open_pipe
 from asynckv.pipes.group import join_group
-from asynckv.pipes.opening import listen_pipe, open_pipe
 from asynckv.pipes.pipe import Pipe
 from asynckv.protocol.codec import encode_frame
 from asynckv.protocol.frames import (

@@ -39,7 +39,7 @@ _DRAIN_S: Final = 60.0
 _DEAD_LANE_S: Final = 36.0
 """Nobody was told that a lane is dead: its link ends so late after it was needed. One
 client's insert may have the room that another one's waits for."""
-_HEARD_S: Final = 5.0
+_RECENT_S: Final = 5.0
 """What ended here is heard of everywhere else so soon."""
 _DRAINS: Final = 3
 """As many deliveries as an entry may be inserted for."""
@@ -116,7 +116,7 @@ class Scenario:
             lambda: self._is_empty() or self._is_too_much(), self.world.now + longest_s
         )
         if self._is_empty():
-            self.world.run(lambda: not self.watch.charges(), self.world.now + _HEARD_S)
+            self.world.run(lambda: not self.watch.charges(), self.world.now + _RECENT_S)
             self.watch.look_at_rest()
         else:
             self.watch.complain(f"left: {self._statistics()}")

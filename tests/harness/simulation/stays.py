@@ -35,7 +35,7 @@ class Stays:
         self._now = now
         self._of: dict[str, list[Stay]] = collections.defaultdict(list)
         table = buffer.ledger.table
-        admit, make_ready, leave = table.admit, table.make_ready, table.leave
+        admit, make_ready, leave = table.admit, table.make_ready, table.remove
 
         def admit_and_note(draft: Draft) -> StoredEntry:
             entry = admit(draft)
@@ -52,7 +52,7 @@ class Stays:
 
         vars(table)["admit"] = admit_and_note
         vars(table)["make_ready"] = make_ready_and_note
-        vars(table)["leave"] = leave_and_note
+        vars(table)["remove"] = leave_and_note
 
     def come(self, entry_id: str) -> None:
         """An entry begins to be here."""

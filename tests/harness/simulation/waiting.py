@@ -5,7 +5,7 @@ from __future__ import annotations
 from asynckv.buffers.entries.entries import Holder, Waiter
 from asynckv.buffers.entries.leases import find_by_id
 from asynckv.buffers.lookup import LookupBuffer
-from asynckv.transfers.queries import Query
+from asynckv.transfers.tokens import Query
 from asynckv.types import KVFingerprint
 
 __all__ = ("WaitingSelects",)

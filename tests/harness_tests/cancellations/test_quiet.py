@@ -133,7 +133,7 @@ async def test_what_is_left_of_two_engines_is_told(direction: Direction) -> None
 async def test_a_transfer_that_goes_on_is_told() -> None:
     async with open_p2p("mem") as engines:
         worker = engines.decode.workers[0]
-        order = engines.load_order("never comes")
+        order = engines.load_request("never comes")
         worker.bind_connector_metadata(P2PMetadata(loads=(order,)))
         await worker.start_load_kv()
         with pytest.raises(AssertionError, match="left behind"):

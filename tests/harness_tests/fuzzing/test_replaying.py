@@ -13,7 +13,7 @@ from asynckv.protocol.codec import FrameDecoder, encode_frame
 from asynckv.protocol.frames import Attach, Frame, Get, Insert, Result, Select
 from asynckv.protocol.transfer_frames import DeviceFrame, OpenDevices
 from asynckv.protocol.wire import decode_chunk_header, digest_of, encode_chunk_header
-from asynckv.transfers.queries import as_tokens
+from asynckv.transfers.tokens import as_tokens
 from asynckv.types import TensorSpec
 from harness.bodies import body_with
 from harness.fuzzing import replaying

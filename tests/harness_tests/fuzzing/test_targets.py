@@ -22,7 +22,7 @@ from asynckv.links.link import Link
 from asynckv.protocol import codec, handshake
 from asynckv.protocol.codec import Bodies, FrameDecoder
 from asynckv.protocol.frames import Accepted, Frame, Get, Result, Select
-from asynckv.protocol.greeting import ListenSide
+from asynckv.protocol.hello import ListenSide
 from asynckv.protocol.values import Contents
 from asynckv.protocol.wire import TYPE_CONTROL, Header
 from asynckv.security.shared_secret import Secret

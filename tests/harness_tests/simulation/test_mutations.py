@@ -20,7 +20,7 @@ from asynckv.protocol.transfer_frames import Sent
 from asynckv.tensors.arena import Arena
 from asynckv.transfers.delivery import ReceiveBudget
 from asynckv.transports.inline import InlineTransport
-from asynckv.waits.line import FairLine
+from asynckv.waits.queue import FairQueue
 from harness.simulation.transfers import tell_transfer
 from harness.simulation.verdict import simulate
 
@@ -64,10 +64,10 @@ def a_cancelled_select_keeps_its_lease(patch: pytest.MonkeyPatch) -> None:
 
 
 def nobody_is_told_of_changes(patch: pytest.MonkeyPatch) -> None:
-    async def notify(self: FairLine[Any]) -> None:
+    async def notify(self: FairQueue[Any]) -> None:
         pass
 
-    patch.setattr(FairLine, "_notify", notify)
+    patch.setattr(FairQueue, "_notify", notify)
 
 
 def every_third_match_is_missed(patch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from asynckv.connectors.requests import LoadOrder, P2PMetadata
+from asynckv.connectors.requests import LoadRequest, P2PMetadata
 from harness.vllm_engines import (
     random_prompt,
     times,
@@ -22,7 +22,7 @@ CARRIED = {"do_remote_prefill": True, "transfer_id": "t"}
 class Connector:
     """Both roles of one: what was said of ``r`` is told next."""
 
-    def __init__(self, *loads: LoadOrder) -> None:
+    def __init__(self, *loads: LoadRequest) -> None:
         self.orders = P2PMetadata(loads=loads)
         self.params: dict[str, Any] | None = CARRIED
 
@@ -54,7 +54,7 @@ def _computed(caches: list[torch.Tensor], *block_ids: int) -> list[str]:
 
 
 def _loaded(caches: list[torch.Tensor], *block_ids: int, first: int = 0) -> Any:
-    connector = Connector(LoadOrder("r", "t", "", (block_ids,), first))
+    connector = Connector(LoadRequest("r", "t", "", (block_ids,), first))
     witness = BlockWitness(connector, connector, caches)
     connector.start_load_kv(None)
     connector.get_transfer_results(set())
@@ -78,7 +78,7 @@ def test_one_wrong_bit_in_the_last_layer_is_seen() -> None:
 
 
 def test_of_requests_that_move_nothing_nothing_is_noted() -> None:
-    connector = Connector(LoadOrder("r", "t", "", ()))
+    connector = Connector(LoadRequest("r", "t", "", ()))
     witness = BlockWitness(connector, connector, _caches())
     connector.params = None
     connector.start_load_kv(None)

@@ -16,7 +16,7 @@ from asynckv.abc import KVLookupBuffer
 from asynckv.errors import EntryAborted
 from asynckv.integrations.transformers import (
     Handoff,
-    LandingCache,
+    ReceivingCache,
     continue_from,
     entry_of,
     handoff_of,
@@ -24,7 +24,7 @@ from asynckv.integrations.transformers import (
     prefill,
 )
 from asynckv.integrations.transformers.forward import Forward, ForwardStopped
-from asynckv.integrations.transformers.handoff import Landing
+from asynckv.integrations.transformers.handoff import ReceivedTensors
 
 Model = Callable[..., PreTrainedModel]
 Tokens = Callable[..., torch.Tensor]
@@ -231,15 +231,17 @@ TENSOR = torch.arange(3)
 
 
 @pytest.fixture
-async def landing() -> Landing:  # it belongs to the test's loop
-    return Landing()
+async def landing() -> ReceivedTensors:  # it belongs to the test's loop
+    return ReceivedTensors()
 
 
-def taking(landing: Landing) -> Forward[torch.Tensor]:
+def taking(landing: ReceivedTensors) -> Forward[torch.Tensor]:
     return Forward(lambda: landing.take("a"), landing.stop, name="a forward")
 
 
-async def test_a_thread_waits_until_the_tensor_has_landed(landing: Landing) -> None:
+async def test_a_thread_waits_until_the_tensor_has_landed(
+    landing: ReceivedTensors,
+) -> None:
     forward = taking(landing)
     landing.land("b", TENSOR)
     assert forward.thread.is_alive()
@@ -249,7 +251,7 @@ async def test_a_thread_waits_until_the_tensor_has_landed(landing: Landing) -> N
 
 
 async def test_a_waiting_thread_wakes_up_when_nothing_will_land(
-    landing: Landing,
+    landing: ReceivedTensors,
 ) -> None:
     forward = taking(landing)
     landing.fail(KeyError("gone"))
@@ -259,7 +261,7 @@ async def test_a_waiting_thread_wakes_up_when_nothing_will_land(
 
 
 async def test_what_has_landed_is_there_after_a_failure_but_not_after_a_stop(
-    landing: Landing,
+    landing: ReceivedTensors,
 ) -> None:
     for name in "ab":
         landing.land(name, TENSOR)
@@ -270,7 +272,9 @@ async def test_what_has_landed_is_there_after_a_failure_but_not_after_a_stop(
         landing.take("b")
 
 
-async def test_a_waiting_thread_wakes_up_when_it_is_stopped(landing: Landing) -> None:
+async def test_a_waiting_thread_wakes_up_when_it_is_stopped(
+    landing: ReceivedTensors,
+) -> None:
     forward = taking(landing)
     await forward.aclose()
     with pytest.raises(ForwardStopped):
@@ -279,7 +283,7 @@ async def test_a_waiting_thread_wakes_up_when_it_is_stopped(landing: Landing) ->
 
 async def test_the_loop_is_never_blocked() -> None:
     with pytest.raises(RuntimeError, match="would block the event loop"):
-        Landing().take("a")
+        ReceivedTensors().take("a")
 
 
 @pytest.fixture
@@ -289,9 +293,9 @@ def used() -> list[int]:
 
 
 @pytest.fixture
-def cache(model_of: Model, landing: Landing, used: list[int]) -> Any:
+def cache(model_of: Model, landing: ReceivedTensors, used: list[int]) -> Any:
     plans = plan_layers(model_of("mixed").config)
-    return LandingCache(
+    return ReceivingCache(
         landing,
         plans,
         length=39,
@@ -302,7 +306,9 @@ def cache(model_of: Model, landing: Landing, used: list[int]) -> Any:
     )
 
 
-def land(landing: Landing, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
+def land(
+    landing: ReceivedTensors, layer: int, key: torch.Tensor, value: torch.Tensor
+) -> None:
     landing.land(f"layers.{layer}.value", value)
     landing.land(f"layers.{layer}.key", key)
 
@@ -333,7 +339,7 @@ async def test_no_path_to_keys_or_values_goes_around_the_wait(
 
 
 async def test_a_layer_takes_the_positions_before_the_next_one(
-    cache: Any, landing: Landing, used: list[int]
+    cache: Any, landing: ReceivedTensors, used: list[int]
 ) -> None:
     full = torch.arange(40.0).reshape(1, 1, 40, 1).expand(1, 2, 40, 8)
     for layer, rows in ((0, full), (1, full[:, :, -16:])):
@@ -344,7 +350,7 @@ async def test_a_layer_takes_the_positions_before_the_next_one(
 
 
 async def test_keys_are_keys_values_are_values_and_positions_are_counted_once(
-    cache: Any, landing: Landing
+    cache: Any, landing: ReceivedTensors
 ) -> None:
     step = torch.ones(1, 2, 5, 8)
     for layer, rows in ((0, 40), (1, 16)):
@@ -356,7 +362,9 @@ async def test_keys_are_keys_values_are_values_and_positions_are_counted_once(
     assert cache.positions_computed == 5
 
 
-async def test_what_landed_at_once_is_there_and_complete(landing: Landing) -> None:
+async def test_what_landed_at_once_is_there_and_complete(
+    landing: ReceivedTensors,
+) -> None:
     landing.land_all({"a": TENSOR, "b": TENSOR + 1})
     assert landing.completed.done()
     assert torch.equal(landing.take("b"), TENSOR + 1)

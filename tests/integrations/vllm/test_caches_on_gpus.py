@@ -16,7 +16,7 @@ from asynckv.buffers.store import StoreBuffer
 from asynckv.config import KVRole, KVTransferConfig
 from asynckv.connectors.engine import KVEngine
 from asynckv.connectors.p2p.worker import P2PWorker
-from asynckv.connectors.requests import P2PMetadata, StoreMetadata, StoreOrder
+from asynckv.connectors.requests import P2PMetadata, StoreMetadata, StoreRequest
 from asynckv.connectors.store.worker import StoreWorker
 from asynckv.integrations.bridge import Bridge
 from asynckv.integrations.vllm.worker_role import WorkerRole
@@ -29,8 +29,8 @@ from harness.gpu_workers import (
     LOADED,
     SAVED,
     content_of,
-    load_order,
-    save_order,
+    load_request,
+    save_request,
     worker_on,
 )
 
@@ -80,14 +80,14 @@ class _Fill:
 
 
 def save(role: WorkerRole, *block_ids: int) -> None:
-    order = StoreOrder("s", KEYS, (block_ids,))
+    order = StoreRequest("s", KEYS, (block_ids,))
     role.begin_step(StoreMetadata(saves=(order,)))
     role.start_loads()
     role.end_step()
 
 
 def load(role: WorkerRole, *block_ids: int) -> KVTransferResults:
-    order = StoreOrder("l", KEYS, (block_ids,))
+    order = StoreRequest("l", KEYS, (block_ids,))
     role.begin_step(StoreMetadata(loads=(order,)))
     role.start_loads()
     role.end_step()
@@ -110,7 +110,7 @@ def test_what_the_engine_had_queued_is_saved_and_loaded(
     opening = threading.Timer(0.05, gate.open)
     opening.start()
     save(role, 3, 1)
-    role.wait_quiet({"s"})  # its blocks are overwritten by what comes next
+    role.wait_released({"s"})  # its blocks are overwritten by what comes next
     gpu.tensors.stream(0).add(_Fill(cache, torch.zeros(4, 32)))
     assert not load(role, 6, 0).failed_recving
     assert torch.equal(cache.cpu()[[6, 0]], values[[3, 1]])
@@ -155,8 +155,8 @@ def test_what_waits_for_another_engine_waits_on_a_gpu(direction: str) -> None:
         one.role.register(one.caches, dict.fromkeys(one.caches, 0))
     buffer = serves.worker.routes.buffer
     assert buffer is not None and buffer.device == "cuda:0"
-    run_step(prefill.role, P2PMetadata(saves=(save_order("t"),)))
-    run_step(decode.role, P2PMetadata(loads=(load_order("t"),)))
+    run_step(prefill.role, P2PMetadata(saves=(save_request("t"),)))
+    run_step(decode.role, P2PMetadata(loads=(load_request("t"),)))
     assert not until_ended(decode.role).failed_recving
     assert not until_ended(prefill.role).failed_sending
     for layer, cache in decode.caches.items():

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from asynckv.connectors.caches import BlockMoves, PagedCaches
-from asynckv.connectors.store.transfers import PackedBlocks
+from asynckv.connectors.store.worker import PackedBlocks
 from asynckv.devices.copying import CopyPool
 from asynckv.errors import ConfigError
 from asynckv.integrations.vllm.pages import pages_of

@@ -16,12 +16,12 @@ from asynckv.connectors.caches import BlockMoves, PagedCaches
 from asynckv.connectors.engine import KVEngine
 from asynckv.connectors.p2p.worker import P2PWorker
 from asynckv.connectors.requests import P2PMetadata
-from asynckv.connectors.store.transfers import PackedBlocks
+from asynckv.connectors.store.worker import PackedBlocks
 from asynckv.devices.copying import CopyPool
 from asynckv.errors import ConfigError
 from asynckv.integrations.vllm.pages import attention_of, pages_of
 from asynckv.testing.blocked import until
-from harness.gpu_workers import LOADED, SAVED, load_order, save_order
+from harness.gpu_workers import LOADED, SAVED, load_request, save_request
 
 LAYERS, BLOCKS, HEADS, TOKENS, CONTENT = ("a", "b"), 9, 2, 16, 8
 PAGE = HEADS * TOKENS * CONTENT
@@ -129,10 +129,10 @@ async def test_a_peer_has_the_same_bytes_in_its_own_blocks(toy: Toy) -> None:
     there, here = Cache(toy), Cache(toy)
     wanted = here.with_blocks_of(there, dict(zip(SAVED, LOADED, strict=True)))
     async with worker_of("kv_producer", there) as saves:
-        saves.bind_connector_metadata(P2PMetadata(saves=(save_order("t"),)))
+        saves.bind_connector_metadata(P2PMetadata(saves=(save_request("t"),)))
         await saves.wait_for_save()
         async with worker_of("kv_consumer", here) as loads:
-            loads.bind_connector_metadata(P2PMetadata(loads=(load_order("t"),)))
+            loads.bind_connector_metadata(P2PMetadata(loads=(load_request("t"),)))
             await loads.start_load_kv()
             await until(lambda: not loads.statistics().loading)
             assert not loads.get_finished().reasons

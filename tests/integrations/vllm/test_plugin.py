@@ -117,12 +117,12 @@ def test_importing_the_connector_starts_no_thread() -> None:
 _MESSAGES = """
 import copy
 from asynckv.abc import KVConnectorHandshake, KVTransferResults
-from asynckv.connectors.requests import LoadOrder, P2PMetadata
+from asynckv.connectors.requests import LoadRequest, P2PMetadata
 from asynckv.integrations.vllm.messages import (
     AsyncKVHandshake, AsyncKVMetadata, AsyncKVWorkerMetadata,
 )
 
-orders = P2PMetadata(loads=(LoadOrder("a", "t", "p", ((1, 2),), digest=b"x"),))
+orders = P2PMetadata(loads=(LoadRequest("a", "t", "p", ((1, 2),), digest=b"x"),))
 for told in (
     AsyncKVMetadata(orders, must_be_quiet=frozenset({"a"})),
     AsyncKVHandshake(KVConnectorHandshake(1, "incarnation"), "backend"),

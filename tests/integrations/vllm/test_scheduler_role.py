@@ -299,7 +299,7 @@ def test_blocks_that_a_save_may_read_are_not_to_be_overwritten(
     role.orders(Output({"a": 2, "b": 2}, [New("a"), New("b")]), blocks_of)
     assert not role.overwritten({"b"})
     assert role.overwritten({"a", "b"}) == {"a"}
-    role.believe(SENT, SENT)
+    role.apply_results(SENT, SENT)
     assert not role.overwritten({"a", "b"})
 
 
@@ -309,8 +309,8 @@ def test_blocks_of_a_saved_request_are_held_until_it_is_sent(
     request = saved(role, connector)
     assert role.finished(request, [[1]]) == (True, {"do_remote_prefill": True})
     assert role.has_pending_work()
-    assert role.believe(SENT, SENT) == ({"a"}, set())
-    assert role.believe(SENT, SENT) == (set(), set())
+    assert role.apply_results(SENT, SENT) == ({"a"}, set())
+    assert role.apply_results(SENT, SENT) == (set(), set())
     assert role.dropped == 1
     assert not role.has_pending_work()
 
@@ -319,7 +319,7 @@ def test_a_save_that_ended_before_its_request_holds_nothing(
     role: Any, connector: Connector
 ) -> None:
     request = saved(role, connector)
-    assert role.believe(SENT, SENT) == (set(), set())
+    assert role.apply_results(SENT, SENT) == (set(), set())
     assert role.dropped == 0
     assert role.finished(request, [[1]]) == (False, {"do_remote_prefill": True})
 
@@ -328,7 +328,7 @@ def test_a_save_cannot_have_ended_before_it_was_ordered(
     role: Any, connector: Connector
 ) -> None:
     told(role)
-    assert role.believe(SENT, SENT) == (set(), set())
+    assert role.apply_results(SENT, SENT) == (set(), set())
     assert role.dropped == 1
     request = saved(role, connector)
     assert role.finished(request, [[1]])[0]
@@ -382,7 +382,7 @@ def test_blocks_are_held_while_one_rank_saves_though_another_has_failed(
     request = saved(role, connector)
     connector.params = None
     assert role.finished(request, [[1]]) == (True, None)
-    assert role.believe(SENT, SENT) == ({"a"}, set())
+    assert role.apply_results(SENT, SENT) == ({"a"}, set())
 
 
 def test_a_save_that_is_refused_holds_nothing(role: Any, connector: Connector) -> None:
@@ -408,7 +408,7 @@ def test_what_a_save_reads_is_waited_for_where_it_is_not_held(
 def test_only_completions_that_the_connector_knows_reach_vllm(role: Any) -> None:
     received = frozenset({"known", "late"})
     results = KVTransferResults(finished_recving=received)
-    assert role.believe(results, results) == (set(), {"known"})
+    assert role.apply_results(results, results) == (set(), {"known"})
     assert role.dropped == 1
 
 
@@ -423,14 +423,14 @@ def test_what_one_rank_says_of_its_failure_is_kept_until_all_have_ended(
     role: Any, connector: Connector, caplog: pytest.LogCaptureFixture
 ) -> None:
     nothing = KVTransferResults()
-    assert role.believe(nothing, ends("known", failed=True)) == (set(), set())
-    assert role.believe(ends("known"), ends("known")) == (set(), {"known"})
+    assert role.apply_results(nothing, ends("known", failed=True)) == (set(), set())
+    assert role.apply_results(ends("known"), ends("known")) == (set(), {"known"})
     assert connector.last.failed_recving == {"known"}
     assert connector.last.reasons == {"known": "another model"}
     assert "the KV of known did not come: another model" in caplog.text
     counts = role.take_counts()
     assert (counts["loads"], counts["failed_loads"]) == (0, 1)
-    role.believe(ends("known"), ends("known"))
+    role.apply_results(ends("known"), ends("known"))
     assert connector.last.failed_recving == frozenset()
 
 
@@ -444,16 +444,16 @@ def test_a_failed_save_is_one_when_no_rank_reads_any_more(
         full_sending=SENT.finished_sending,
         reasons={"a": "no room"},
     )
-    role.believe(ends("known"), ends("known") | failed)
+    role.apply_results(ends("known"), ends("known") | failed)
     assert connector.last.failed_sending == frozenset()
     assert connector.last.full_sending == frozenset()
     assert role.finished(request, [[1]])[0]
-    assert role.believe(SENT, SENT) == ({"a"}, set())
+    assert role.apply_results(SENT, SENT) == ({"a"}, set())
     assert connector.last.failed_sending == {"a"}
     assert connector.last.full_sending == {"a"}
     counts = role.take_counts()
     assert (counts["saves"], counts["failed_saves"]) == (0, 1)
-    role.believe(SENT, SENT)
+    role.apply_results(SENT, SENT)
     assert connector.last.failed_sending == frozenset()
     assert "the KV of a was not saved: no room" in caplog.text
 
@@ -465,17 +465,17 @@ def test_the_ends_of_another_connector_are_left_alone(
     theirs = KVTransferResults(
         finished_sending=frozenset({"x", "y"}), finished_recving=frozenset({"z"})
     )
-    assert role.believe(theirs, KVTransferResults()) == ({"x", "y"}, {"z"})
-    assert role.believe(theirs | ends("known"), ends("known")) == (
+    assert role.apply_results(theirs, KVTransferResults()) == ({"x", "y"}, {"z"})
+    assert role.apply_results(theirs | ends("known"), ends("known")) == (
         {"x", "y"},
         {"z", "known"},
     )
     assert role.dropped == 0
     connector.loads = (Load("known", ((1,),)),)
     role.orders(Output(), blocks_of)
-    role.believe(ends("known"), KVTransferResults())  # nobody else loads for it
+    role.apply_results(ends("known"), KVTransferResults())  # nobody else loads for it
     assert connector.last.finished_recving == {"known"}
-    role.believe(ends("known"), KVTransferResults())  # nor here, any more
+    role.apply_results(ends("known"), KVTransferResults())  # nor here, any more
     assert connector.last.finished_recving == frozenset()
     assert not any("z" in said.finished_recving for said in connector.heard)
 
@@ -486,7 +486,7 @@ def test_a_request_that_only_releases_may_be_loaded_by_another_connector(
     connector.loads = (Load("released"),)
     role.orders(Output(), blocks_of)
     theirs = ends("released")
-    assert role.believe(theirs, KVTransferResults()) == (set(), {"released"})
+    assert role.apply_results(theirs, KVTransferResults()) == (set(), {"released"})
     assert connector.last == KVTransferResults()
 
 
@@ -497,14 +497,14 @@ def test_requests_are_counted_once_whatever_the_number_of_ranks(
     connector.saves = (Save("b", "too large"),)
     connector.loads = (Load("known", ((1,),)), Load("released"))
     role.orders(Output(), blocks_of)
-    role.believe(KVTransferResults(), ends("known") | SENT)  # one of two ranks
+    role.apply_results(KVTransferResults(), ends("known") | SENT)  # one of two ranks
     assert role.take_counts()["failed_saves"] == 1
-    role.believe(ends("known") | SENT, ends("known") | SENT)
+    role.apply_results(ends("known") | SENT, ends("known") | SENT)
     counts = role.take_counts()
     assert (counts["loads"], counts["saves"], counts["failed_saves"]) == (1, 1, 0)
     (seconds,) = counts["load_seconds"]
     assert 0 <= seconds < 60
-    role.believe(ends("known"), ends("known") | SENT)
+    role.apply_results(ends("known"), ends("known") | SENT)
     assert role.take_counts()["loads"] == 1
     assert role.take_counts() is None
 
@@ -619,9 +619,9 @@ def test_failures_of_what_never_ends_are_not_kept_for_ever(
     names = [f"r{number}" for number in range(5000)]
     for name in names:
         said = KVTransferResults(failed_recving=frozenset({name}))
-        role.believe(nothing, said)
+        role.apply_results(nothing, said)
     ended = KVTransferResults(finished_recving=frozenset({names[0], names[-1]}))
-    role.believe(ended, ended)
+    role.apply_results(ended, ended)
     assert connector.last.failed_recving == {names[-1]}
 
 
@@ -663,11 +663,11 @@ def test_an_end_of_a_save_that_only_its_blocks_tell_of_is_ours(
     role: Any, connector: Connector
 ) -> None:
     request = saved(role, connector)
-    role.believe(SENT, KVTransferResults())
+    role.apply_results(SENT, KVTransferResults())
     assert connector.last.finished_sending == {"a"}
     assert role.finished(request, [[1]])[0] is False
     again = told(role)
     role.orders(Output({"a": 2}, [New("a")]), blocks_of)
     assert role.finished(again, [[1]])[0] is True
-    assert role.believe(SENT, KVTransferResults())[0] == {"a"}
+    assert role.apply_results(SENT, KVTransferResults())[0] == {"a"}
     assert not role.has_pending_work()

@@ -189,7 +189,7 @@ def wait_quiet_until(
     """Wait until these are quiet, which they are once the loop has called that."""
     timer = threading.Timer(0.05, lambda: role._bridge.call(call, *args))
     timer.start()
-    role.wait_quiet(request_ids)
+    role.wait_released(request_ids)
     timer.join()
 
 
@@ -349,15 +349,15 @@ def test_blocks_of_a_save_that_was_refused_are_quiet(
 ) -> None:
     worker.is_refusing = worker.is_losing_saves = True
     step(role, Orders(saves=(Order("a"),)))
-    role.wait_quiet({"a"})
+    role.wait_released({"a"})
     assert wait_for(role).failed_sending == {"a"}
 
 
 def test_nobody_waits_for_the_saves_of_others(role: WorkerRole, worker: Worker) -> None:
     step(role, Orders(saves=(Order("a"),)))
     settle(role)
-    role.wait_quiet({"b"})
-    role.wait_quiet(frozenset())
+    role.wait_released({"b"})
+    role.wait_released(frozenset())
     assert not worker.may_save.is_set()
 
 
@@ -366,15 +366,15 @@ def test_what_was_saved_in_the_same_step_is_let_go_of_too() -> None:
     with role_of(worker) as role:
         step(role, Orders(saves=(Order("a"), Order("b"))))
         step(role, Orders(saves=(Order("c"),)))
-        role.wait_quiet({"a"})
+        role.wait_released({"a"})
         assert worker.wanted == [{"a", "b"}]
 
 
 @pytest.mark.parametrize("reports_saves", [False, True])
 def test_a_save_that_hangs_ends_no_engine(worker: Worker, reports_saves: bool) -> None:
-    with role_of(worker, reports_saves=reports_saves, quiet_s=0.01) as role:
+    with role_of(worker, reports_saves=reports_saves, longest_save_s=0.01) as role:
         step(role, Orders(saves=(Order("a"),)))
-        role.wait_quiet({"a"})
+        role.wait_released({"a"})
         assert not worker.may_save.is_set()
         settle(role)
         # What it has read must not be taken for KV, unless it is given up elsewhere.
@@ -383,7 +383,7 @@ def test_a_save_that_hangs_ends_no_engine(worker: Worker, reports_saves: bool) -
 
 def test_a_refused_save_is_not_waited_for(role: WorkerRole, worker: Worker) -> None:
     step(role, Orders(saves=(Order("a", refusal="too large"),)))
-    role.wait_quiet({"a"})
+    role.wait_released({"a"})
     assert not worker.may_save.is_set()
 
 
@@ -403,7 +403,7 @@ def test_nothing_is_asked_where_no_step_saves(role: WorkerRole, worker: Worker) 
     assert wait_for(role).finished_sending == {"a"}
     settle(role)
     role.shutdown()  # nobody is there who could be asked
-    role.wait_quiet({"a"})
+    role.wait_released({"a"})
 
 
 def test_a_step_that_is_refused_fails_its_loads_and_not_the_next_step(

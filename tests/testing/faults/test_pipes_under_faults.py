@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import asynckv
-from asynckv.pipes.opening import PipeListener
+from asynckv.pipes.endpoints import PipeListener
 from asynckv.testing.faults.fault import Direction, Fault
 from asynckv.testing.faults.proxy import Proxy
 

@@ -12,9 +12,9 @@ from functools import partial
 
 import pytest
 
+from asynckv.devices.access import gpu_access
 from asynckv.devices.cuda import DeviceMemory, Event
 from asynckv.devices.names import Device
-from asynckv.devices.quiet import quiet_gpu
 from asynckv.devices.tensors import Gpus
 from asynckv.errors import ConfigError, GPUFailed
 from asynckv.testing.blocked import until
@@ -307,7 +307,7 @@ def test_a_job_settles_when_its_event_has_fired(
 def test_others_of_the_process_wait_for_its_operations(
     gpus: FakeGpus, worker: DeviceWorker
 ) -> None:
-    gpu, job, seen = quiet_gpu(worker.cuda, worker.device), Moving(worker), list[int]()
+    gpu, job, seen = gpu_access(worker.cuda, worker.device), Moving(worker), list[int]()
     worker.issue(Pipe(gpus, worker), job)
     until_begun(worker)
     with gpu.allocating(0):
@@ -367,8 +367,8 @@ def test_a_pipe_that_fails_to_open_keeps_nobody_from_allocating(
     )
     worker.open(pipe, b"no id")
     assert lost.get(timeout=5)
-    with quiet_gpu(worker.cuda, worker.device).allocating(5):
-        assert quiet_gpu(worker.cuda, worker.device)._allocating == 1
+    with gpu_access(worker.cuda, worker.device).allocating(5):
+        assert gpu_access(worker.cuda, worker.device)._allocating == 1
 
 
 def test_jobs_of_a_pipe_settle_in_order(gpus: FakeGpus, worker: DeviceWorker) -> None:

@@ -24,7 +24,7 @@ from asynckv.buffers import serve
 from asynckv.buffers.remote import connection
 from asynckv.links.dial import dial
 from asynckv.links.listen import listen
-from asynckv.pipes import opening
+from asynckv.pipes import endpoints as opening
 from asynckv.protocol.values import Limits
 from asynckv.testing.faults.processes import frozen_peer
 from asynckv.testing.pairs import Scheme, new_url

@@ -17,7 +17,7 @@ from asynckv.buffers.remote.peer import Peer, connect
 from asynckv.buffers.serve import Server, serve
 from asynckv.buffers.store import StoreBuffer
 from asynckv.errors import AsyncKVError
-from asynckv.pipes.opening import PipeListener, listen_pipe, open_pipe
+from asynckv.pipes.endpoints import PipeListener, listen_pipe, open_pipe
 from asynckv.protocol import codec
 from asynckv.security.tls import TLS
 from asynckv.testing.blocked import until

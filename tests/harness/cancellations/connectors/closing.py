@@ -119,7 +119,7 @@ async def _begin_transfer(
     name = ground.new_name()
     if side is ground.prefill:
         caches.compute()
-        order = ground.save_order(name)
+        order = ground.save_request(name)
         worker.bind_connector_metadata(P2PMetadata(saves=(order,)))
         await worker.start_load_kv()
         worker.save_kv_layer(ground.model.layer_names[0])
@@ -127,7 +127,7 @@ async def _begin_transfer(
     else:
         if ground.direction == "pull":
             await ground.save(name)
-        orders = ground.load_order(name), ground.load_order(ground.new_name())
+        orders = ground.load_request(name), ground.load_request(ground.new_name())
         worker.bind_connector_metadata(P2PMetadata(loads=orders))
         await worker.start_load_kv()
 

@@ -17,11 +17,10 @@ from asynckv.buffers.lookup import LookupBuffer
 from asynckv.buffers.remote.peer import Peer
 from asynckv.buffers.store import StoreBuffer
 from asynckv.config import KVTransferConfig
-from asynckv.connectors.engine import KVEngine
-from asynckv.connectors.keys import prompt_digest
+from asynckv.connectors.engine import KVEngine, prompt_digest
 from asynckv.connectors.options import Direction
 from asynckv.connectors.p2p.worker import P2PWorker
-from asynckv.connectors.requests import LoadOrder, P2PMetadata, SaveOrder
+from asynckv.connectors.requests import LoadRequest, P2PMetadata, SaveRequest
 from asynckv.testing.blocked import until
 from asynckv.testing.expectations import expect
 from harness.cancellations.connectors.caches import ToyCaches
@@ -99,16 +98,16 @@ class P2PGround:
         """Return the id of another transfer."""
         return f"t{next(_names)}"
 
-    def save_order(self, name: str) -> SaveOrder:
+    def save_request(self, name: str) -> SaveRequest:
         """Save all of the prompt, for ``decode``."""
         caches = self.prefill.caches[0]
-        return SaveOrder(f"p {name}", name, "D", caches.tokens, (caches.block_ids,))
+        return SaveRequest(f"p {name}", name, "D", caches.tokens, (caches.block_ids,))
 
-    def load_order(self, name: str, *, is_async: bool = True) -> LoadOrder:
+    def load_request(self, name: str, *, is_async: bool = True) -> LoadRequest:
         """Load what was saved."""
         caches = self.decode.caches[0]
         tokens = caches.tokens
-        return LoadOrder(
+        return LoadRequest(
             f"d {name}",
             name,
             "P",
@@ -121,7 +120,7 @@ class P2PGround:
 
     def begin_save(self, name: str) -> None:
         """Compute the prompt, and hand its layers over to be saved."""
-        order = self.save_order(name)
+        order = self.save_request(name)
         for caches in self.prefill.caches:
             caches.compute()
         for worker in self.prefill.workers:
@@ -154,7 +153,7 @@ class P2PGround:
         await self.end_save(name)
 
     async def begin_load(
-        self, order: LoadOrder, workers: Sequence[P2PWorker] | None = None
+        self, order: LoadRequest, workers: Sequence[P2PWorker] | None = None
     ) -> None:
         """Issue the load."""
         for worker in self.decode.workers if workers is None else workers:
@@ -162,7 +161,7 @@ class P2PGround:
             await worker.start_load_kv()
 
     async def end_load(
-        self, order: LoadOrder, workers: Sequence[P2PWorker] | None = None
+        self, order: LoadRequest, workers: Sequence[P2PWorker] | None = None
     ) -> None:
         """Wait until it is loaded, and look at every byte.
 
@@ -183,7 +182,7 @@ class P2PGround:
         """
         for worker in self.decode.workers if workers is None else workers:
             self.decode.caches[worker.engine.rank].spoil()
-        order = self.load_order(name)
+        order = self.load_request(name)
         await self.begin_load(order, workers)
         await self.end_load(order, workers)
 

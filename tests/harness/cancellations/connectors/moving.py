@@ -5,10 +5,17 @@ from __future__ import annotations
 import asyncio
 from typing import Final
 
-from asynckv.connectors.keys import EntryHeader
-from asynckv.connectors.p2p.load import P2PLoad, Source, release
-from asynckv.connectors.p2p.save import P2PSave, Target, report_failure, withdraw
-from asynckv.connectors.requests import LoadOrder
+from asynckv.connectors.engine import EntryHeader
+from asynckv.connectors.p2p.entries import (
+    Source,
+    Target,
+    release,
+    report_failure,
+    withdraw,
+)
+from asynckv.connectors.p2p.load import P2PLoad
+from asynckv.connectors.p2p.save import P2PSave
+from asynckv.connectors.requests import LoadRequest
 from asynckv.testing.cancellation import Outcome
 from asynckv.testing.expectations import expect
 from harness.cancellations.connectors.grounds import P2PGround
@@ -32,21 +39,21 @@ async def a_load(ground: P2PGround, sweeper: Sweeper) -> None:
         name, has_begun = ground.new_name(), False
         await ground.save(name)
         caches.spoil()
-        order = ground.load_order(name)
+        order = ground.load_request(name)
         load = P2PLoad(worker.engine, worker._registered(), order, _TIMEOUT_S)
         await sweeper.pause()
 
     async def run() -> None:
         nonlocal has_begun
         has_begun = True
-        await load.run(*worker.routes.sources(load.order))
+        await load.run(*worker.routes.sources(load.request))
         caches.expect_computed()
 
     async def read() -> None:
         """As ``run``, one source rank after the other, and not in tasks."""
         nonlocal has_begun
         has_begun = True
-        reads, sources = worker.routes.sources(load.order)
+        reads, sources = worker.routes.sources(load.request)
         load._expect(reads, sources)
         for rank, source in sources.items():
             await load._read(rank, source, reads[rank])
@@ -56,13 +63,13 @@ async def a_load(ground: P2PGround, sweeper: Sweeper) -> None:
         caches.spoil()
         await ticks(_LATE)
         caches.expect_spoilt()
-        _, sources = worker.routes.sources(load.order)
+        _, sources = worker.routes.sources(load.request)
         left = load.untaken_sources if has_begun else tuple(sources.values())
         if len(left) == len(sources):
             await ground.load(name, [worker])
         else:
             for source in left:
-                await release(source, load.order, _TIMEOUT_S)
+                await release(source, load.request, _TIMEOUT_S)
         await ground.load(name, ground.decode.workers[1:])
         await ground.check_quiet()
 
@@ -78,19 +85,19 @@ async def a_save(ground: P2PGround, sweeper: Sweeper) -> None:
     async def before() -> None:
         nonlocal save
         caches.compute()
-        save = worker._saving.new_save(ground.save_order(ground.new_name()))
+        save = worker._saving.new_save(ground.save_request(ground.new_name()))
         save.offer_rest(worker._registered().now())
         await sweeper.pause()
 
     async def run() -> None:
-        await save.run(worker.routes.targets(save.order))
+        await save.run(worker.routes.targets(save.request))
 
     async def write() -> None:
         """As ``run``, for one reader after the other, and not in tasks."""
         if save._on_gpu is not None and save._on_gpu.goes_by_host:
             save._on_gpu.finish()
             await save._on_gpu.run()
-        for target in worker.routes.targets(save.order):
+        for target in worker.routes.targets(save.request):
             queue: asyncio.Queue[str] = asyncio.Queue()
             for layer in ground.model.layer_names:
                 queue.put_nowait(layer)
@@ -100,7 +107,7 @@ async def a_save(ground: P2PGround, sweeper: Sweeper) -> None:
         save.end()
         expect(not worker._staging.used_bytes, "room in host memory is still taken")
         caches.spoil()
-        for find, entry_id, _ in worker.routes.targets(save.order):
+        for find, entry_id, _ in worker.routes.targets(save.request):
             buffer = await find()
             is_whole = await buffer.withdraw(entry_id)
             expect(is_whole or outcome.cancelled, "it was saved, and is not there")
@@ -115,13 +122,13 @@ async def a_release(ground: P2PGround, sweeper: Sweeper) -> None:
     """Cancelled, it has let an entry go or not, and holds nothing."""
     worker = ground.decode.workers[0]
     sources: list[Source] = []
-    order: LoadOrder
+    order: LoadRequest
 
     async def before() -> None:
         nonlocal order
         name = ground.new_name()
         await ground.save(name)
-        order = ground.load_order(name)
+        order = ground.load_request(name)
         sources[:] = worker.routes.sources(order)[1].values()
         await sweeper.pause()
 
@@ -149,7 +156,7 @@ async def a_failure(ground: P2PGround, sweeper: Sweeper) -> None:
     targets: list[Target] = []
 
     async def before() -> None:
-        targets[:] = worker.routes.targets(ground.save_order(ground.new_name()))
+        targets[:] = worker.routes.targets(ground.save_request(ground.new_name()))
         await sweeper.pause()
 
     async def check(outcome: Outcome[None]) -> None:
@@ -173,7 +180,7 @@ async def a_withdrawal(ground: P2PGround, sweeper: Sweeper) -> None:
     targets: list[Target] = []
 
     async def before() -> None:
-        targets[:] = worker.routes.targets(ground.save_order(ground.new_name()))
+        targets[:] = worker.routes.targets(ground.save_request(ground.new_name()))
         await report_failure(targets[0], [1, 2, 3], header, "no room", _TIMEOUT_S)
         await sweeper.pause()
 

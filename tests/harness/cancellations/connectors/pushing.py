@@ -21,7 +21,7 @@ __all__ = ("PUSHING", "a_take")
 async def a_take(ground: P2PGround, sweeper: Sweeper) -> None:
     """Cancelled, it reads no block, and has no memory of the GPU."""
     worker, caches = ground.prefill.workers[0], ground.prefill.caches[0]
-    moves, order = worker._registered(), ground.save_order(ground.new_name())
+    moves, order = worker._registered(), ground.save_request(ground.new_name())
     ((find, entry_id, _),) = worker.routes.targets(order)
     buffer, specs = await find(), moves.caches.specs(order.block_ids)
     layers: GpuLayers

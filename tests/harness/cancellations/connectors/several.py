@@ -12,7 +12,7 @@ import msgspec
 from asynckv.abc import KVConnectorMetadata, KVQuestion
 from asynckv.connectors.multi import MultiMetadata, MultiScheduler, MultiWorker
 from asynckv.connectors.p2p.worker import P2PWorker
-from asynckv.connectors.requests import P2PMetadata, StoreMetadata, StoreOrder
+from asynckv.connectors.requests import P2PMetadata, StoreMetadata, StoreRequest
 from asynckv.connectors.store.scheduler import StoreScheduler
 from asynckv.connectors.store.worker import StoreWorker
 from asynckv.testing.cancellation import Outcome
@@ -59,9 +59,9 @@ class SeveralGround:
 
     def save_metadata(self, name: str, keys: tuple[str, ...]) -> MultiMetadata:
         """Save the prompt with both of them."""
-        blocks = StoreOrder("s", keys, (self.p2p.prefill.caches[0].block_ids,))
+        blocks = StoreRequest("s", keys, (self.p2p.prefill.caches[0].block_ids,))
         return _metadata(
-            P2PMetadata(saves=(self.p2p.save_order(name),)),
+            P2PMetadata(saves=(self.p2p.save_request(name),)),
             StoreMetadata(saves=(blocks,)),
         )
 
@@ -139,7 +139,7 @@ async def a_layer_of_all(ground: SeveralGround, sweeper: Sweeper) -> None:
         name = p2p.new_name()
         await p2p.save(name)
         p2p.decode.caches[0].spoil()
-        order = p2p.load_order(name, is_async=False)
+        order = p2p.load_request(name, is_async=False)
         loads = P2PMetadata(loads=(order,))
         worker.bind_connector_metadata(_metadata(loads, StoreMetadata()))
         await worker.start_load_kv()
@@ -151,7 +151,7 @@ async def a_layer_of_all(ground: SeveralGround, sweeper: Sweeper) -> None:
         p2p.decode.caches[0].expect_computed()
 
     async def check(outcome: Outcome[None]) -> None:
-        await p2p.end_load(p2p.load_order(name))
+        await p2p.end_load(p2p.load_request(name))
         worker.clear_connector_metadata()
         await ground.check_quiet()
 

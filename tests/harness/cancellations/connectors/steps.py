@@ -9,7 +9,7 @@ import msgspec
 import torch
 
 from asynckv.buffers.lookup import LookupBuffer
-from asynckv.connectors.requests import LoadOrder, P2PMetadata
+from asynckv.connectors.requests import LoadRequest, P2PMetadata
 from asynckv.testing.cancellation import Outcome
 from asynckv.testing.expectations import expect
 from harness.cancellations.connectors.grounds import P2PGround, until_loaded
@@ -31,7 +31,7 @@ _TOKEN_NBYTES: Final = 8
 
 async def a_layer_wait(ground: P2PGround, sweeper: Sweeper) -> None:
     """Leaves no trace: the load goes on."""
-    order: LoadOrder
+    order: LoadRequest
 
     async def before() -> None:
         nonlocal order
@@ -136,7 +136,7 @@ async def a_save_that_is_staged(ground: P2PGround, sweeper: Sweeper) -> None:
 
 async def a_load_that_is_aborted(ground: P2PGround, sweeper: Sweeper) -> None:
     """After so many ticks: its end is told when its blocks are quiet, and once."""
-    order: LoadOrder
+    order: LoadRequest
 
     async def before() -> None:
         nonlocal order
@@ -164,13 +164,13 @@ async def a_load_that_is_aborted(ground: P2PGround, sweeper: Sweeper) -> None:
     await sweeper.sweep("an abort", lambda: ticks(_MAX_TICKS), check, before)
 
 
-async def _begin_load(ground: P2PGround, *, is_async: bool) -> LoadOrder:
+async def _begin_load(ground: P2PGround, *, is_async: bool) -> LoadRequest:
     """Issue the load of a prompt that was saved."""
     name = ground.new_name()
     await ground.save(name)
     for caches in ground.decode.caches:
         caches.spoil()
-    order = ground.load_order(name, is_async=is_async)
+    order = ground.load_request(name, is_async=is_async)
     await ground.begin_load(order)
     return order
 
@@ -179,9 +179,10 @@ STEPS: Final[tuple[ConnectorScenario[P2PGround], ...]] = (
     ConnectorScenario(
         a_layer_wait, ("P2PWorker.wait_for_layer_load", "P2PLoad.wait_for")
     ),
-    ConnectorScenario(a_save_wait, ("P2PWorker.wait_for_save", "P2PLeaving.leave")),
+    ConnectorScenario(a_save_wait, ("P2PWorker.wait_for_save", "BlockRelease.release")),
     ConnectorScenario(
-        a_save_wait_of_an_engine_that_holds_blocks, ("P2PLeaving.leave_when_wanted",)
+        a_save_wait_of_an_engine_that_holds_blocks,
+        ("BlockRelease.release_when_wanted",),
     ),
     ConnectorScenario(
         a_save_that_is_staged, ("P2PSave.stage", "Staging.copy"), is_costly=True

@@ -16,9 +16,8 @@ from asynckv.buffers.lookup import LookupBuffer
 from asynckv.buffers.serve import Server, serve
 from asynckv.buffers.store import StoreBuffer
 from asynckv.config import KVTransferConfig
-from asynckv.connectors.engine import KVEngine
-from asynckv.connectors.keys import prefix_block_keys
-from asynckv.connectors.requests import StoreMetadata, StoreOrder
+from asynckv.connectors.engine import KVEngine, prefix_block_keys
+from asynckv.connectors.requests import StoreMetadata, StoreRequest
 from asynckv.connectors.store.scheduler import StoreScheduler
 from asynckv.connectors.store.worker import StoreWorker
 from asynckv.testing.blocked import until
@@ -68,7 +67,7 @@ class StoreGround:
     def begin_save(self, keys: tuple[str, ...]) -> None:
         """Compute the prompt, and hand it over to be saved."""
         self.saved.compute()
-        order = StoreOrder("s", keys, (self.saved.block_ids,))
+        order = StoreRequest("s", keys, (self.saved.block_ids,))
         self.saver.bind_connector_metadata(StoreMetadata(saves=(order,)))
 
     async def save(self, keys: tuple[str, ...]) -> None:
@@ -91,9 +90,9 @@ class StoreGround:
         found = (await self.scheduler.ask(KVQuestion("q", keys))).num_keys
         expect(found == len(keys), f"{found} of {len(keys)} blocks are stored")
 
-    def load_order(self, keys: tuple[str, ...]) -> StoreOrder:
+    def load_request(self, keys: tuple[str, ...]) -> StoreRequest:
         """Load it all."""
-        return StoreOrder("l", keys, (self.loaded.block_ids,))
+        return StoreRequest("l", keys, (self.loaded.block_ids,))
 
     async def load(self, keys: tuple[str, ...]) -> None:
         """Load it into caches that hold nothing of it, and look at every byte.
@@ -101,7 +100,7 @@ class StoreGround:
         :raises AssertionError: it failed, or is not what was saved
         """
         self.loaded.spoil()
-        orders = StoreMetadata(loads=(self.load_order(keys),))
+        orders = StoreMetadata(loads=(self.load_request(keys),))
         self.loader.bind_connector_metadata(orders)
         await self.loader.start_load_kv()
         await until(lambda: not self.loader.statistics().loading)

@@ -7,7 +7,7 @@ from typing import Any, Final
 
 from asynckv.abc import KVAnswer, KVQuestion
 from asynckv.connectors.connections import StoreConnection
-from asynckv.connectors.requests import StoreMetadata, StoreOrder
+from asynckv.connectors.requests import StoreMetadata, StoreRequest
 from asynckv.connectors.store.scheduler import StoreScheduler
 from asynckv.connectors.store.worker import StoreWorker
 from asynckv.errors import PeerLost
@@ -107,7 +107,7 @@ async def a_load_of_blocks(ground: StoreGround, sweeper: Sweeper) -> None:
         await sweeper.pause()
 
     async def run() -> None:
-        await loader._loading.load(ground.load_order(keys), loader._packed_blocks())
+        await loader._loading.load(ground.load_request(keys), loader._packed_blocks())
         caches.expect_computed()
 
     async def check(outcome: Outcome[None]) -> None:
@@ -228,8 +228,8 @@ async def a_store_workers_end(ground: StoreGround, sweeper: Sweeper) -> None:
         await ground.save(keys)
         worker = ground.new_worker()
         ground.loaded.compute()
-        order = StoreOrder("s", ground.new_keys(), (ground.loaded.block_ids,))
-        orders = StoreMetadata((ground.load_order(keys),), (order,))
+        order = StoreRequest("s", ground.new_keys(), (ground.loaded.block_ids,))
+        orders = StoreMetadata((ground.load_request(keys),), (order,))
         worker.bind_connector_metadata(orders)
         await worker.start_load_kv()
         await worker.wait_for_save()

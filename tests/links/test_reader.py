@@ -9,11 +9,11 @@ from asynckv.errors import (
     PeerLost,
     RemoteProtocolError,
 )
-from asynckv.links import incoming
+from asynckv.links import reader as incoming
 from asynckv.links.dial import dial
-from asynckv.links.incoming import AT_ONCE, Turns
 from asynckv.links.link import Link, LinkStream
 from asynckv.links.listen import listen
+from asynckv.links.reader import AT_ONCE, Turns
 from asynckv.protocol.failures import from_failure
 from asynckv.protocol.frames import (
     Cancel,

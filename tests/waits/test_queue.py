@@ -7,7 +7,7 @@ import pytest
 
 from asynckv.testing.blocked import until_blocked
 from asynckv.testing.cancellation import CancelMode, Outcome, sweep_cancellation
-from asynckv.waits.line import ByteRoom, FairLine
+from asynckv.waits.queue import ByteRoom, FairQueue
 
 
 class Counter:
@@ -17,7 +17,7 @@ class Counter:
         self.left = 0
         self.given: list[str] = []
         self.patient: set[str] = set()
-        self.line: FairLine[str] = FairLine(self.give, self.patient.__contains__)
+        self.line: FairQueue[str] = FairQueue(self.give, self.patient.__contains__)
 
     def give(self, ticket: str) -> bool:
         if not self.left:

@@ -16,8 +16,8 @@ from asynckv.links.listen import listen
 from asynckv.links.options import new_identity
 from asynckv.links.sockets import prepare
 from asynckv.links.streams import StreamHandler
+from asynckv.pipes.callers import Callers, Joining
 from asynckv.pipes.end import PipeEnd
-from asynckv.pipes.joining import Callers, Joining
 from asynckv.pipes.pipe import Pipe
 from asynckv.protocol.frames import (
     Failure,
@@ -106,7 +106,7 @@ async def test_when_the_group_has_ended_nobody_is_waited_for(calling: Calling) -
 async def test_a_second_pipe_of_a_rank_and_one_too_many_are_refused(
     monkeypatch: pytest.MonkeyPatch, calling: Calling, most: int
 ) -> None:
-    monkeypatch.setattr("asynckv.pipes.joining._MAX_CALLERS", most)
+    monkeypatch.setattr("asynckv.pipes.callers._MAX_CALLERS", most)
     calling.call("group/1")
     frame, _ = await calling.call("group/1" if most > 1 else "group/2").next()
     assert isinstance(frame, Failure) and "already" in frame.message

@@ -9,8 +9,8 @@ import torch
 
 import asynckv
 from asynckv.errors import ConfigError, EndOfStream, GPUUnavailable, PeerLost
-from asynckv.pipes import opening
-from asynckv.pipes.opening import listen_pipe, open_pipe
+from asynckv.pipes import endpoints as opening
+from asynckv.pipes.endpoints import listen_pipe, open_pipe
 from asynckv.pipes.pipe import Pipe
 from asynckv.testing import (
     CancelMode,

@@ -16,7 +16,7 @@ from asynckv.buffers.lookup import LookupBuffer
 from asynckv.buffers.store import StoreBuffer
 from asynckv.testing.blocked import until
 from asynckv.testing.pairs import open_peers
-from asynckv.transfers.queries import (
+from asynckv.transfers.tokens import (
     Query,
     as_count,
     as_mask,

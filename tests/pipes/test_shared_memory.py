@@ -14,10 +14,10 @@ import torch
 from asynckv.errors import ChecksumError, EndOfStream, PeerLost, PipeBroken
 from asynckv.links.fd_socket import has_fd_sockets
 from asynckv.links.options import Digest
-from asynckv.pipes import sharing as pipe_sharing
-from asynckv.pipes.opening import listen_pipe, open_pipe
+from asynckv.pipes import shared_memory as pipe_sharing
+from asynckv.pipes.endpoints import listen_pipe, open_pipe
 from asynckv.pipes.pipe import Pipe
-from asynckv.pipes.sharing import MapSharing
+from asynckv.pipes.shared_memory import MapSharing
 from asynckv.protocol.frames import Push
 from asynckv.protocol.values import Place
 from asynckv.sharing.exporter import place_of

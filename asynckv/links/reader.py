@@ -26,9 +26,9 @@ from asynckv.errors import (
     ProtocolError,
     RemoteProtocolError,
 )
-from asynckv.links.ending import Heartbeat, LinkEnd
-from asynckv.links.outgoing import Outgoing
+from asynckv.links.end import Heartbeat, LinkEnd
 from asynckv.links.streams import ControlStream, StreamHandler
+from asynckv.links.writer import LinkWriter
 from asynckv.protocol.handshake import Agreement
 from asynckv.protocol.limits import Rate
 from asynckv.protocol.session import (
@@ -43,7 +43,7 @@ from asynckv.protocol.session import (
 
 __all__ = (
     "AT_ONCE",
-    "Incoming",
+    "LinkReader",
     "Speaker",
     "Turns",
 )
@@ -58,7 +58,7 @@ _AT_A_TIME_S: Final = 0.75e-3
 By no loop's time: that of uvloop stands still in a tick.
 """
 
-_HEARD_S: Final = 0.05
+_RECENT_S: Final = 0.05
 """For so long one who says little is likely to go on, after an answer."""
 
 _BESIDE_OTHERS_PER_S: Final = 5000
@@ -92,12 +92,12 @@ class Turns:
         self._paused_s = 0.0
         self._numbers = itertools.count(1)
         # The last two who say little: one of them may be about to say much.
-        self._received = self._heard_before = _NOBODY
+        self._received = self._received_before = _NOBODY
 
     @property
     def is_shared(self) -> bool:
         """Whether somebody was heard just now who does not wait in line."""
-        return self._loop.time() < self._received[1] + _HEARD_S
+        return self._loop.time() < self._received[1] + _RECENT_S
 
     def new_number(self) -> int:
         """Return the number of one more speaker."""
@@ -106,13 +106,13 @@ class Turns:
     def note_received(self, number: int) -> None:
         """Somebody who says little was heard."""
         if self._received[0] != number:
-            self._heard_before = self._received
+            self._received_before = self._received
         self._received = (number, self._loop.time())
 
     def wait(self, number: int, speaker: Speaker) -> None:
         """Call ``speaker.go_on`` when it is its turn, on a later tick."""
         if self._received[0] == number:
-            self._received, self._heard_before = self._heard_before, _NOBODY
+            self._received, self._received_before = self._received_before, _NOBODY
         self._line.append(speaker)
         if not self._is_due:
             self._is_due = True
@@ -149,7 +149,7 @@ _PINGS_PER_S: Final = 1000
 """Many more than any heartbeat needs: a millisecond apart."""
 
 
-class Incoming:
+class LinkReader:
     """Hears of the stream of a link, and tells its handlers.
 
     ``opened`` is told of what the peer opens, and has somebody hear of it.
@@ -160,7 +160,7 @@ class Incoming:
         agreement: Agreement,
         stream: ControlStream,
         session: Session[StreamHandler],
-        outgoing: Outgoing,
+        outgoing: LinkWriter,
         ending: LinkEnd,
         heartbeat: Heartbeat,
         turns: Turns,
@@ -186,16 +186,16 @@ class Incoming:
         self._judge_at = self._judged_at_once
         # What was received; not empty only while reading is paused.
         self._events: Iterator[Event[StreamHandler]] = iter(())
-        self._heard_count = 0
+        self._received_count = 0
         self._is_behind = self._is_waiting = False
 
     def on_bytes(self, data: bytes) -> None:
         """Bytes came."""
         if self._ending.error is not None:
             return
-        self._heartbeat.was_heard = True
+        self._heartbeat.has_received = True
         self._events = self._session.receive(data)
-        self._heard_count = 0
+        self._received_count = 0
         if self._is_behind:
             self._wait_turn()
         else:
@@ -227,7 +227,7 @@ class Incoming:
         self._is_waiting = False
         count = 0
         if self._may_receive():
-            self._heartbeat.was_heard = True
+            self._heartbeat.has_received = True
             count = self._receive(max_count, until_s)
         if self._may_receive() and not self._is_waiting:
             self._stream.resume_reading()
@@ -269,11 +269,11 @@ class Incoming:
         if count > empty_count and not self._is_behind:
             self._turns.note_received(self._number)
         self._judge()
-        self._heard_count += count
+        self._received_count += count
         if is_all:
-            self._is_behind = self._heard_count > AT_ONCE
+            self._is_behind = self._received_count > AT_ONCE
         elif self._may_receive():
-            self._is_behind = self._is_behind or self._heard_count >= AT_ONCE
+            self._is_behind = self._is_behind or self._received_count >= AT_ONCE
             self._wait_turn()
         return count
 
@@ -283,11 +283,11 @@ class Incoming:
         if self._is_behind:
             self._turns.wait(self._number, self)
         else:
-            self._loop.call_soon(self._hear_rest)
+            self._loop.call_soon(self._receive_rest)
 
-    def _hear_rest(self) -> None:
+    def _receive_rest(self) -> None:
         """Hear what is not enough to wait in line with it."""
-        self.go_on(AT_ONCE - self._heard_count, time.monotonic() + _AT_A_TIME_S)
+        self.go_on(AT_ONCE - self._received_count, time.monotonic() + _AT_A_TIME_S)
 
     def _judge(self) -> None:
         session = self._session
@@ -330,7 +330,7 @@ class Incoming:
 
     def _handle(self, event: Event[StreamHandler]) -> None:
         if isinstance(event, Farewell):
-            self._ending.hear_goodbye(event.reason)
+            self._ending.on_goodbye(event.reason)
         elif isinstance(event, Refused):
             why = f"{self._peer_id} closed the link: {event.error.message}"
             lost = PeerLost(why)

@@ -20,8 +20,8 @@ from asynckv.protocol.frames import (
     Proof,
     Welcome,
 )
-from asynckv.protocol.greeting import DialSide, ListenSide
 from asynckv.protocol.handshake import Terms, encode_hello, hello_from
+from asynckv.protocol.hello import DialSide, ListenSide
 from asynckv.protocol.values import Limits, PeerIdentity
 from asynckv.protocol.wire import (
     HEADER_BYTES,

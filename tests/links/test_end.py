@@ -12,7 +12,7 @@ from asynckv.errors import (
     PeerLost,
 )
 from asynckv.links.dial import dial
-from asynckv.links.ending import MISSED_BEATS, Heartbeat
+from asynckv.links.end import MISSED_BEATS, Heartbeat
 from asynckv.protocol.frames import (
     OpenPipe,
     Peek,
@@ -87,7 +87,7 @@ async def test_one_listener_that_fails_keeps_no_other_from_hearing() -> None:
 
 async def test_what_a_peer_says_in_parting_is_told_in_one_line() -> None:
     async with linked() as pair:
-        pair.near._ending.hear_goodbye("done\nCRITICAL root: \x1b[31m")
+        pair.near._ending.on_goodbye("done\nCRITICAL root: \x1b[31m")
         assert str(pair.near.error).isprintable()
 
 
@@ -124,7 +124,7 @@ class Watched:
         self.beats += 1
         if self.answers:
             self.answers -= 1
-            self.heartbeat.was_heard = True
+            self.heartbeat.has_received = True
 
     def _die(self) -> None:
         self.is_dead = True

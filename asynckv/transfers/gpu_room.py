@@ -21,7 +21,7 @@ from asynckv.errors import PeerLost
 from asynckv.observability.waits import LoggedWait
 from asynckv.transfers.source import StagedTensor, release_staged
 from asynckv.types import TensorSpec
-from asynckv.waits.line import FairLine
+from asynckv.waits.queue import FairQueue
 from asynckv.waits.replies import Reply
 
 __all__ = ("GpuRoom", "StagingWriter")
@@ -59,11 +59,11 @@ class GpuRoom:
 
     def __init__(self, growth: Growth) -> None:
         self._growth = growth
-        self._line: FairLine[_Waiting] = FairLine(self._give)
+        self._line: FairQueue[_Waiting] = FairQueue(self._give)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._is_looking = False
         self._was_too_small = False
-        growth.call_when_given_back(self._look_soon)
+        growth.call_when_given_back(self._recheck_soon)
 
     def is_awaited(self) -> bool:
         """Whether somebody waits: then nobody else is to take of that memory."""
@@ -103,14 +103,14 @@ class GpuRoom:
             return None
         return [StagedTensor(r, s) for r, s in zip(regions, specs, strict=True)]
 
-    def _look_soon(self) -> None:
+    def _recheck_soon(self) -> None:
         """Not at once: whoever gives memory back is in the middle of something."""
         loop = self._loop  # it may be that none runs here
         if self._line and not self._is_looking and loop and not loop.is_closed():
             self._is_looking = True
-            loop.call_soon(self._look)
+            loop.call_soon(self._recheck)
 
-    def _look(self) -> None:
+    def _recheck(self) -> None:
         self._is_looking = False
         self._line.advance()
 

@@ -16,7 +16,7 @@ from typing import Final
 from asynckv.links.streams import ControlStream
 from asynckv.protocol.outbox import Outbox
 
-__all__ = ("LOW_BYTES", "MAX_ANSWER_BYTES", "Outgoing")
+__all__ = ("LOW_BYTES", "MAX_ANSWER_BYTES", "LinkWriter")
 
 MAX_ANSWER_BYTES: Final = 4 * 2**20
 LOW_BYTES: Final = 2**20
@@ -24,7 +24,7 @@ _MAX_STUCK_ANSWER_BYTES: Final = 4 * MAX_ANSWER_BYTES
 _WRITE_BYTES: Final = 256 * 1024
 
 
-class Outgoing:
+class LinkWriter:
     """Moves an outbox to a stream, and pauses its reading where it must.
 
     Whoever handles what came sets ``will_flush`` meanwhile, flushes when more than

@@ -4,8 +4,8 @@ import asyncio
 
 import pytest
 
-from asynckv.links.outgoing import LOW_BYTES, MAX_ANSWER_BYTES, Outgoing
 from asynckv.links.streams import ControlStream, StreamOwner
+from asynckv.links.writer import LOW_BYTES, MAX_ANSWER_BYTES, LinkWriter
 from asynckv.protocol.frames import Get
 from asynckv.protocol.outbox import Outbox
 from asynckv.protocol.values import Limits
@@ -55,7 +55,7 @@ class Sender:
         self.stream.is_full = full
         self.outbox = Outbox(Limits(), own_parity=1)
         self.resumed = 0
-        self.outgoing = Outgoing(
+        self.outgoing = LinkWriter(
             self.stream, self.outbox, asyncio.get_running_loop(), self._resume
         )
 

@@ -16,7 +16,7 @@ from asynckv.waits.replies import Waits
 
 __all__ = (
     "Ending",
-    "QuietWaits",
+    "QuiesceWaits",
 )
 
 
@@ -87,7 +87,7 @@ _QUIET_S: Final = 1.0
 """A lane that does not let go of memory for as long is shut down."""
 
 
-class QuietWaits:
+class QuiesceWaits:
     """Waits for memory of transfers, until nobody touches it. On the loop only."""
 
     def __init__(

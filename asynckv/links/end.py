@@ -13,8 +13,8 @@ from typing import Final
 
 from asynckv.abc import PayloadTransport
 from asynckv.errors import PeerLost, ProtocolError
-from asynckv.links.outgoing import Outgoing
 from asynckv.links.streams import ControlStream, StreamHandler
+from asynckv.links.writer import LinkWriter
 from asynckv.observability.lines import as_line
 from asynckv.processes import ProcessBound
 from asynckv.protocol.session import Session
@@ -35,7 +35,7 @@ MISSED_BEATS: Final = 3
 class Heartbeat:
     """Calls ``beat`` every interval, and ``dead`` after three silent ones.
 
-    Set ``was_heard`` whenever anything comes from the peer. An interval in
+    Set ``has_received`` whenever anything comes from the peer. An interval in
     which this loop itself was late is not counted: what the peer sent may
     still be unread.
     """
@@ -48,7 +48,7 @@ class Heartbeat:
         beat: Callable[[], None],
         dead: Callable[[], None],
     ) -> None:
-        self.was_heard = True
+        self.has_received = True
         self._loop = loop
         self._interval_s = interval_s
         self._beat = beat
@@ -70,11 +70,11 @@ class Heartbeat:
 
     def _tick(self, due: float) -> None:
         stalled = self._loop.time() - due > self._interval_s / 2
-        if self.was_heard:
+        if self.has_received:
             self._missed = 0
         elif not stalled:
             self._missed += 1
-        self.was_heard = False
+        self.has_received = False
         if self._missed >= MISSED_BEATS:
             self.stop()
             self._dead()
@@ -97,7 +97,7 @@ class LinkEnd(ProcessBound):
         peer_id: str,
         stream: ControlStream,
         session: Session[StreamHandler],
-        outgoing: Outgoing,
+        outgoing: LinkWriter,
         payload: PayloadTransport,
         heartbeat: Heartbeat,
     ) -> None:
@@ -140,7 +140,7 @@ class LinkEnd(ProcessBound):
         self._lose(error)
         self._hang_up()
 
-    def hear_goodbye(self, reason: str) -> None:
+    def on_goodbye(self, reason: str) -> None:
         """The peer has said goodbye: what is queued for it is for nobody."""
         why = reason and f": {as_line(reason)}"
         error = PeerLost(f"{self._peer_id} said goodbye{why}")

@@ -20,7 +20,7 @@ from asynckv.links.options import new_identity
 from asynckv.links.streams import StreamHandler
 from asynckv.observability.waits import LoggedWait
 from asynckv.pipes.end import PipeEnd
-from asynckv.pipes.opening import PipeListener
+from asynckv.pipes.endpoints import PipeListener
 from asynckv.pipes.pipe import Pipe
 from asynckv.pipes.rendezvous import Follower, Leader, Rendezvous, name_ranks
 from asynckv.protocol.frames import JoinGroup, Members, OpeningFrame, OpenPipe

@@ -5,8 +5,8 @@ import threading
 
 from asynckv.errors import PeerLost
 from asynckv.testing import until, until_blocked
-from asynckv.transports.ending import Ending, QuietWaits
 from asynckv.transports.parts import Part
+from asynckv.transports.quiesce import Ending, QuiesceWaits
 
 _LOST = PeerLost("the cable was cut")
 
@@ -86,13 +86,13 @@ def _never() -> None:
 
 
 async def test_what_nobody_touches_is_quiet_at_once() -> None:
-    quiet = QuietWaits(asyncio.get_running_loop(), lambda transfer: False)
+    quiet = QuiesceWaits(asyncio.get_running_loop(), lambda transfer: False)
     await quiet.wait(1, _never)
 
 
 async def test_each_wait_ends_with_its_own_transfer() -> None:
     touched = {1, 2}
-    quiet = QuietWaits(asyncio.get_running_loop(), touched.__contains__)
+    quiet = QuiesceWaits(asyncio.get_running_loop(), touched.__contains__)
     waits = [asyncio.create_task(quiet.wait(n, _never)) for n in (1, 2, 1)]
     await until_blocked(*waits)
     touched.discard(1)
@@ -106,7 +106,7 @@ async def test_each_wait_ends_with_its_own_transfer() -> None:
 
 async def test_a_cancellation_is_delivered_when_it_is_quiet() -> None:
     touched = {1}
-    quiet = QuietWaits(asyncio.get_running_loop(), touched.__contains__)
+    quiet = QuiesceWaits(asyncio.get_running_loop(), touched.__contains__)
     wait = asyncio.create_task(quiet.wait(1, _never))
     await until_blocked(wait)
     wait.cancel()

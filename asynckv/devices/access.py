@@ -14,13 +14,13 @@ from typing import Final
 
 from asynckv.devices.cuda import CudaApi
 
-__all__ = ("PATIENCE_S", "QuietGpu", "quiet_gpu")
+__all__ = ("PATIENCE_S", "GpuAccess", "gpu_access")
 
 PATIENCE_S: Final = 5.0
 """So long it is waited for; then memory is allocated, or freed, all the same."""
 
 
-class QuietGpu:
+class GpuAccess:
     """Who is at one GPU: operations that wait for peers, or who allocates."""
 
     def __init__(self) -> None:
@@ -63,13 +63,13 @@ class QuietGpu:
 
 
 # Mutable and global, because what CUDA waits for is the whole process's.
-_of_cuda: Final[weakref.WeakKeyDictionary[CudaApi, dict[int, QuietGpu]]] = (
+_of_cuda: Final[weakref.WeakKeyDictionary[CudaApi, dict[int, GpuAccess]]] = (
     weakref.WeakKeyDictionary()
 )
 _lock: Final = threading.Lock()
 
 
-def quiet_gpu(cuda: CudaApi, device: int) -> QuietGpu:
+def gpu_access(cuda: CudaApi, device: int) -> GpuAccess:
     """Return the one of a GPU, the same for all who ask."""
     with _lock:
-        return _of_cuda.setdefault(cuda, {}).setdefault(device, QuietGpu())
+        return _of_cuda.setdefault(cuda, {}).setdefault(device, GpuAccess())

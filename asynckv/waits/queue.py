@@ -12,12 +12,12 @@ from typing import Generic, TypeVar
 
 from asynckv.observability.waits import LoggedWait
 
-__all__ = ("ByteRoom", "FairLine")
+__all__ = ("ByteRoom", "FairQueue")
 
 T = TypeVar("T", bound=Hashable)
 
 
-class FairLine(Generic[T]):
+class FairQueue(Generic[T]):
     """``give(ticket)`` says whether the first one is through with waiting.
 
     Be it that it got what it waits for, or that it never will. If not, nobody behind
@@ -138,7 +138,7 @@ class ByteRoom:
     def __init__(self, max_bytes: int, *, who: str, what: str, ends_with: str) -> None:
         self.max_bytes = max_bytes
         self.used_bytes = 0
-        self._line: FairLine[_Claim] = FairLine(self._give)
+        self._line: FairQueue[_Claim] = FairQueue(self._give)
         self._logged = (who, what, ends_with)
 
     async def take(self, nbytes: int) -> None:

@@ -16,13 +16,13 @@ from asynckv.tensors.paged_arena import PagedArena
 from asynckv.testing.blocked import until_blocked
 from asynckv.testing.expectations import is_same
 from asynckv.testing.lookup_checks.values import noise
+from asynckv.transfers.gpu_room import GpuRoom
 from asynckv.transfers.source import (
     GpuStaging,
     HostSource,
     StagedTensor,
     release_staged,
 )
-from asynckv.transfers.staging import GpuRoom
 from asynckv.types import TensorSpec
 from asynckv.waits.replies import Reply
 from harness.fake_devices import FakeDevice, fake_device
@@ -100,7 +100,7 @@ async def test_memory_that_comes_with_a_cancellation_goes_back(ground: Ground) -
     some = await ground.take(ROOM)
     waiting = await ground.waiting(NBYTES)
     release_staged(some)
-    ground.room._look()
+    ground.room._recheck()
     assert ground.used_bytes == NBYTES
     waiting.cancel()
     await asyncio.wait([waiting])
@@ -201,7 +201,7 @@ async def test_who_waits_can_be_failed(ground: Ground) -> None:
     waiting = await ground.waiting(NBYTES)
     for turn in ground.lost:
         turn.fail(PeerLost("gone"))
-    ground.room._look()  # before it has woken up
+    ground.room._recheck()  # before it has woken up
     with pytest.raises(PeerLost, match="gone"):
         await waiting
     release_staged(some)
