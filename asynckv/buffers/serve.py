@@ -266,6 +266,8 @@ class Server(LoopBound, AsyncWithOnly):
 
     def _on_lost(self, services: _Services) -> None:
         services.is_lost = True
+        if services.lookup is not None:  # else each keeps the one before it
+            services.lookup.predecessors = ()
         self._forget_ended(services)
         if (peer := services.link.peer) not in self.peers:
             for callback in self._lost_callbacks:

@@ -31,6 +31,8 @@ __all__ = (
 
 _BACKLOG: Final = 64
 _MAX_HALF_OPEN: Final = 64
+_PAUSE_S: Final = 0.1
+"""For so long nobody is let in when no more files are to be had."""
 _TICKET_NBYTES: Final = 16
 _TICKET_S: Final = 5.0
 _MAX_MESSAGE_NBYTES: Final = 4096
@@ -176,7 +178,11 @@ class FdDoor(ProcessBound):
     def _accept(self) -> None:
         try:
             sock, _ = self._sock.accept()
-        except OSError:  # it has gone again, or no more files are to be had
+        except (BlockingIOError, InterruptedError, ConnectionAbortedError):
+            return  # it has gone again
+        except OSError:  # no more files are to be had: it would be called at once
+            self._loop.remove_reader(self._sock)
+            self._loop.call_later(_PAUSE_S, self._accept_on)
             return
         sock.setblocking(False)
         try:
@@ -187,6 +193,10 @@ class FdDoor(ProcessBound):
         if len(self._half_open) >= _MAX_HALF_OPEN:
             next(iter(self._half_open)).close()
         self._half_open[FdConnection(self, sock)] = None
+
+    def _accept_on(self) -> None:
+        if self._sock.fileno() >= 0:
+            self._loop.add_reader(self._sock, self._accept)
 
 
 def hang_up(sock: socket.socket) -> None:

@@ -144,7 +144,8 @@ class Leader:
     def seat(self, stream: LinkStream, frame: JoinGroup) -> _Seat:
         """A rank comes.
 
-        :raises ConfigError: it is no rank of this group, or was here before
+        :raises ConfigError: it is no rank of this group, or was here before; or all
+            have come, and one has left
         """
         if frame.size != self.size or not 0 < frame.rank < self.size:
             raise ConfigError(
@@ -155,6 +156,11 @@ class Leader:
             raise ConfigError(
                 f"rank {frame.rank} is here already",
                 hint="every rank needs a rank of its own",
+            )
+        if self._members.done():
+            raise ConfigError(
+                f"rank {frame.rank} comes to a group that has broken up",
+                hint="open the group again on every rank",
             )
         seat = self._seats[frame.rank] = _Seat(self, stream, frame)
         asyncio.get_running_loop().call_soon(self._notify)

@@ -253,10 +253,9 @@ async def open_group(size: int, **options: Any) -> AsyncIterator[tuple[Group, ..
 
     ``options`` are those of :func:`asynckv.join_group`.
     """
-    options = {"timeout_s": 10, "max_bytes": PIPE_BYTES, **options}
-    port = free_port()
+    options = {"timeout_s": 10, "max_bytes": PIPE_BYTES, "port": free_port(), **options}
     managers = [
-        join_group(rank=rank, size=size, host="127.0.0.1", port=port, **options)
+        join_group(rank=rank, size=size, host="127.0.0.1", **options)
         for rank in range(size)
     ]
     async with contextlib.AsyncExitStack() as stack:

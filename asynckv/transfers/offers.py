@@ -144,9 +144,13 @@ class OfferReceiver:
         nbytes = self._nbytes(specs, in_host=route is None)
         await self._budget.reserve(nbytes, in_host=route is None)
         delivery.charged_bytes = nbytes
-        targets = await self._targets(delivery, specs, route)
-        if self._lent:
-            await self.quiesce()  # what was lent to an offer that was retracted
+        try:
+            targets = await self._targets(delivery, specs, route)
+            if self._lent:
+                await self.quiesce()  # what was lent to an offer that was retracted
+        except BaseException:
+            delivery.uncharge(self._budget)  # it may have been retracted meanwhile
+            raise
         if not stands():
             delivery.uncharge(self._budget)
             return

@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
+import weakref
 
 import pytest
 import torch
@@ -18,12 +20,14 @@ from asynckv.errors import (
     NotServed,
     PeerLost,
 )
+from asynckv.links.dial import dial
 from asynckv.pipes.endpoints import open_pipe
 from asynckv.protocol.values import Limits
 from asynckv.testing.blocked import until, until_blocked
 from asynckv.testing.pairs import Peers, Scheme, new_url
 from harness.fake_devices import fake_device_of
 from harness.fake_gpus import FakeGpus
+from harness.link_pairs import name_of
 
 MIB = 2**20
 HEARTBEAT_S = Limits().heartbeat_ms / 1000
@@ -236,3 +240,20 @@ async def test_a_consumer_that_starts_anew_voids_its_old_leases_at_once(
                     assert entry.attempt == 2
         await until(lambda: not local.statistics().leased)
         assert local.statistics().acknowledged == 1
+
+
+async def test_a_peer_that_is_displaced_by_itself_again_and_again_keeps_no_service(
+    local: LookupBuffer,
+) -> None:
+    peer, services = name_of("consumer"), weakref.WeakSet[object]()
+
+    def are_two_left() -> bool:  # the last one, and what it waits for before it serves
+        gc.collect()
+        return len(services) <= 2
+
+    async with serve("tcp://127.0.0.1:0?payload=inline", lookup=local) as server:
+        for _ in range(8):
+            link = await dial(server.url, identity=peer)
+            services.update(one.lookup for one in server._services)
+        await until(are_two_left)
+        await link.aclose()

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import array
 import asyncio
+import errno
 import os
 import socket
 from collections.abc import AsyncIterator, Iterator
@@ -190,3 +191,26 @@ async def test_a_cancelled_fetch_leaves_nothing_open(
     monkeypatch.undo()
     for stranger in list(door._half_open):
         stranger.close()
+
+
+async def test_nobody_is_let_in_while_no_more_files_are_to_be_had(
+    door: FdDoor, owner: Owner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls, sock = list[float](), door._sock
+
+    class Full:
+        """A socket in a process that has as many files as it may."""
+
+        fileno, close = staticmethod(sock.fileno), staticmethod(sock.close)
+
+        def accept(self) -> tuple[socket.socket, object]:
+            calls.append(asyncio.get_running_loop().time())
+            if len(calls) < 3:
+                raise OSError(errno.EMFILE, "too many open files")
+            return sock.accept()
+
+    monkeypatch.setattr(door, "_sock", Full())
+    fetched, fd = await fetch_file(door.address, door.admit(owner))
+    fetched.close()
+    os.close(fd)
+    assert len(calls) == 3 and calls[1] - calls[0] > 0.05

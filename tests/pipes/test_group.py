@@ -154,6 +154,16 @@ async def test_a_rank_that_leaves_ends_its_pipes_and_is_named_at_the_barrier() -
         assert await zero.pipe_to(1).recv_tensor() is None
 
 
+async def test_who_comes_to_a_group_that_has_broken_up_is_told_at_once() -> None:
+    port = free_port()
+    async with open_group(3, port=port) as (*_, two):
+        await two.aclose()
+        with pytest.raises(ConfigError, match="broken up"):
+            async with asyncio.timeout(10):
+                async with join_group(rank=2, size=3, host="127.0.0.1", port=port):
+                    pass
+
+
 @pytest.mark.both_loops
 async def test_a_rank_that_is_left_by_an_error_is_lost_to_the_others() -> None:
     async with open_group(2) as (zero, one):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 from collections.abc import AsyncIterator, Callable
+from typing import Any
 
 import pytest
 import torch
@@ -272,3 +273,21 @@ async def test_an_offer_that_ends_while_its_route_is_lost_is_charged_no_more(
 async def test_memory_that_nobody_uses_is_ready() -> None:
     memory = DeviceMemory(1, 1, 0)
     assert await ready_memory(memory) == memory
+
+
+async def test_an_offer_that_ends_while_its_places_are_made_is_charged_no_more(
+    ground: Ground, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    delivery, receiver = ground.offer(), ground.receiver()
+    accepting = asyncio.create_task(ground.accept(receiver, delivery))
+    targets = OfferReceiver._targets
+
+    async def cancelled(receiver: OfferReceiver, *args: Any) -> Any:
+        accepting.cancel()
+        await asyncio.sleep(0)
+        return await targets(receiver, *args)
+
+    monkeypatch.setattr(OfferReceiver, "_targets", cancelled)
+    with pytest.raises(asyncio.CancelledError):
+        await accepting
+    assert ground.budget.used_bytes == 0

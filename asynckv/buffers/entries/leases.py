@@ -8,7 +8,6 @@ called back as :class:`~asynckv.buffers.entries.entries.Holder`.
 
 from __future__ import annotations
 
-import collections
 import itertools
 import logging
 import os
@@ -49,6 +48,9 @@ class WaitingQueries:
         self._by_key: PrefixIndex[Waiter] = PrefixIndex()
         self._any: PrefixIndex[Waiter] = PrefixIndex()
         self._by_id: dict[str, PrefixIndex[Waiter]] = {}
+
+    def __len__(self) -> int:
+        return len(self._by_key) + len(self._any) + len(self._by_id)
 
     def add(self, waiter: Waiter) -> None:
         """Put ``waiter`` in line, in the place its ``seq`` gives."""
@@ -146,12 +148,9 @@ class Matcher:
 
     def __init__(self) -> None:
         self.waiting_count = 0
-        self._indexes: dict[KVFingerprint | None, PrefixIndex[StoredEntry]] = (
-            collections.defaultdict(PrefixIndex)
-        )
-        self._queues: dict[KVFingerprint | None, WaitingQueries] = (
-            collections.defaultdict(WaitingQueries)
-        )
+        # Of the fingerprints that somebody has an entry of, or waits for one of.
+        self._indexes: dict[KVFingerprint | None, PrefixIndex[StoredEntry]] = {}
+        self._queues: dict[KVFingerprint | None, WaitingQueries] = {}
 
     def update(self, entry: StoredEntry) -> None:
         """Make the index agree with the entry: does it have a delivery left?"""
@@ -162,19 +161,25 @@ class Matcher:
         ):
             self.remove(entry)
         elif entry.place is None:
-            index = self._indexes[entry.draft.fingerprint]
+            fingerprint = entry.draft.fingerprint
+            if (index := self._indexes.get(fingerprint)) is None:
+                index = self._indexes[fingerprint] = PrefixIndex()
             entry.place = index.add(entry.key(), entry.seq, entry)
 
     def remove(self, entry: StoredEntry) -> None:
         """Let no query find the entry. Added again, it has its old place."""
         if entry.place is not None:
-            self._indexes[entry.draft.fingerprint].remove(entry.place)
+            index = self._indexes[entry.draft.fingerprint]
+            index.remove(entry.place)
             entry.place = None
+            if not len(index):
+                del self._indexes[entry.draft.fingerprint]
 
     def find(self, waiter: Waiter) -> tuple[StoredEntry, int] | None:
         """Return the entry that a query without an id may have now, and its match."""
         query = waiter.query
-        index = self._indexes[waiter.fingerprint]
+        if (index := self._indexes.get(waiter.fingerprint)) is None:
+            return None
         if query.key is None:
             first = index.first(accept=waiter.may_have)
             return None if first is None else (first, 0)
@@ -189,7 +194,8 @@ class Matcher:
         """Take the query out of the line that has waited longest for such an entry."""
         if not self.waiting_count or entry.place is None:
             return None
-        queue = self._queues[entry.draft.fingerprint]
+        if (queue := self._queues.get(entry.draft.fingerprint)) is None:
+            return None
         found = queue.oldest(entry, lambda waiter: waiter.may_have(entry))
         if found is not None:
             self.dequeue(found[0])
@@ -197,23 +203,29 @@ class Matcher:
 
     def peek(self, key: bytes, fingerprint: KVFingerprint | None) -> int:
         """Return the longest match among entries that could be selected now."""
-        found = self._indexes[fingerprint].best(key)
+        index = self._indexes.get(fingerprint)
+        found = None if index is None else index.best(key)
         return 0 if found is None else found[1]
 
     def enqueue(self, waiter: Waiter) -> None:
         """Let the query wait, in the place its ``seq`` gives."""
         self.waiting_count += 1
-        self._queues[waiter.fingerprint].add(waiter)
+        if (queue := self._queues.get(waiter.fingerprint)) is None:
+            queue = self._queues[waiter.fingerprint] = WaitingQueries()
+        queue.add(waiter)
 
     def dequeue(self, waiter: Waiter) -> None:
         """The query waits no longer."""
         self.waiting_count -= 1
-        self._queues[waiter.fingerprint].remove(waiter)
+        queue = self._queues[waiter.fingerprint]
+        queue.remove(waiter)
+        if not len(queue):
+            del self._queues[waiter.fingerprint]
 
     def take_named(self, entry_id: str) -> list[Waiter]:
         """Take those out of their queues that wait for this very entry."""
         waiters: list[Waiter] = []
-        for queue in self._queues.values() if self.waiting_count else ():
+        for queue in list(self._queues.values()) if self.waiting_count else ():
             while (waiter := queue.first_named(entry_id)) is not None:
                 self.dequeue(waiter)
                 waiters.append(waiter)
@@ -222,6 +234,7 @@ class Matcher:
     def everyone(self) -> list[Waiter]:
         """Take every waiting query out of its queue, who waits longest first."""
         waiters = [w for queue in self._queues.values() for w in queue.everyone()]
+        self._queues.clear()
         self.waiting_count = 0
         return sorted(waiters, key=lambda waiter: waiter.seq)
 

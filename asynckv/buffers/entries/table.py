@@ -179,7 +179,7 @@ class ExpiryClock:
     """
 
     def __init__(
-        self, expire: Callable[[str], None], present: Mapping[str, object]
+        self, expire: Callable[[str], None], present: Mapping[str, StoredEntry]
     ) -> None:
         self._expire = expire
         self._present = present
@@ -191,10 +191,15 @@ class ExpiryClock:
         """Ask to be called at loop time ``at``."""
         heapq.heappush(self._due, (at, entry_id))
         if len(self._due) > 1024 + 2 * len(self._present):
-            self._due = [due for due in self._due if due[1] in self._present]
+            self._due = [due for due in self._due if self._is_due(*due)]
             heapq.heapify(self._due)
         if self._timer is None or at < self._timer_at:
             self._arm()
+
+    def _is_due(self, at: float, entry_id: str) -> bool:
+        """Is that the time of the entry that has the id now?"""
+        entry = self._present.get(entry_id)
+        return entry is not None and entry.expires_at == at
 
     def stop(self) -> None:
         """Forget everything."""

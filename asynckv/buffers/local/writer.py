@@ -15,7 +15,7 @@ import torch
 
 from asynckv.abc import InsertWriter, SelectStream
 from asynckv.buffers.entries.admission import Landed
-from asynckv.buffers.entries.entries import Draft, Lease, StoredEntry
+from asynckv.buffers.entries.entries import Draft, EntryState, Lease, StoredEntry
 from asynckv.buffers.entries.ledger import Ledger
 from asynckv.buffers.local.handover import tensors_of, view_of
 from asynckv.buffers.local.select import LocalSelect
@@ -253,6 +253,8 @@ class LocalSource:
         for some in _batches(self._tensors):
             if len(regions) > _BATCH_TENSORS:
                 await asyncio.sleep(0)
+            if entry.state is EntryState.GONE:
+                return  # who inserts it is told why
             targets = {
                 index: place_of(regions[index], entry.parts[index].spec)
                 for index in some

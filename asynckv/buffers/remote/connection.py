@@ -197,6 +197,10 @@ class ReconnectingLink:
             except AsyncKVError as exc:
                 self._end(PeerLost(f"{self._url} refuses this peer now: {exc}"))
                 return
+            except Exception:
+                # Whatever it is, as no thread to be had: who waits shall not hang.
+                logger.exception("%s could not be dialled", self._url)
+                await asyncio.sleep(self._backoff.next_pause_s())
             else:
                 logger.warning("connected again to %s", self._url)
                 self.use(link)

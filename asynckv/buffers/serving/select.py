@@ -305,6 +305,7 @@ class ServedSelect(msgspec.Struct, eq=False):
     _lease: Lease | None = None
     _offering: SentOffer | None = None
     _settling: Lease | None = None
+    _pins: list[tuple[Importer, int]] = []
 
     def select(self, query: Query) -> None:
         """Ask for an entry; an offer may go out at once."""
@@ -371,6 +372,8 @@ class ServedSelect(msgspec.Struct, eq=False):
                     self._acknowledge(self._settling)
                 elif lease is not None and lease.token == token:
                     self.payer.leases.reach(lease)
+                else:  # it has crossed the end of that; what came after nobody wants
+                    self._fail(LeaseLost("the entry was taken back when it came"))
             case Nack(token=token, reached=reached):
                 if lease is not None and lease.token == token:
                     self.payer.leases.give_back(lease, reached=reached)
@@ -410,6 +413,8 @@ class ServedSelect(msgspec.Struct, eq=False):
         if lease is not None and lease.token == token and lease.is_valid:
             self.payer.leases.acknowledge(lease)
         self._finish(None)
+        for importer, number in self._pins:  # of offers that it may not have heard of
+            importer.unpin(number)
 
     def _offer_if_due(self) -> None:
         lease, link = self._lease, self.payer.link
@@ -423,9 +428,11 @@ class ServedSelect(msgspec.Struct, eq=False):
             link.call_when_drained(self._offer_if_due)
             return
         try:
-            self._offering = make_offer(
+            self._offering = offering = make_offer(
                 *(link, self._stream, lease, importer), streams=streams
             )
+            if importer is not None and offering.pin is not None:
+                self._pins.append((importer, offering.pin.number))
         except EntryTooLarge as exc:
             # The lease is being made just now: told on the next tick.
             self.payer.loop.call_soon(self._fail, exc)

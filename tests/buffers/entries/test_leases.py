@@ -383,3 +383,15 @@ def test_an_id_with_tokens_asks_for_both() -> None:
     assert matched([1, 2, 3]) == 2
     assert matched([2]) is None
     assert matched([1], 2) is None
+
+
+async def test_a_model_that_nobody_has_an_entry_of_any_more_keeps_no_index(
+    bench: SteppedLedger,
+) -> None:
+    matcher = bench.leases._matcher
+    assert bench.leases.peek(b"\0" * 8, KVFingerprint("some model")) == 0
+    bench.insert("a")
+    _, waiter = bench.select(make_query([2], None))
+    bench.leases.forget(waiter)
+    bench.ledger.withdraw("a")
+    assert not matcher._indexes and not matcher._queues

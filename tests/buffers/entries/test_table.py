@@ -223,11 +223,16 @@ async def test_stopping_forgets_everything() -> None:
 
 
 @pytest.mark.both_loops
-async def test_what_has_left_takes_no_place_for_long() -> None:
-    present: dict[str, object] = {"here": 1}
-    clock = ExpiryClock(lambda entry_id: None, present)
+@pytest.mark.parametrize("entry_id", ["gone {}", "here"])
+async def test_what_has_left_takes_no_place_for_long(
+    bench: SteppedLedger, entry_id: str
+) -> None:
+    """Also if another entry has its id by now."""
+    entry = bench.begin("here")
+    clock = ExpiryClock(lambda entry_id: None, {"here": entry})
     for number in range(3000):
-        clock.add(asyncio.get_running_loop().time() + 600, f"gone {number}")
+        entry.expires_at = asyncio.get_running_loop().time() + 600
+        clock.add(entry.expires_at, entry_id.format(number))
     assert len(clock._due) < 1100
     clock.stop()
 

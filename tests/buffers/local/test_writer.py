@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator
 
 import pytest
+import torch
 
 from asynckv.buffers.entries.entries import StoredEntry
 from asynckv.buffers.local.writer import (
@@ -17,7 +18,7 @@ from asynckv.buffers.local.writer import (
 )
 from asynckv.buffers.lookup import LookupBuffer
 from asynckv.devices.copying import CopyPool
-from asynckv.errors import EntryAborted, EntryTooLarge, LeaseLost
+from asynckv.errors import BufferClosed, EntryAborted, EntryTooLarge, LeaseLost
 from asynckv.testing.blocked import until, until_blocked
 from asynckv.testing.lookup_checks.values import MIB, cancelled, noise, same
 from asynckv.transfers.tokens import Query
@@ -261,3 +262,16 @@ async def test_what_has_left_already_is_not_filled() -> None:
     source = LocalSource({"key": noise(8)}, CopyPool())
     with pytest.raises(LeaseLost):
         await source.fill(StoredEntry(draft_of("a"), 1), lambda index, digest: None)
+
+
+async def test_an_insert_whose_buffer_is_closed_midway_is_told_so() -> None:
+    layers = {f"{number}": torch.ones(8) for number in range(40)}  # several batches
+    async with LookupBuffer("16MiB", drain_s=0) as buffer:
+        inserting = asyncio.create_task(
+            buffer.insert([1], None, layers, None, None, entry_id="x")
+        )
+        entries = buffer.ledger.table.entries
+        await until(lambda: "x" in entries and bool(entries["x"].landed))
+        buffer.abort()
+        with pytest.raises(BufferClosed):
+            await inserting

@@ -12,10 +12,12 @@ import pytest
 import torch
 
 from asynckv.buffers.lookup import LookupBuffer
+from asynckv.buffers.remote import connection
 from asynckv.buffers.remote.connection import Backoff, ask
 from asynckv.buffers.remote.peer import Peer, connect
 from asynckv.buffers.serve import Server, serve
 from asynckv.errors import AsyncKVError, PeerLost, PeerRestarted, RemoteProtocolError
+from asynckv.links.dial import dial
 from asynckv.links.link import Link, LinkStream
 from asynckv.links.listen import listen
 from asynckv.protocol.frames import (
@@ -50,6 +52,24 @@ async def test_waiting_calls_go_on_after_a_cut(
     await until(lambda: local.statistics().waiting_selects == 1)
     calls[0].cancel()
     await until(lambda: local.statistics().waiting_selects == 0)
+
+
+async def test_a_dial_that_fails_as_nobody_thought_of_is_tried_again(
+    peers: Peers, local: LookupBuffer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waiting = asyncio.create_task(peers.consumer.lookup.drop_select([1]))
+    await until(lambda: local.statistics().waiting_selects == 1)
+
+    async def fail_once(*args: Any, **kwargs: Any) -> Link:
+        monkeypatch.setattr(connection, "dial", dial)
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(connection, "dial", fail_once)
+    (await peers.consumer.link()).abort()
+    await until(lambda: not peers.consumer.is_connected)
+    await local.insert([1], None, torch.ones(3), None, None)
+    async with asyncio.timeout(10):
+        assert (await waiting).matched_tokens == 1
 
 
 async def test_a_lost_link_and_the_next_one_are_logged_as_warnings(

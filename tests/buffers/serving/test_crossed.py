@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import struct
 
 import pytest
@@ -9,7 +11,17 @@ import torch
 
 from asynckv.buffers.lookup import LookupBuffer
 from asynckv.links.link import Link
-from asynckv.protocol.frames import Accepted, Commit, Offer, Push, Retract, Select, Took
+from asynckv.protocol.frames import (
+    Accepted,
+    Commit,
+    Failure,
+    Offer,
+    Push,
+    Reached,
+    Retract,
+    Select,
+    Took,
+)
 from asynckv.protocol.transfer_frames import Grant, Sent
 from asynckv.protocol.wire import digest_of
 from asynckv.testing.blocked import until
@@ -62,3 +74,32 @@ async def test_a_tensor_that_is_not_needed_any_more_may_be_pushed_again(
             pass
     raw.stream.send(Commit())
     assert await raw.last() == Accepted()
+
+
+async def lose(local: LookupBuffer, entry_id: str) -> None:
+    """Let an entry fail in another consumer as often as it may."""
+    for _ in range(2):
+        with contextlib.suppress(LookupError):
+            async with local.drop_select(entry_id=entry_id):
+                raise LookupError
+
+
+@pytest.mark.parametrize("frame", [Took, Reached])
+async def test_what_is_offered_as_the_peer_has_ended_is_anothers(
+    local: LookupBuffer, mapper: RawMapper, frame: type[Took | Reached]
+) -> None:
+    await mapper.map()
+    small = await local.insert([1], None, torch.ones(8), None, None, deliveries=2)
+    hearer, stream, first, _ = await mapper.select()
+    large = await local.insert([1], None, torch.ones(MIB), None, None)
+    await lose(local, small)
+    assert await hearer.next() == (Retract(first.transfer), b"")
+    second, _ = await hearer.next()
+    assert isinstance(second, Offer) and second.mapped is not None
+    stream.send(frame(first.token))
+    entry = await asyncio.wait_for(local.drop_select(entry_id=large), 10)
+    assert entry.entry_id == large
+    if frame is Took:
+        await until(lambda: not local.statistics().mapped_by)
+    else:
+        assert isinstance((await hearer.next())[0], Failure)
