@@ -98,6 +98,14 @@ async def test_what_has_come_whole_can_be_taken_after_a_loss(error: PeerLost) ->
         await receiver.next()
 
 
+async def test_how_it_ended_first_is_what_is_told() -> None:
+    receiver = ReceivingHalf()
+    receiver.half.end(LOST)
+    receiver.half.end(BYE)
+    with pytest.raises(PeerLost, match="cable"):
+        await receiver.half.head()
+
+
 async def test_what_was_closed_here_gives_nothing_more() -> None:
     receiver = ReceivingHalf()
     receiver.push(8)

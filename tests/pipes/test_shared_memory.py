@@ -315,6 +315,19 @@ async def test_a_cancelled_receive_leaves_the_tensor_in_the_stream(
     assert not into.any()
 
 
+async def test_a_closed_pipe_has_nothing_mapped_or_open_and_shares_nothing_more() -> (
+    None
+):
+    before = await files_and_maps()
+    async with open_pipe_pair("map") as (near, far):
+        await asyncio.gather(send_many(near, 4), receive_many(far, 4))
+        sharings = [sharing_of(pipe) for pipe in (near, far)]
+        assert all(sharing.is_open for sharing in sharings)
+        await asyncio.gather(near.aclose(), far.aclose())
+        assert not any(sharing.is_open for sharing in sharings)
+        assert (await files_and_maps())[1] <= before[1]
+
+
 @pytest.mark.parametrize("is_aborted", [False, True])
 async def test_nothing_is_left_mapped_or_open(is_aborted: bool) -> None:
     before = await files_and_maps()
