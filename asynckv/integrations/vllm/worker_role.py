@@ -48,9 +48,9 @@ class WorkerRole:
     """Lets a :class:`~asynckv.abc.KVConnectorWorker` work on a loop of its own.
 
     ``make`` is called on that loop, once the caches are known. ``reports_saves``: each
-    save's end is reported, and blocks are held until then. Else a step that saves
-    anything waits at its end until that is copied. ``longest_save_s`` is longer than
-    any save lasts that does not hang.
+    save's end is reported, and blocks are held until then. Else :meth:`wait_released`
+    waits until they are copied. ``longest_save_s`` is longer than any save lasts that
+    does not hang.
     """
 
     def __init__(
