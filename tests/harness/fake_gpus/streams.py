@@ -79,7 +79,7 @@ class FakeStream:
             while self.work and self.work[0].run():
                 self.work.popleft()
         except GPUFailed as exc:
-            self.error = exc
+            self.error = exc.with_traceback(None)  # which keeps what its callers have
             self.work.clear()
         finally:
             self._is_getting_on = False
