@@ -104,7 +104,12 @@ class KVConnectorScheduler(abc.ABC):
 
     @abc.abstractmethod
     def build_connector_meta(self, step: KVConnectorStep) -> KVConnectorMetadata:
-        """Return what the workers do in this step, once. ``step`` is not changed."""
+        """Return what the workers do in this step, once. ``step`` is not changed.
+
+        All that ``step`` schedules is computed, and its blocks are left alone, until
+        the step's ``wait_for_save`` has returned: also for a request that is finished
+        meanwhile. Its save goes on, and whoever loads it could not tell.
+        """
 
     @abc.abstractmethod
     def update_connector_output(self, results: KVTransferResults) -> KVTransferResults:
@@ -121,8 +126,10 @@ class KVConnectorScheduler(abc.ABC):
         """The engine is done with a request, which may say that it ``is_aborted``.
 
         ``True``: its blocks must stay as they are until ``finished_sending`` or, of a
-        load under way, ``finished_recving`` names it. The mapping, if any, is what the
-        request carries to the other engine as ``kv_transfer_params``.
+        load under way, ``finished_recving`` names it. ``False``: they are free, but for
+        those of a step under way, which is computed to its end: see
+        :meth:`build_connector_meta`. The mapping, if any, is what the request carries
+        to the other engine as ``kv_transfer_params``.
         """
 
     def get_finished_count(self) -> int | None:

@@ -100,6 +100,7 @@ class ToyEngine:
         self._num_blocks = num_blocks
         self._requests: dict[str, _Running] = {}
         self._held: dict[str, _Running] = {}
+        self._in_step: dict[str, _Running] = {}
         self._wake = asyncio.Event()
         self._changed: asyncio.Future[None] | None = None
         self._task: asyncio.Task[None] | None = None
@@ -222,12 +223,14 @@ class ToyEngine:
 
     def _schedule(self) -> KVConnectorStep:
         scheduled = []
+        self._in_step = {}
         for running in list(self._requests.values()):
             if running.is_over or not (running.is_allocated or self._admit(running)):
                 continue
             if running.is_waiting:
                 continue
             count = min(self._chunk, len(running.tokens) - running.computed)
+            self._in_step[running.request.request_id] = running
             scheduled.append(
                 KVScheduled(
                     running.request.request_id,
@@ -267,7 +270,7 @@ class ToyEngine:
     async def _step(self, step: KVConnectorStep) -> None:
         if self.scheduler is None:
             await self._forward(step, None)
-            self._advance(step)
+            self._advance(step, self._end_forward())
             return
         metadata = self.scheduler.build_connector_meta(step)
         # As if the ranks were other processes.
@@ -277,13 +280,14 @@ class ToyEngine:
             worker.bind_connector_metadata(copy)
             await worker.start_load_kv()
         await self._forward(step, metadata)
+        computed = self._end_forward()
         told_by = [worker.get_finished() for worker in self.workers]
         said = [_Said(output_of(results)) for results in told_by]
         for worker in self.workers:
             worker.clear_connector_metadata()
         if (all_said := self._aggregator.aggregate(said)) is not None:
             self._take(all_said.kv_connector_output or KVConnectorOutput())
-        self._advance(step)
+        self._advance(step, computed)
 
     async def _forward(
         self, step: KVConnectorStep, metadata: KVConnectorMetadata | None
@@ -300,18 +304,27 @@ class ToyEngine:
             await worker.wait_for_save()
 
     def _compute(self, scheduled: KVScheduled, layer: str) -> None:
-        running = self._requests.get(scheduled.request_id)
-        if running is None or not scheduled.num_scheduled_tokens:
+        # Also of a request that was aborted meanwhile: its save goes on.
+        running = self._in_step[scheduled.request_id]
+        if not scheduled.num_scheduled_tokens:
             return
         start = scheduled.num_computed_tokens
         tokens = running.tokens[: start + scheduled.num_scheduled_tokens]
         for rank in self.ranks:
             rank.write(layer, scheduled.block_ids[0], tokens, start)
 
-    def _advance(self, step: KVConnectorStep) -> None:
+    def _end_forward(self) -> dict[str, _Running]:
+        """Return what was computed; blocks of what ended meanwhile are free now."""
+        computed, self._in_step = self._in_step, {}
+        for running in computed.values():
+            if running.is_over and running not in self._held.values():
+                self._give_back(running)
+        return computed
+
+    def _advance(self, step: KVConnectorStep, computed: Mapping[str, _Running]) -> None:
         for scheduled in step.scheduled:
-            running = self._requests.get(scheduled.request_id)
-            if running is None or running.is_over or running.is_waiting:
+            running = computed[scheduled.request_id]
+            if running.is_over or running.is_waiting:
                 continue
             running.computed += scheduled.num_scheduled_tokens
             if running.computed < len(running.tokens):
@@ -365,7 +378,7 @@ class ToyEngine:
             is_held, params = self.scheduler.request_finished(request, blocks)
         if is_held:
             self._held[request_id] = running
-        else:
+        elif running not in self._in_step.values():
             self._give_back(running)
         if not running.done.done():
             output = ToyOutput(running.generated, params, running.external)

@@ -11,10 +11,10 @@ from typing import Final
 import numpy
 import numpy.typing
 
-__all__ = ("ToyModel", "mix")
+__all__ = ("Rows", "ToyModel", "mix")
 
 _VOCABULARY: Final = 50_000
-_Rows = numpy.typing.NDArray[numpy.int32]
+Rows = numpy.typing.NDArray[numpy.int32]
 
 
 def mix(
@@ -38,7 +38,7 @@ class ToyModel:
         """The layers in order."""
         return tuple(f"model.layers.{i}.attn" for i in range(self.layers))
 
-    def rows(self, token_ids: Sequence[int], start: int, layer: int) -> _Rows:
+    def rows(self, token_ids: Sequence[int], start: int, layer: int) -> Rows:
         """Return the KV of tokens from ``start`` on: (tokens, 2, heads, head_dim)."""
         states = numpy.array(list(self._states(token_ids))[start:], dtype=numpy.uint64)
         count = 2 * self.heads * self.head_dim
@@ -52,7 +52,7 @@ class ToyModel:
         word = numpy.array([sum(sums) % 2**64], dtype=numpy.uint64)
         return int(mix(word)[0] % numpy.uint64(_VOCABULARY))
 
-    def sum_of(self, rows: _Rows, layer: int, head: int) -> int:
+    def sum_of(self, rows: Rows, layer: int, head: int) -> int:
         """Return what the KV of one head of one layer, (tokens, 2, dim), comes to."""
         flat = numpy.ascontiguousarray(rows).view(numpy.uint32).astype(numpy.uint64)
         seed = numpy.uint64((layer * self.heads + head) << 32)
