@@ -1,7 +1,8 @@
 """Prefill here, decode there, with the models of Hugging Face transformers.
 
 ``prefill`` computes a prompt and inserts it layer by layer; ``generate_from``
-selects it elsewhere and generates on, with the tokens of a single process.
+selects it elsewhere and generates on, with the tokens of a single process. What
+``generate`` does wrongly from any cache (with an ``assistant_model``), it refuses.
 """
 
 from __future__ import annotations

@@ -45,7 +45,6 @@ _NEUTRAL: Final[dict[str, tuple[object, ...]]] = {
             "forced_eos_token_id",
             "max_time",
             "penalty_alpha",
-            "prompt_lookup_num_tokens",
             "sequence_bias",
             "stop_strings",
             "suppress_tokens",
@@ -55,6 +54,14 @@ _NEUTRAL: Final[dict[str, tuple[object, ...]]] = {
     ),
 }
 """Where another value could change the first token, or what follows from it."""
+
+_CANNOT_GO_ON: Final[dict[str, tuple[object, ...]]] = {
+    "use_cache": (None, True),
+    "prompt_lookup_num_tokens": (None,),
+    "assistant_model": (None,),
+    "assistant_early_exit": (None,),
+}
+"""Where transformers gives wrong tokens with another value, from whatever cache."""
 
 _HARMLESS: Final = frozenset({"generation_config", "streamer"})
 
@@ -105,7 +112,11 @@ async def generate_from(
 
     :raises IncompatiblePeer: another model computed it; given back
     :raises EntryAborted: if the producer failed before the entry was complete
+    :raises ValueError: for ``use_cache=False``, ``prompt_lookup_num_tokens``,
+        ``assistant_model`` and ``assistant_early_exit``, also of a generation config:
+        with these transformers goes on wrongly from a cache
     """
+    settings = _Settings(model, options)
     loading = load(
         model,
         input_ids,
@@ -118,7 +129,7 @@ async def generate_from(
     )
     async with contextlib.AsyncExitStack() as generations:
         async with loading as handoff:
-            generation = await _start(handoff, use_carried, options)
+            generation = await _start(handoff, use_carried, settings)
             generations.push_async_callback(generation.aclose)
             waited = {handoff.taken_up, generation.ended}
             await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
@@ -133,9 +144,11 @@ async def continue_from(
 ) -> Generated:
     """Generate from ``handoff``, with ``generate``'s ``options``, in a thread.
 
-    As :func:`generate_from`, for use inside ``async with load(...)``.
+    As :func:`generate_from`, for use inside ``async with load(...)``. What that refuses
+    is refused here, too.
     """
-    generation = await _start(handoff, use_carried, options)
+    settings = _Settings(handoff.model, options)
+    generation = await _start(handoff, use_carried, settings)
     try:
         return await generation.wait()
     finally:
@@ -143,9 +156,8 @@ async def continue_from(
 
 
 async def _start(
-    handoff: Handoff, use_carried: bool, options: Mapping[str, Any]
+    handoff: Handoff, use_carried: bool, settings: _Settings
 ) -> Forward[Generated]:
-    settings = _Settings(handoff.model, options)
     steps = settings.greedy_steps() if use_carried else None
     first = await handoff.first_token() if steps is not None else None
     run = _Generation(handoff, settings, first, steps or 0)
@@ -159,6 +171,9 @@ class _Settings:
         self.options = dict(options)
         defaults = getattr(model, "generation_config", None)
         self._configs = (options.get("generation_config"), defaults)
+        for field, usable in _CANNOT_GO_ON.items():
+            if self[field] not in usable:
+                raise ValueError(f"generate() with {field} cannot go on from a cache")
 
     def __getitem__(self, field: str) -> Any:
         if field in self.options:

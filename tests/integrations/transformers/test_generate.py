@@ -220,6 +220,38 @@ async def test_what_the_producer_did_not_choose_is_chosen_here(
     assert done.prompt_positions_computed == 1
 
 
+CANNOT_GO_ON: list[dict[str, Any]] = [
+    {"use_cache": False},
+    {"prompt_lookup_num_tokens": 3},
+    {"assistant_early_exit": 1},
+]
+
+
+@pytest.mark.parametrize("is_config", [False, True])
+@pytest.mark.parametrize("options", CANNOT_GO_ON, ids=lambda options: ",".join(options))
+async def test_what_transformers_does_wrongly_from_a_cache_is_refused(
+    options: dict[str, Any],
+    is_config: bool,
+    model: PreTrainedModel,
+    lookup: KVLookupBuffer,
+    prompt: torch.Tensor,
+) -> None:
+    given = {"generation_config": GenerationConfig(**options)} if is_config else options
+    with pytest.raises(ValueError, match=next(iter(options))):
+        await generate_from(model, prompt, lookup, **given)  # before anything matches
+    await prefill(model, prompt, lookup)
+    async with load(model, prompt, lookup) as handoff:
+        with pytest.raises(ValueError, match=next(iter(options))):
+            await continue_from(handoff, **given)
+
+
+async def test_an_assistant_model_is_refused(
+    model: PreTrainedModel, lookup: KVLookupBuffer, prompt: torch.Tensor
+) -> None:
+    with pytest.raises(ValueError, match="assistant_model"):
+        await generate_from(model, prompt, lookup, assistant_model=model)
+
+
 async def test_rows_end_where_plain_generate_ends_them(
     model: PreTrainedModel, lookup: KVLookupBuffer, padded: Padded, reference: Tokens
 ) -> None:
