@@ -202,11 +202,14 @@ class Load(AbstractAsyncContextManager[Handoff, None]):
         if is_failed:
             self._landing.stop()
         self._landing.fail(RuntimeError("the load was left before it had landed"))
-        if self._landing_task is not None:
-            self._landing_task.cancel()
-            await wait_shielded(self._landing_task)
-        if self._handoff is not None:
-            self._handoff.detach()
+        try:
+            if self._landing_task is not None:
+                self._landing_task.cancel()
+                await wait_shielded(self._landing_task)
+        finally:
+            self._landing.complete()  # a task that is cancelled does not say so
+            if self._handoff is not None:
+                self._handoff.detach()
 
     def _open(self, stream: SelectStream, plans: Sequence[LayerPlan]) -> Handoff:
         entry_prompt = _entry_prompt(stream.input_tokens)

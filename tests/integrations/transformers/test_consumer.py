@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Callable, Mapping
+from contextlib import AbstractAsyncContextManager
 from typing import Any
 
 import msgspec
@@ -11,7 +12,7 @@ import pytest
 import torch
 from transformers import DynamicCache, LlamaForCausalLM, PreTrainedModel
 
-from asynckv.abc import KVEntry, KVLookupBuffer
+from asynckv.abc import InsertWriter, KVEntry, KVLookupBuffer
 from asynckv.errors import EntryAborted, IncompatiblePeer
 from asynckv.integrations.transformers import (
     LayerEvent,
@@ -26,6 +27,7 @@ from asynckv.integrations.transformers import (
 from asynckv.integrations.transformers.consumer import tensors_of
 from asynckv.integrations.transformers.forward import ForwardStopped
 from asynckv.testing import use_across_tasks
+from asynckv.testing.blocked import until_blocked
 
 Model = Callable[..., PreTrainedModel]
 GREEDY: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False}
@@ -42,6 +44,18 @@ def entry(model: Any, prompt: torch.Tensor) -> KVEntry:
     with torch.no_grad():
         model(prompt, past_key_values=cache)
     return entry_of(model, cache, prompt)
+
+
+def begun(
+    lookup: KVLookupBuffer, model: PreTrainedModel, prompt: torch.Tensor
+) -> AbstractAsyncContextManager[InsertWriter]:
+    """Begin an entry, of which nothing comes."""
+    specs = {
+        spec: found
+        for plan in plan_layers(model.config)
+        for spec, found in plan.specs(1, 40, model.dtype).items()
+    }
+    return lookup.open_insert(prompt[0], None, specs)
 
 
 async def test_leaving_acknowledges_and_landed_layers_stay(
@@ -131,6 +145,27 @@ async def test_what_has_not_landed_when_it_is_left_never_will(
         pass
     with pytest.raises(RuntimeError, match="before it had landed"):
         await continue_from(handoff, **GREEDY, use_carried=False)
+
+
+@pytest.mark.parametrize("by_an_error", [True, False])
+async def test_who_waits_for_all_of_it_hears_that_the_load_was_left(
+    model: PreTrainedModel,
+    lookup: KVLookupBuffer,
+    prompt: torch.Tensor,
+    by_an_error: bool,
+) -> None:
+    with contextlib.suppress(InterruptedError):
+        async with begun(lookup, model, prompt):
+            async with load(model, prompt, lookup) as handoff:
+                waiting = asyncio.create_task(handoff.landed())
+                await until_blocked(waiting)
+                if by_an_error:
+                    raise InterruptedError
+            raise InterruptedError  # the producer's, too late to count
+    with pytest.raises(RuntimeError, match="before it had landed"):
+        await waiting
+    with pytest.raises(RuntimeError, match="before it had landed"):
+        await handoff.landed()
 
 
 async def test_every_layer_lands_and_is_used(
@@ -268,12 +303,7 @@ async def test_the_hidden_state_travels_with_an_entry_in_one_piece(
 async def test_a_layer_that_cannot_come_fails_who_waits_for_it(
     model: PreTrainedModel, lookup: KVLookupBuffer, prompt: torch.Tensor
 ) -> None:
-    specs = {
-        spec: found
-        for plan in plan_layers(model.config)
-        for spec, found in plan.specs(1, 40, model.dtype).items()
-    }
-    inserting = lookup.open_insert(prompt[0], None, specs)
+    inserting = begun(lookup, model, prompt)
     await inserting.__aenter__()
     with pytest.raises(EntryAborted):
         async with load(model, prompt, lookup) as handoff:
