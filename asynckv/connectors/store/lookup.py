@@ -94,37 +94,41 @@ def namespace_of(engine: KVEngine) -> str:
 
 logger = logging.getLogger(__name__)
 
+_NOT_HELD: Final = "what is found is not held any more"
+
 
 class StorePins:
     """Pins what is found for ``seconds``: not evicted before its load can pin it.
 
-    Of more than ``at_most`` at once the oldest are let go.
+    Of more than ``at_most`` at once the oldest are let go: those that are found, for
+    who still asks has nothing yet.
     """
 
     def __init__(self, seconds: float, at_most: int) -> None:
         self._seconds = seconds
         self._at_most = at_most
-        self._tasks: dict[asyncio.Task[None], None] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._held: dict[asyncio.Task[None], None] = {}
         self._is_closing = False
 
     def __len__(self) -> int:
-        """How many there are."""
-        return len(self._tasks)
+        """How many are held, and not about to be let go."""
+        return len(self._held)
 
     async def hold(self, store: KVStoreBuffer, keys: Sequence[str]) -> tuple[bool, ...]:
         """Say which of ``keys`` are there; those stay. A cancelled call holds none.
 
-        :raises PeerLost: the store is gone
+        :raises PeerLost: the store is gone, or this is closed
         """
+        if self._is_closing:
+            raise PeerLost(_NOT_HELD)
         loop = asyncio.get_running_loop()
         found: asyncio.Future[tuple[bool, ...]] = loop.create_future()
         task = loop.create_task(
             self._keep(store, keys, found), name="asynckv: blocks that were found"
         )
-        self._tasks[task] = None
+        self._tasks.add(task)
         task.add_done_callback(lambda task: self._ended(task, found))
-        if self._is_closing or len(self._tasks) > self._at_most:
-            next(iter(self._tasks)).cancel()
         try:
             return await found
         except asyncio.CancelledError:
@@ -159,6 +163,7 @@ class StorePins:
         try:
             async with store.pin(keys) as there:
                 if not found.done():
+                    self._make_room()
                     found.set_result(there)
                     await asyncio.sleep(self._seconds)
         except (AsyncKVError, OSError) as exc:
@@ -167,12 +172,22 @@ class StorePins:
             else:
                 logger.debug("what was found is held no longer: %s", exc)
 
+    def _make_room(self) -> None:
+        """The task that calls this holds something now: let the oldest go for it."""
+        if (task := asyncio.current_task()) is not None:
+            self._held[task] = None
+        while len(self._held) > self._at_most:
+            oldest = next(iter(self._held))
+            del self._held[oldest]  # now: cancelled, it takes its time to end
+            oldest.cancel()
+
     def _ended(
         self, task: asyncio.Task[None], found: asyncio.Future[tuple[bool, ...]]
     ) -> None:
-        del self._tasks[task]
-        if not found.done():  # it was cancelled before it had asked
-            found.set_exception(PeerLost("what is found is not held any more"))
+        self._tasks.discard(task)
+        self._held.pop(task, None)
+        if not found.done():  # it was cancelled before it had an answer
+            found.set_exception(PeerLost(_NOT_HELD))
 
 
 _PROBE_EVERY_S: Final = 1.0

@@ -364,6 +364,29 @@ async def test_what_is_held_is_not_evicted_and_what_is_let_go_is() -> None:
             await holds.hold(store, ["a"])
 
 
+async def test_of_a_burst_it_holds_the_last_and_all_of_it_is_answered() -> None:
+    holds = StorePins(3600, 2)
+    async with StoreBuffer("2MiB") as store:
+        for key in ("a", "b", "c", "d"):
+            await store.put(key, torch.zeros(2**17, dtype=torch.uint8))
+        answers = await asyncio.gather(*(holds.hold(store, [key]) for key in "abcd"))
+        assert answers == [(True,)] * 4
+        await fill(store)
+        assert await store.contains(["a", "b", "c", "d"]) == (False, False, True, True)
+        await holds.aclose()
+
+
+async def test_what_is_asked_while_it_closes_is_not_held() -> None:
+    holds = StorePins(3600, 2)
+    async with StoreBuffer() as store:
+        await holds.hold(store, ["a"])
+        holds.abort()  # what is held ends soon, and has not yet
+        with pytest.raises(PeerLost):
+            await holds.hold(store, ["a"])
+        await holds.aclose()
+        assert not len(holds)
+
+
 async def test_it_holds_so_many_at_once_and_for_so_long() -> None:
     async with StoreBuffer() as store:
         holds = StorePins(3600, 2)
