@@ -306,8 +306,14 @@ class Transfers:
     ) -> TransferState | None:
         """Run a transfer; ``None``, and counted, if the request has one of that way.
 
-        ``ended`` is called when it has ended, also if it had no time to begin.
+        ``ended`` is called when it has ended, also if it had no time to begin. While
+        this is closing it is refused: ``None``, and ``ended`` has been called.
         """
+        if self._is_closing:
+            self.refuse(request_id, way, block_ids, "the connector is closed")
+            if ended is not None:
+                ended()
+            return None
         state = self.ledger.begin(request_id, way, frozenset(block_ids))
         if state is None:
             return None

@@ -17,6 +17,7 @@ from asynckv.connectors.transfers import (
     output_of,
     results_of,
 )
+from asynckv.testing.blocked import until_blocked
 
 
 @pytest.fixture
@@ -129,6 +130,28 @@ async def test_a_request_has_one_transfer_of_a_way(transfers: Transfers) -> None
     assert transfers.count("recv") == 1
     await transfers.aclose()
     assert transfers.results().failed_recving == {"r"}
+
+
+async def test_what_begins_while_it_is_closing_is_refused(
+    transfers: Transfers,
+) -> None:
+    quiet, called = asyncio.Event(), list[str]()
+
+    async def stubborn() -> None:
+        try:
+            await for_ever()
+        finally:
+            await quiet.wait()
+
+    transfers.begin("old", "recv", stubborn)
+    await asyncio.sleep(0)
+    closing = asyncio.create_task(transfers.aclose())
+    await until_blocked(closing)
+    late = transfers.begin("new", "recv", for_ever, [1], lambda: called.append("end"))
+    quiet.set()
+    await closing  # it waits for no load that had the time to begin
+    assert (late, called) == (None, ["end"])
+    assert transfers.results().reasons["new"] == "the connector is closed"
 
 
 async def test_closing_ends_what_nobody_is_told_of_too(transfers: Transfers) -> None:

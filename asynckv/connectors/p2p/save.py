@@ -428,20 +428,21 @@ class P2PSaving:
             )
             return
         save = self.new_save(request)
-        state: TransferState | None = self._transfers.begin(
+        state: TransferState | None = None
+        state = self._transfers.begin(
             request.request_id,
             "send",
             lambda: self._save(save),
             ended=lambda: self._save_ended(save, state),
         )
-        if state is None:
+        if state is not None:
+            self._saves[state] = save
+            self._under_way[_name_of(request)] = save
+        elif not self._transfers.is_closing:  # then nobody is told any more
             reason = "an older save of that request has not ended"
             self._notifications.report_failure(
                 request, self._header_of(request), reason
             )
-        else:
-            self._saves[state] = save
-            self._under_way[_name_of(request)] = save
 
     def withdraw(self, request: SaveRequest) -> None:
         """Nobody will ask for what that saves, or has saved. Never waits."""

@@ -509,6 +509,20 @@ async def test_a_load_that_cannot_begin_fails_and_those_after_it_begin(
     assert alone.statistics().loading == 1
 
 
+async def test_what_a_worker_that_is_closed_is_to_move_fails_at_once(
+    alone: P2PWorker,
+) -> None:
+    await alone.aclose()
+    load = LoadRequest("d", "t", "D", ((1,),), num_tokens=3)
+    alone.bind_connector_metadata(P2PMetadata(loads=(load,), saves=(SAVE,)))
+    await alone.start_load_kv()
+    await alone.wait_for_save()
+    results = alone.get_finished()
+    assert (results.failed_recving, results.failed_sending) == ({"d"}, {"r"})
+    assert set(results.reasons.values()) == {"the connector is closed"}
+    assert not alone.statistics().releasing
+
+
 async def test_orders_of_another_connector_are_refused(alone: P2PWorker) -> None:
     with pytest.raises(TypeError, match="another connector"):
         alone.bind_connector_metadata(KVConnectorMetadata())
