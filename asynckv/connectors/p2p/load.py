@@ -245,7 +245,9 @@ class P2PLoading:
         )
         self._loads: dict[P2PLoad, TransferState] = {}
         self._awaited: list[P2PLoad] = []
-        routes.call_when_lost(self._on_lost)
+        if options.direction == "push":
+            # What is pulled comes by a link of our own, which fails it by itself.
+            routes.call_when_lost(self._on_lost)
 
     @property
     def awaited(self) -> tuple[P2PLoad, ...]:

@@ -388,7 +388,8 @@ async def test_a_load_fails_with_the_rank_that_it_is_from_and_no_other(
 ) -> None:
     told: list[Callable[[str], None]] = []
     monkeypatch.setattr(parts.routes, "call_when_lost", told.append)
-    loading = P2PLoading(*parts.all, moves=parts.moves)
+    options = msgspec.structs.replace(parts.options, direction="push")
+    loading = P2PLoading(parts.engine, options, *parts.all[2:], moves=parts.moves)
     async with serve("mem://toy-parts-P", lookup=LookupBuffer(), identity="P/0"):
         loading.begin(AWAITED)
         await until(lambda: all(load.has_begun for load in loading.awaited))

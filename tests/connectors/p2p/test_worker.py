@@ -15,6 +15,7 @@ import torch
 
 from asynckv.abc import KVConnectorMetadata
 from asynckv.buffers.lookup import LookupBuffer
+from asynckv.config import KVRole
 from asynckv.connectors.engine import EntryHeader, KVEngine
 from asynckv.connectors.options import Direction
 from asynckv.connectors.p2p.scheduler import P2PScheduler
@@ -59,14 +60,19 @@ def buffer_of(worker: P2PWorker) -> LookupBuffer:
 
 @asynccontextmanager
 async def pair_of(
-    p: EngineShape | None = None, d: EngineShape | None = None, **extra: object
+    p: EngineShape | None = None,
+    d: EngineShape | None = None,
+    *,
+    roles: tuple[KVRole, KVRole] = ("kv_producer", "kv_consumer"),
+    **extra: object,
 ) -> AsyncIterator[Pair]:
     p, d, name = p or toy_shape(MODEL), d or toy_shape(MODEL), next(NAMES)
     urls = [
         [f"mem://{side}{name}" + (f".{rank}" if rank else "") for rank in range(size)]
         for side, size in (("P", p.tp_size), ("D", d.tp_size))
     ]
-    configs = pair_configs(urls[0], urls[1], {"direction": "pull", **extra})
+    options = {"direction": "pull", **extra}
+    configs = pair_configs(urls[0], urls[1], options, roles=roles)
     async with (
         make_engine("P", configs[0], p, MODEL, chunk=32) as prefill,
         make_engine("D", configs[1], d, MODEL) as decode,
@@ -298,6 +304,20 @@ async def test_loads_of_a_peer_that_dies_fail_at_once() -> None:
         await decoding
         assert pair[1].failures["d"].startswith(("PeerLost", "BufferClosed"))
         await pair[1].quiet()
+
+
+async def test_a_link_that_nothing_is_loaded_by_fails_no_load_when_it_is_lost() -> None:
+    roles: tuple[KVRole, KVRole] = ("kv_both", "kv_both")
+    async with pair_of(roles=roles) as pair:
+        theirs, ours = (worker_of(engine) for engine in pair)
+        await theirs.routes.peers.find("D", 0)  # as if it had fetched something
+        decoding = begin_to_decode(pair)
+        await until(lambda: ours.statistics().connected_peers == 1)
+        theirs.routes.peers.hang_up("D", 0)
+        await until(lambda: ours.statistics().links == 1)
+        await prefilled(pair, prompt(), transfer_id="t")
+        assert await decoding == 70
+        assert not pair[1].failures
 
 
 async def test_by_policy_a_failed_load_fails_its_request() -> None:
