@@ -349,13 +349,14 @@ class Transfers:
         name: str,
         *,
         at_most: int | None = None,
-    ) -> None:
+    ) -> asyncio.Task[None] | None:
         """Run what nobody waits for; that it fails is only logged.
 
         Where ``at_most`` of those that may be given up are under way the oldest is.
+        While this is closing nothing is run: ``None``.
         """
         if self._is_closing:
-            return
+            return None
         if at_most is not None and len(self._dispensable) >= at_most:
             oldest = next(iter(self._dispensable))
             del self._dispensable[oldest]
@@ -365,6 +366,7 @@ class Transfers:
         if at_most is not None:
             self._dispensable[task] = None
         task.add_done_callback(self._untold_ended)
+        return task
 
     def cancel(self, request_id: str, way: Way) -> None:
         """End a request's transfer; it is told once its memory is quiet."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import functools
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Final
@@ -31,7 +32,7 @@ from asynckv.connectors.p2p.entries import (
 from asynckv.connectors.requests import LoadRequest, SaveRequest
 from asynckv.connectors.transfers import Transfers
 from asynckv.devices.names import Device
-from asynckv.errors import IncompatiblePeer, PeerLost
+from asynckv.errors import EntryConflict, IncompatiblePeer, PeerLost
 from asynckv.observability.lines import as_line
 from asynckv.parallel.plans import RankRead
 from asynckv.parallel.shapes import EngineShape
@@ -300,6 +301,9 @@ async def _close_behind(buffer: LookupBuffer | None, server: Server | None) -> N
 _AT_ONCE: Final = 1024
 """So many may be under way; then the oldest is left to its producer's ``ttl_s``."""
 
+_REPORTED: Final = 4096
+"""Of so many transfers, the last ones, it is known that a save of them has failed."""
+
 
 class P2PNotifications:
     """Sends them beside everything else: nobody waits for them, none of them raises."""
@@ -308,6 +312,7 @@ class P2PNotifications:
         self, transfers: Transfers, routes: P2PRoutes, options: ConnectorOptions
     ) -> None:
         self._transfers, self._routes, self._options = transfers, routes, options
+        self._reports: dict[tuple[str, str], _Reports] = {}
 
     def release(self, request: LoadRequest) -> None:
         """Nobody here needs it: let who holds it have the memory back. Never waits."""
@@ -351,7 +356,7 @@ class P2PNotifications:
         except IncompatiblePeer:
             return  # then nobody can wait for it
         tokens, ttl_s = request.token_ids, self._options.ttl_s
-        for target in targets:
+        tasks = [
             self._transfers.begin_unreported(
                 functools.partial(
                     report_failure, target, tokens, header, reason, ttl_s
@@ -359,3 +364,67 @@ class P2PNotifications:
                 f"failure of {request.transfer_id}",
                 at_most=_AT_ONCE,
             )
+            for target in targets
+        ]
+        if request.is_named:  # what has no name is not saved again
+            self._remember(request, [task for task in tasks if task is not None])
+
+    def has_reported(self, request: SaveRequest) -> bool:
+        """Whether it says in place of that transfer's entry why there is none."""
+        return _name_of(request) in self._reports
+
+    async def take_back_report(self, request: SaveRequest) -> bool:
+        """Make room for an entry where :meth:`report_failure` has said why it failed.
+
+        ``False``: it has not, as far as is known. A cancelled call has done so or not.
+
+        :raises PeerLost: who holds it is gone
+        :raises TimeoutError: who holds it did not answer
+        """
+        reports = self._reports.get(_name_of(request))
+        if reports is None:
+            return False
+        if reports.tasks:
+            for task in reports.tasks:
+                task.cancel()
+            await asyncio.wait(set(reports.tasks))
+        for target in self._routes.targets(request):
+            await withdraw(target, self._options.load_timeout_s)
+        return True
+
+    def forget_report(self, request: SaveRequest) -> None:
+        """An entry is there now that is whole."""
+        self._reports.pop(_name_of(request), None)
+
+    def _remember(
+        self, request: SaveRequest, tasks: Sequence[asyncio.Task[None]]
+    ) -> None:
+        name = _name_of(request)
+        reports = self._reports.pop(name, None) or _Reports()
+        self._reports[name] = reports
+        reports.tasks.update(tasks)
+        for task in tasks:
+            task.add_done_callback(lambda task: self._report_ended(name, task))
+        while len(self._reports) > _REPORTED:
+            del self._reports[next(iter(self._reports))]
+
+    def _report_ended(self, name: tuple[str, str], task: asyncio.Task[None]) -> None:
+        if (reports := self._reports.get(name)) is None:
+            return
+        reports.tasks.discard(task)
+        if task.cancelled() or not isinstance(task.exception(), EntryConflict):
+            reports.may_be_there = True
+        if not (reports.tasks or reports.may_be_there):
+            del self._reports[name]  # another save of it was whole: that stays
+
+
+@dataclasses.dataclass(slots=True)
+class _Reports:
+    """That the saves of one transfer have failed, and what still tells of it."""
+
+    tasks: set[asyncio.Task[None]] = dataclasses.field(default_factory=set)
+    may_be_there: bool = False
+
+
+def _name_of(request: SaveRequest) -> tuple[str, str]:
+    return request.peer, request.transfer_id

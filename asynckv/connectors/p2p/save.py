@@ -547,14 +547,18 @@ class P2PSaving:
             self._notifications.report_failure(save.request, header, state.reason)
 
     async def _save(self, save: P2PSave) -> None:
+        was_reported = False
         try:
             if self._routes.peers.device is not None and self._routes.pushes:
                 # The caches may have come after start(): before a peer is dialled.
                 await self._moves().open_if_possible()
+            was_reported = await self._notifications.take_back_report(save.request)
             await save.run(self._routes.targets(save.request))
+            self._notifications.forget_report(save.request)
         except EntryConflict:
-            if self.options.direction == "push":
-                raise
+            failed = was_reported or self._notifications.has_reported(save.request)
+            if failed or self.options.direction == "push":
+                raise  # what is there, or was taken, may say that it has failed
             # Another request of that transfer saves it, or has: it is there once.
         finally:
             self.nbytes += save.nbytes

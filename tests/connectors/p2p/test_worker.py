@@ -18,6 +18,7 @@ from asynckv.buffers.lookup import LookupBuffer
 from asynckv.config import KVRole
 from asynckv.connectors.engine import EntryHeader, KVEngine
 from asynckv.connectors.options import Direction
+from asynckv.connectors.p2p.save import P2PSave
 from asynckv.connectors.p2p.scheduler import P2PScheduler
 from asynckv.connectors.p2p.worker import P2PWorker
 from asynckv.connectors.requests import LoadRequest, P2PMetadata, SaveRequest
@@ -448,6 +449,49 @@ async def test_prefill_without_room_goes_on_and_who_decodes_learns_at_once(
         await pair[0].quiet()
 
 
+async def fail_to_save(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prefill for a transfer that has a name, with no way to where it goes."""
+
+    async def fail() -> LookupBuffer:
+        raise OSError("a device failed")
+
+    worker = worker_of(pair[0])
+    asked = {**PREFILL, "transfer_id": "t"}
+    with monkeypatch.context() as patch:
+        patch.setattr(P2PSave, "run", lambda save, targets: fail())
+        await pair[0].generate(prompt(), request_id="p", kv_transfer_params=asked)
+        await until(lambda: not worker.statistics().saving)
+    await until(functools.partial(has_let_go, worker))
+
+
+@DIRECTIONS
+async def test_a_transfer_that_was_not_saved_may_be_prefilled_again(
+    direction: Direction, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with pair_of(direction=direction) as pair:
+        await fail_to_save(pair, monkeypatch)
+        params = await prefilled(pair, prompt(), "again", transfer_id="t")
+        assert await decoded(pair, prompt(), params) == 70
+        await all_quiet(pair)
+
+
+@DIRECTIONS
+async def test_once_it_was_heard_that_a_transfer_failed_it_is_not_saved(
+    direction: Direction, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By its id nobody could be told apart who has heard it from who has not."""
+    async with pair_of(direction=direction) as pair:
+        await fail_to_save(pair, monkeypatch)
+        await decoded(pair, prompt(), LOAD)
+        assert "a device failed" in pair[1].failures["d"]
+        worker, asked = worker_of(pair[0]), {**PREFILL, "transfer_id": "t"}
+        for failed, name in enumerate(("q", "r"), 2):
+            await pair[0].generate(prompt(), request_id=name, kv_transfer_params=asked)
+            await until(lambda: not worker.statistics().saving)
+            assert worker.statistics().transfers.failed == failed
+        await all_quiet(pair)
+
+
 KV = dict.fromkeys(MODEL.layer_names, (2, 8, 16, 4, 8))
 SAVE = SaveRequest("r", "t", "", (1, 2, 3), ((4,),), b"salt")
 
@@ -538,7 +582,7 @@ async def test_what_a_worker_that_is_closed_is_to_move_fails_at_once(
     await alone.start_load_kv()
     await alone.wait_for_save()
     results = alone.get_finished()
-    assert (results.failed_recving, results.failed_sending) == ({"d"}, {"r"})
+    assert results.failed_recving == {"d"} and results.failed_sending == {"r"}
     assert set(results.reasons.values()) == {"the connector is closed"}
     assert not alone.statistics().releasing
 
