@@ -28,7 +28,19 @@ __all__ = (
     "SavedPrompt",
     "StoreMetadata",
     "StoreRequest",
+    "refusal_of_blocks",
 )
+
+
+def refusal_of_blocks(block_ids: BlockIds, num_blocks: int) -> str:
+    """Say why so many blocks cannot be loaded, if a group has not as many."""
+    fewest = min(map(len, block_ids), default=num_blocks)
+    if fewest >= num_blocks:
+        return ""
+    return (
+        f"a group has {fewest} blocks for the {num_blocks} that are to be loaded: its "
+        "blocks hold another number of tokens than the engine's block_size"
+    )
 
 
 class LoadRequest(msgspec.Struct, frozen=True):
@@ -91,13 +103,15 @@ class P2PMetadata(KVConnectorMetadata, frozen=True):
 class StoreRequest(msgspec.Struct, frozen=True):
     """Load or save these blocks, of which each group has one for each key.
 
-    They are those of the prompt from ``first_block`` on.
+    They are those of the prompt from ``first_block`` on. With a ``refusal`` the load
+    fails at once, for that reason.
     """
 
     request_id: str
     block_keys: tuple[str, ...]
     block_ids: BlockIds
     first_block: int = 0
+    refusal: str = ""
 
 
 class StoreMetadata(KVConnectorMetadata, frozen=True):

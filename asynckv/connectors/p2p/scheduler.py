@@ -33,6 +33,7 @@ from asynckv.connectors.requests import (
     SampledPrompts,
     SavedPrompt,
     SaveRequest,
+    refusal_of_blocks,
 )
 from asynckv.connectors.transfers import ExpectedLoads, TransferCounters
 from asynckv.loops import ThreadBound
@@ -151,18 +152,19 @@ class P2PScheduler(ThreadBound, KVConnectorScheduler, SupportsHMA, TakesHandshak
         size = self.engine.block_size
         first = (known.num_tokens - num_external_tokens) // size
         end = self.engine.blocks_of(known.num_tokens)
+        blocks = tuple(group[first:end] for group in block_ids)
         load = LoadRequest(
             request_id=request.request_id,
             transfer_id=known.transfer_id,
             peer=known.peer,
-            block_ids=tuple(group[first:end] for group in block_ids),
+            block_ids=blocks,
             first_block=first,
             num_tokens=known.num_tokens,
             digest=prompt_digest(request.token_ids, known.num_tokens),
             incarnations=known.incarnations,
             shape=known.shape,
             salt=salt_digest(request.salt),
-            refusal=known.refusal,
+            refusal=known.refusal or refusal_of_blocks(blocks, end - first),
         )
         known.load = self._loads.begin(request.request_id, load.block_ids)
         if known.load is not None:

@@ -23,7 +23,11 @@ from asynckv.abc import (
 )
 from asynckv.config import KVLoadFailurePolicy, KVTransferConfig
 from asynckv.connectors.engine import KVEngine, prefix_block_keys
-from asynckv.connectors.requests import StoreMetadata, StoreRequest
+from asynckv.connectors.requests import (
+    StoreMetadata,
+    StoreRequest,
+    refusal_of_blocks,
+)
 from asynckv.connectors.store.lookup import PrefixLookup
 from asynckv.connectors.transfers import ExpectedLoads, TransferCounters
 from asynckv.errors import AsyncKVError
@@ -176,10 +180,12 @@ class StoreScheduler(
             return
         end, size = known.stored, self.engine.block_size
         first = (end * size - num_external_tokens) // size
+        blocks = tuple(group[first:end] for group in block_ids)
         load = StoreRequest(
             request.request_id,
             known.keys[first:end],
-            tuple(group[first:end] for group in block_ids),
+            blocks,
+            refusal=refusal_of_blocks(blocks, end - first),
         )
         if self._loads.begin(request.request_id, load.block_ids):
             self._pending_loads.append(load)

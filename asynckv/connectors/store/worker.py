@@ -330,6 +330,9 @@ class StoreLoading:
         """
         blocks = {block for group in request.block_ids for block in group}
         rank, request_id = self._rank, request.request_id
+        if request.refusal:
+            rank.transfers.refuse(request_id, "recv", blocks, request.refusal)
+            return
         try:
             packed, mark = rank.packed(), rank.now()
             rank.transfers.begin(

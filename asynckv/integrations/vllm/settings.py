@@ -67,7 +67,7 @@ class Settings:
         :raises ConfigError: an option that is none, or what cannot be moved yet
         """
         _check_parallelism(vllm_config)
-        _check_groups(kv_cache_config)
+        _check_groups(kv_cache_config, vllm_config.cache_config.block_size)
         parallel = vllm_config.parallel_config
         engine = KVEngine(
             engine_id=vllm_config.kv_transfer_config.engine_id,
@@ -238,7 +238,7 @@ def _check_parallelism(vllm_config: VllmConfig) -> None:
             )
 
 
-def _check_groups(kv_cache_config: KVCacheConfig) -> None:
+def _check_groups(kv_cache_config: KVCacheConfig, block_size: int) -> None:
     for group in kv_cache_config.kv_cache_groups:
         if group.host_resident or not group.enable_kv_transfer:
             raise ConfigError(
@@ -253,4 +253,11 @@ def _check_groups(kv_cache_config: KVCacheConfig) -> None:
                 "keep a whole prompt, or is not known to",
                 hint="--disable-hybrid-kv-cache-manager makes sliding windows full "
                 "attention in models that have both; others cannot be moved yet",
+            )
+        tokens = group.kv_cache_spec.block_size
+        if tokens != block_size:
+            raise ConfigError(
+                f"layers like {group.layer_names[0]} have blocks of {tokens} tokens, "
+                f"and others of {block_size} (block_size): they cannot be moved yet",
+                hint=f"--block-size {tokens} may give all layers the same",
             )

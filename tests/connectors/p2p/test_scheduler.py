@@ -417,3 +417,11 @@ def test_what_samples_share_is_withdrawn_when_all_are_aborted(
         scheduler.request_finished(ended, ((1, 2, 3),))
     withdrawn = [one.transfer_id for one in orders(scheduler).withdrawals]
     assert withdrawn == ([order.transfer_id] if all(aborted) else [])
+
+
+def test_a_group_with_fewer_blocks_than_are_to_be_loaded_is_refused(
+    scheduler: P2PScheduler,
+) -> None:
+    scheduler.update_state_after_alloc(load(), ((7, 8, 9), (1, 2)), 6)
+    (order,) = orders(scheduler).loads
+    assert "a group has 1 blocks for the 2" in order.refusal

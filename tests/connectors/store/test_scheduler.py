@@ -122,6 +122,16 @@ def test_what_is_stored_is_loaded_and_the_rest_is_saved_once(
     assert scheduler.has_pending_work()
 
 
+def test_a_group_with_fewer_blocks_than_are_to_be_loaded_is_refused(
+    scheduler: StoreScheduler,
+) -> None:
+    scheduler.on_new_request(REQUEST)
+    scheduler.take_answer(KVAnswer("r", 2))
+    scheduler.update_state_after_alloc(REQUEST, ((7, 8, 9), (1,)), 8)
+    (load,) = orders(scheduler).loads
+    assert "a group has 1 blocks for the 2" in load.refusal
+
+
 def test_an_aborted_load_holds_its_blocks() -> None:
     scheduler = loading()
     assert scheduler.request_finished_all_groups(REQUEST, ((7, 8, 9),)) == (True, None)

@@ -148,6 +148,15 @@ async def test_a_load_that_cannot_begin_has_failed_and_says_why() -> None:
     assert "register_kv_caches() comes first" in results.reasons["r"]
 
 
+async def test_a_load_that_is_refused_has_failed_for_that_reason() -> None:
+    order = StoreRequest("r", ("key",), ((3,), ()), refusal="a group has 0 blocks")
+    async with StoreBuffer() as store, StoreWorker(CONFIG, ENGINE, store) as worker:
+        worker.register_kv_caches({"a": torch.zeros(4, 16, 2)})
+        worker.bind_connector_metadata(StoreMetadata(loads=(order,)))
+        await worker.start_load_kv()
+        assert worker.get_finished().reasons == {"r": "a group has 0 blocks"}
+
+
 async def load(worker: StoreWorker, *keys: str) -> KVTransferResults:
     order = StoreRequest("r", keys, (tuple(range(len(keys))),))
     worker.bind_connector_metadata(StoreMetadata(loads=(order,)))

@@ -229,6 +229,14 @@ def test_other_layers_are_another_layout() -> None:
             cache_config(Group(["a"], FullAttentionSpec(), enable_kv_transfer=False)),
             "cannot be moved yet",
         ),
+        (
+            vllm_config(),
+            cache_config(
+                Group(["a"], FullAttentionSpec()),
+                Group(["b"], FullAttentionSpec(block_size=64)),
+            ),
+            "layers like b have blocks of 64 tokens, and others of 32",
+        ),
     ],
 )
 def test_what_cannot_be_moved_is_refused_by_name(
