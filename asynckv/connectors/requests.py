@@ -104,7 +104,7 @@ class StoreRequest(msgspec.Struct, frozen=True):
     """Load or save these blocks, of which each group has one for each key.
 
     They are those of the prompt from ``first_block`` on. With a ``refusal`` the load
-    fails at once, for that reason.
+    fails at once, for that reason. ``number`` tells requests of one id apart.
     """
 
     request_id: str
@@ -112,6 +112,7 @@ class StoreRequest(msgspec.Struct, frozen=True):
     block_ids: BlockIds
     first_block: int = 0
     refusal: str = ""
+    number: int = 0
 
 
 class StoreMetadata(KVConnectorMetadata, frozen=True):

@@ -47,6 +47,7 @@ class _Known:
 
     request: KVRequest
     keys: tuple[str, ...]
+    number: int
     is_asked: bool = False
     stored: int | None = None
     answered_s: float = 0.0
@@ -114,7 +115,7 @@ class StoreScheduler(
         self._questions: list[KVQuestion] = []
         self._pending_loads: list[StoreRequest] = []
         self._loads = ExpectedLoads()
-        self._asked = self._hit_blocks = self._unanswered = 0
+        self._seen = self._asked = self._hit_blocks = self._unanswered = 0
 
     async def start(self) -> None:
         """Begin to dial the store; nobody waits for it, and it need not be there."""
@@ -253,7 +254,9 @@ class StoreScheduler(
                 self._fingerprint,
                 request.salt,
             )
-            known = self._requests[request.request_id] = _Known(request, keys)
+            known = _Known(request, keys, self._seen)
+            self._requests[request.request_id] = known
+            self._seen += 1
         return known
 
     def _ask_for(self, known: _Known) -> None:
@@ -281,4 +284,5 @@ class StoreScheduler(
             known.keys[first:end],
             tuple(group[first:end] for group in scheduled.block_ids),
             first,
+            number=known.number,
         )

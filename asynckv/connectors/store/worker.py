@@ -186,6 +186,15 @@ class _Save(NamedTuple):
         """Which of its prompt's blocks it is."""
         return self.request.first_block + self.offset
 
+    @property
+    def prompt(self) -> tuple[str, int]:
+        """Whose prompt it is of."""
+        return _prompt_of(self.request)
+
+
+def _prompt_of(request: StoreRequest) -> tuple[str, int]:
+    return request.request_id, request.number
+
 
 class StoreSaving:
     """Copies the blocks of a step to host memory, and stores the copies beside the
@@ -201,7 +210,8 @@ class StoreSaving:
         self._rank = rank
         self._logs_losses = logs_losses
         self._saves: collections.deque[_Save] = collections.deque()
-        self._ends: dict[str, int] = {}  # of prompts that are not stored further
+        # Of prompts that are not stored further.
+        self._ends: dict[tuple[str, int], int] = {}
         self._staged = 0
         self._has_ended = asyncio.Event()
         self._is_stalled = False
@@ -211,8 +221,8 @@ class StoreSaving:
         """A step begins: these are its saves."""
         self._saves = collections.deque()
         for request in requests:
-            if request.first_block <= self._ends.get(request.request_id, -1):
-                del self._ends[request.request_id]  # it is begun again before its gap
+            if request.first_block <= self._ends.get(_prompt_of(request), -1):
+                del self._ends[_prompt_of(request)]  # it is begun again before its gap
             for index, key in enumerate(self._rank.keys_of(request)):
                 self._saves.append(_Save(request, index, key))
 
@@ -228,9 +238,7 @@ class StoreSaving:
         until_s = asyncio.get_running_loop().time() + _WAIT_S
         while saves:
             save = saves[0]
-            if save.request.request_id in self._ends or not await self._has_room(
-                until_s
-            ):
+            if save.prompt in self._ends or not await self._has_room(until_s):
                 self._end(save)
                 self.skipped += 1
             else:
@@ -268,15 +276,14 @@ class StoreSaving:
 
     def _end(self, save: _Save) -> None:
         """The prompt is stored as far as here, at most."""
-        request_id = save.request.request_id
-        end = self._ends.pop(request_id, save.number)
-        self._ends[request_id] = min(end, save.number)
+        end = self._ends.pop(save.prompt, save.number)
+        self._ends[save.prompt] = min(end, save.number)
         if len(self._ends) > _MOST_CUT:
             del self._ends[next(iter(self._ends))]
 
     def _is_behind_a_gap(self, save: _Save) -> bool:
         """Whether one before it is not stored, as it turned out meanwhile."""
-        return save.number > self._ends.get(save.request.request_id, save.number)
+        return save.number > self._ends.get(save.prompt, save.number)
 
     async def _put(self, save: _Save, value: torch.Tensor) -> None:
         is_stored = is_skipped = False

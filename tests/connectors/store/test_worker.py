@@ -14,15 +14,16 @@ import msgspec
 import pytest
 import torch
 
-from asynckv.abc import KVTransferResults
+from asynckv.abc import KVConnectorStep, KVRequest, KVScheduled, KVTransferResults
 from asynckv.buffers.serve import serve
 from asynckv.buffers.store import StoreBuffer
 from asynckv.config import KVRole, KVTransferConfig
 from asynckv.connectors.caches import BlockMoves, PagedCaches
-from asynckv.connectors.engine import KVEngine, rank_block_keys
+from asynckv.connectors.engine import KVEngine, prefix_block_keys, rank_block_keys
 from asynckv.connectors.requests import StoreMetadata, StoreRequest
 from asynckv.connectors.store import worker as store_saving
 from asynckv.connectors.store.lookup import namespace_of
+from asynckv.connectors.store.scheduler import StoreScheduler
 from asynckv.connectors.store.worker import (
     PackedBlocks,
     StoreRank,
@@ -274,6 +275,33 @@ async def test_nothing_follows_a_block_that_could_not_be_stored() -> None:
     async with saving_to(store) as worker:
         await store_all(worker, "r", 0, 2)
         assert await store_all(worker, "r", 2, 4) == [True, False, False, False]
+
+
+async def test_a_gap_is_that_of_its_request_and_of_none_that_has_its_id_later() -> None:
+    store = SlowStore()
+    store.gate.set()
+    async with saving_to(store) as worker:
+        scheduler = StoreScheduler(CONFIG, worker.engine, store)
+
+        async def step(request: KVRequest, found: int) -> bool:
+            """Save what was not found; say whether its first block is stored."""
+            scheduler.on_new_request(request)
+            (question,) = scheduler.take_questions()
+            scheduler.take_answer(question.answered(found))
+            scheduled = KVScheduled(
+                "r", (tuple(range(4)),), 16 * found, 64 - 16 * found
+            )
+            told = scheduler.build_connector_meta(KVConnectorStep((scheduled,)))
+            worker.bind_connector_metadata(told)
+            await worker.wait_for_save()
+            await worker.flush()
+            scheduler.request_finished(request, ((),))
+            keys = rank_block_keys(question.keys, namespace_of(worker.engine), 0)
+            return all(await store.contains(keys[found : found + 1]))
+
+        store.refused = prefix_block_keys(prompt(64), 16)[1]
+        assert not await step(KVRequest("r", tuple(prompt(64))), 1)
+        assert await step(KVRequest("r", tuple(prompt(65)[:64])), 2)
 
 
 async def test_blocks_that_take_long_to_copy_are_saved_though_their_step_is_over() -> (
