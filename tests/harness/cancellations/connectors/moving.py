@@ -15,14 +15,23 @@ from asynckv.connectors.p2p.entries import (
 )
 from asynckv.connectors.p2p.load import P2PLoad
 from asynckv.connectors.p2p.save import P2PSave
-from asynckv.connectors.requests import LoadRequest
+from asynckv.connectors.requests import LoadRequest, SaveRequest
+from asynckv.testing.blocked import until
 from asynckv.testing.cancellation import Outcome
 from asynckv.testing.expectations import expect
 from harness.cancellations.connectors.grounds import P2PGround
 from harness.cancellations.connectors.scenario import ConnectorScenario
 from harness.cancellations.sweeper import Sweeper, ticks
 
-__all__ = ("MOVING", "a_failure", "a_load", "a_release", "a_save", "a_withdrawal")
+__all__ = (
+    "MOVING",
+    "a_failure",
+    "a_load",
+    "a_release",
+    "a_report_taken_back",
+    "a_save",
+    "a_withdrawal",
+)
 
 _TIMEOUT_S: Final = 20.0
 _LATE: Final = 5
@@ -195,6 +204,36 @@ async def a_withdrawal(ground: P2PGround, sweeper: Sweeper) -> None:
     )
 
 
+async def a_report_taken_back(ground: P2PGround, sweeper: Sweeper) -> None:
+    """Cancelled, what was said of a failure is there or not; else it is gone."""
+    worker = ground.prefill.workers[0]
+    notifications = worker._saving._notifications
+    header = EntryHeader(engine_id="P", rank=0, block_size=1, layers=())
+    request: SaveRequest
+
+    async def before() -> None:
+        nonlocal request
+        request = ground.save_request(ground.new_name())
+        notifications.report_failure(request, header, "no room")
+        await until(lambda: not worker.statistics().releasing)
+        await sweeper.pause()
+
+    async def check(outcome: Outcome[bool]) -> None:
+        for find, entry_id, _ in worker.routes.targets(request):
+            is_there = await (await find()).withdraw(entry_id)
+            expect(outcome.cancelled or not is_there, "it is still there")
+        expect(notifications.has_reported(request), "it is forgotten")
+        notifications.forget_report(request)
+        await ground.check_quiet()
+
+    await sweeper.sweep(
+        "a report that is taken back",
+        lambda: notifications.take_back_report(request),
+        check,
+        before,
+    )
+
+
 async def _clear_others(ground: P2PGround) -> None:
     """What was pushed to other ranks lies in their buffers."""
     for buffer in ground.buffers().values():
@@ -226,4 +265,5 @@ MOVING: Final[tuple[ConnectorScenario[P2PGround], ...]] = (
     ConnectorScenario(a_release, ("release",)),
     ConnectorScenario(a_failure, ("report_failure",)),
     ConnectorScenario(a_withdrawal, ("withdraw",)),
+    ConnectorScenario(a_report_taken_back, ("P2PNotifications.take_back_report",)),
 )
