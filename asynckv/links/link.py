@@ -17,9 +17,8 @@ import anyio
 import msgspec
 
 from asynckv.errors import AsyncKVError, PeerLost, RemoteProtocolError, WrongRole
-from asynckv.links.end import GRACE_S, Heartbeat, LinkEnd, copy_of
+from asynckv.links.end import GRACE_S, Heartbeat, LinkEnd, Progress, copy_of
 from asynckv.links.options import make_payload
-from asynckv.links.progress import Progress
 from asynckv.links.reader import LinkReader, Turns
 from asynckv.links.streams import ControlStream, StreamHandler
 from asynckv.links.writer import LinkWriter

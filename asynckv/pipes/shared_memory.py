@@ -48,7 +48,7 @@ from asynckv.sharing.exporter import (
 )
 from asynckv.sharing.handshake import Handshake
 from asynckv.sharing.imports import PeerMemory
-from asynckv.sharing.peer_files import PeerFile, edges_at, import_file
+from asynckv.sharing.mappings import PeerFile, edges_at, import_file
 from asynckv.sharing.peer_imports import check_same_host
 from asynckv.tensors.arena import Region
 from asynckv.tensors.runs import joined

@@ -18,8 +18,8 @@ from typing import Any, Final, Protocol
 
 from asynckv.devices.cuda import DeviceMemory
 from asynckv.errors import RemoteProtocolError
+from asynckv.links.end import OWN_WORK_S, Progress
 from asynckv.links.link import LinkStream
-from asynckv.links.progress import OWN_WORK_S, Progress
 from asynckv.protocol.frames import Frame
 from asynckv.protocol.transfer import ReceiveState, Verdict
 from asynckv.protocol.transfer_frames import Eager, Grant, Sent

@@ -23,7 +23,7 @@ from asynckv.errors import ConfigError, PeerLost, RemoteProtocolError
 from asynckv.links.fd_socket import fetch_file, has_fd_sockets
 from asynckv.protocol.transfer_frames import Exposed
 from asynckv.protocol.values import Place
-from asynckv.sharing import peer_files
+from asynckv.sharing import mappings as peer_files
 from asynckv.sharing.exporter import (
     LEAST_NBYTES,
     MAX_PINS,
@@ -32,7 +32,7 @@ from asynckv.sharing.exporter import (
     Importer,
     edges_in,
 )
-from asynckv.sharing.peer_files import PeerFile, edges_at, import_file
+from asynckv.sharing.mappings import PeerFile, edges_at, import_file
 from asynckv.tensors.paged_arena import PagedArena
 from asynckv.tensors.shared_file import SharedFile
 from asynckv.tensors.slabs import PAGE_NBYTES, Slabs, has_slabs

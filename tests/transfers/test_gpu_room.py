@@ -16,7 +16,7 @@ from asynckv.tensors.paged_arena import PagedArena
 from asynckv.testing.blocked import until_blocked
 from asynckv.testing.expectations import is_same
 from asynckv.testing.lookup_checks.values import noise
-from asynckv.transfers.gpu_room import GpuRoom
+from asynckv.transfers.routes import GpuRoom
 from asynckv.transfers.source import (
     GpuStaging,
     HostSource,

@@ -22,8 +22,7 @@ from typing import Any, TypeAlias
 from asynckv.abc import DropSelect, KVEntry, SelectStream
 from asynckv.buffers.entries.entries import Lease
 from asynckv.buffers.entries.leases import Leases
-from asynckv.buffers.local.handover import hand_over, lend
-from asynckv.buffers.local.select import LocalSelect
+from asynckv.buffers.local.select import LocalSelect, hand_over, lend
 from asynckv.buffers.local.writer import LocalStream
 from asynckv.devices.copying import CopyPool
 from asynckv.errors import BufferClosed

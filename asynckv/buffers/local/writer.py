@@ -17,8 +17,7 @@ from asynckv.abc import InsertWriter, SelectStream
 from asynckv.buffers.entries.admission import Landed
 from asynckv.buffers.entries.entries import Draft, EntryState, Lease, StoredEntry
 from asynckv.buffers.entries.ledger import Ledger
-from asynckv.buffers.local.handover import tensors_of, view_of
-from asynckv.buffers.local.select import LocalSelect
+from asynckv.buffers.local.select import LocalSelect, tensors_of, view_of
 from asynckv.devices.arena import place_of
 from asynckv.devices.copying import CopyPool
 from asynckv.devices.cuda import DeviceMemory

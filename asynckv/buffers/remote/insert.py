@@ -31,10 +31,9 @@ from asynckv.protocol.transfer_frames import Grant, Sent
 from asynckv.protocol.wire import digest_of
 from asynckv.tensors.blocks import KVMemory
 from asynckv.tensors.runs import joined
-from asynckv.transfers.gpu_room import StagingWriter
 from asynckv.transfers.manifest import INLINE_NBYTES, check_body, content_digest, pack
 from asynckv.transfers.outgoing import Outgoing, ignore_grant
-from asynckv.transfers.routes import PeerRoutes
+from asynckv.transfers.routes import PeerRoutes, StagingWriter
 from asynckv.transfers.source import (
     Source,
     StagedTensor,

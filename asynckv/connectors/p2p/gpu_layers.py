@@ -21,7 +21,7 @@ from asynckv.devices.cuda import Event
 from asynckv.shielding import clear_all_frames
 from asynckv.tensors.blocks import KVBlocks
 from asynckv.tensors.views import empty_tensor
-from asynckv.transfers.gpu_room import StagingWriter
+from asynckv.transfers.routes import StagingWriter
 from asynckv.transfers.source import StagedTensor, release_staged
 
 __all__ = (

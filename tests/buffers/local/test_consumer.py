@@ -14,13 +14,13 @@ from asynckv.abc import KVEntry
 from asynckv.buffers.entries.entries import Lease, StoredEntry, Waiter
 from asynckv.buffers.entries.ledger import Ledger
 from asynckv.buffers.local.consumer import LocalConsumer, PendingSelect
-from asynckv.buffers.local.handover import (
+from asynckv.buffers.local.select import (
+    LocalSelect,
     build_entry,
     hand_over,
     lend,
     tensors_of,
 )
-from asynckv.buffers.local.select import LocalSelect
 from asynckv.buffers.lookup import LookupBuffer
 from asynckv.devices.copying import CopyPool
 from asynckv.errors import EntryAborted, LeaseLost

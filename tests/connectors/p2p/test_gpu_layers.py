@@ -20,7 +20,7 @@ from asynckv.devices.copying import CopyPool
 from asynckv.devices.cuda import Event
 from asynckv.tensors.blocks import KVBlocks, KVMemory
 from asynckv.testing.blocked import until, until_blocked
-from asynckv.transfers.gpu_room import StagingWriter
+from asynckv.transfers.routes import StagingWriter
 from asynckv.transfers.source import StagedTensor
 from asynckv.types import TensorSpec
 from harness.device_memory import open_device_arena, region_in

@@ -9,7 +9,7 @@ import torch
 from asynckv.testing.blocked import until
 from asynckv.testing.cancellation import Outcome
 from asynckv.testing.expectations import expect, expect_same, noise
-from asynckv.transfers.gpu_room import GpuRoom, StagingWriter
+from asynckv.transfers.routes import GpuRoom, StagingWriter
 from asynckv.transfers.source import StagedTensor, release_staged
 from asynckv.types import TensorSpec
 from harness.cancellations.entries import LARGE, TOKENS
