@@ -13,6 +13,7 @@ from asynckv.buffers.serving.service import LinkBytes, Service
 from asynckv.errors import RemoteProtocolError
 from asynckv.links.link import Link
 from asynckv.protocol.handshake import DigestMode
+from asynckv.sharing.exporter import Importer
 from asynckv.sharing.gpu_channel import GpuLink
 from asynckv.transfers.host_copies import D2HCopier
 
@@ -51,6 +52,8 @@ class LookupRequests(Service):
         self.deliveries: set[object] = set()
         self.selects: set[_Query] = set()
         self.predecessors: tuple[LookupRequests, ...] = ()
+        self.pins: dict[int, list[tuple[Importer, int]]] = {}
+        """What was offered on a stream and may be read there; few waiters have any."""
         self._d2h = D2HCopier(buffer.pool, devices.copies, link.payload.feeds)
         self._charged_bytes = 0
         self._inserts: dict[asyncio.Task[None], str] = {}

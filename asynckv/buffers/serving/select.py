@@ -305,7 +305,6 @@ class ServedSelect(msgspec.Struct, eq=False):
     _lease: Lease | None = None
     _offering: SentOffer | None = None
     _settling: Lease | None = None
-    _pins: list[tuple[Importer, int]] = []
 
     def select(self, query: Query) -> None:
         """Ask for an entry; an offer may go out at once."""
@@ -412,8 +411,9 @@ class ServedSelect(msgspec.Struct, eq=False):
         """The peer has it already, and hears nothing more."""
         if lease is not None and lease.token == token and lease.is_valid:
             self.payer.leases.acknowledge(lease)
+        pins = self.payer.pins.pop(self._stream.id, ())
         self._finish(None)
-        for importer, number in self._pins:  # of offers that it may not have heard of
+        for importer, number in pins:  # it may not have heard of them
             importer.unpin(number)
 
     def _offer_if_due(self) -> None:
@@ -432,7 +432,8 @@ class ServedSelect(msgspec.Struct, eq=False):
                 *(link, self._stream, lease, importer), streams=streams
             )
             if importer is not None and offering.pin is not None:
-                self._pins.append((importer, offering.pin.number))
+                pins = self.payer.pins.setdefault(self._stream.id, [])
+                pins.append((importer, offering.pin.number))
         except EntryTooLarge as exc:
             # The lease is being made just now: told on the next tick.
             self.payer.loop.call_soon(self._fail, exc)
@@ -471,4 +472,5 @@ class ServedSelect(msgspec.Struct, eq=False):
         self.payer.kept.queries.give(self._kept_bytes)
         self._kept_bytes = 0  # it may end twice
         self.payer.selects.discard(self)
+        self.payer.pins.pop(self._stream.id, None)
         self._stream.close()
