@@ -28,7 +28,7 @@ from asynckv.loops import LoopBound
 __all__ = ("CacheWorker",)
 
 
-class _Way(Protocol):
+class _Connections(Protocol):
     """What leads to other processes."""
 
     async def aclose(self) -> None:
@@ -49,7 +49,7 @@ class CacheWorker(
 
     @property
     @abstractmethod
-    def _way(self) -> _Way:
+    def _connections(self) -> _Connections:
         """What is closed when no transfer is under way any more."""
 
     def __init__(
@@ -111,13 +111,13 @@ class CacheWorker(
         try:
             await self._transfers.aclose()
             with anyio.CancelScope(shield=True):
-                await self._way.aclose()
+                await self._connections.aclose()
         finally:  # also if the task is cancelled: nothing stays open
             self.abort()
 
     def abort(self) -> None:
         self._transfers.abort()
-        self._way.abort()
+        self._connections.abort()
         self._pool.close()
         if self._moves is not None:
             self._moves.close()

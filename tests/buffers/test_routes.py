@@ -470,6 +470,35 @@ async def test_what_cannot_be_read_where_it_lies_comes_by_the_next_route(
         await ends.emptied()
 
 
+@pytest.mark.parametrize("verb", [drop_select, drop_select_into, borrow_into])
+async def test_cancelled_as_it_comes_by_the_next_route_it_loses_nothing(
+    two_gpus: FakeGpus, verb: Verb
+) -> None:
+    async with opened(two_gpus, "map") as ends:
+        memory = ends.at_peer()
+
+        async def before() -> None:
+            for name, tensor in memory.items():
+                tensor.copy_(CONTENT[name])
+            await fill(ends.buffer)
+
+        async def settle(k: int, mode: CancelMode, outcome: Outcome[None]) -> None:
+            for tensor in memory.values():
+                tensor.fill_(9)
+            await ends.peer.lookup.peek([1])  # all that was said before is heard
+            await ends.quiet()
+            if ends.buffer.ledger.table.entries:
+                check(await ends.buffer.drop_select([1]))
+            await ends.emptied()
+            assert all(bool((tensor == 9).all()) for tensor in memory.values())
+
+        with unreadable("map"):
+            modes: tuple[CancelMode, ...] = ("task", "scope", "again")
+            await sweep_cancellation(
+                lambda: verb(ends, memory), settle, before=before, modes=modes
+            )
+
+
 async def test_who_loses_its_route_keeps_its_place_in_line(two_gpus: FakeGpus) -> None:
     async with open_nccl_buffers(two_gpus) as pair:
         await pair.opened()

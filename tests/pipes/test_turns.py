@@ -61,6 +61,23 @@ async def test_a_pipe_is_used_on_its_own_loop_alone(
         assert await far.recv_tensor() is None
 
 
+async def test_a_call_that_is_cancelled_as_it_yields_leaves_no_trace() -> None:
+    async with open_pipe_pair("mem") as (near, far):
+        for number in range(MANY):
+            sending = asyncio.create_task(near.send_tensor(torch.tensor([number])))
+            await asyncio.sleep(0)
+            sending.cancel()
+            await asyncio.wait({sending})
+            if sending.cancelled():
+                await near.send_tensor(torch.tensor([number]))
+            receiving = asyncio.create_task(far.recv_tensor())
+            await asyncio.sleep(0)
+            receiving.cancel()
+            await asyncio.wait({receiving})
+            received = await (far.recv_tensor() if receiving.cancelled() else receiving)
+            assert received is not None and int(received) == number
+
+
 @pytest.mark.skipif(not has_fd_sockets(), reason="nothing to map here")
 async def test_a_receive_that_is_cancelled_while_it_copies_keeps_no_flush_waiting(
     monkeypatch: pytest.MonkeyPatch,

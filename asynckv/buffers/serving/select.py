@@ -86,13 +86,13 @@ def export_entry(
     """
     if importer is None or not importer.is_usable:
         return None
-    if (shown := _exported(entry, importer, streams=streams)) is None:
+    if (exported := _exported(entry, importer, streams=streams)) is None:
         return None
-    end = b"".join((shown.places, *[region.view() for region in shown.beside]))
+    end = b"".join((exported.places, *[region.view() for region in exported.beside]))
     if len(end) > max_nbytes:
         return None
-    pin = importer.pin(shown.regions)
-    return pin, MappedOffer(pin.number, len(shown.places), shown.edges), end
+    pin = importer.pin(exported.regions)
+    return pin, MappedOffer(pin.number, len(exported.places), exported.edges), end
 
 
 def _exported(
@@ -171,14 +171,16 @@ def make_offer(
     :raises EntryTooLarge: its tokens, roi and names do not fit in a frame
     """
     entry, max_nbytes = lease.entry, link.limits.max_body_bytes
-    body, shown = entry.preamble(), None
+    body, exported = entry.preamble(), None
     pieces = _pieces(entry) if entry.complete and entry.is_small else None
     if pieces is not None:
         body = b"".join((body, *pieces))
     check_body(max_nbytes, body)
     if pieces is None and (entry.complete or streams):
-        shown = export_entry(entry, importer, max_nbytes - len(body), streams=streams)
-    pin, mapped, end = shown or (None, None, b"")
+        exported = export_entry(
+            entry, importer, max_nbytes - len(body), streams=streams
+        )
+    pin, mapped, end = exported or (None, None, b"")
     on_gpu = pieces is None and are_on_gpu(
         [(part.spec.nbytes, part.region) for part in entry.parts]
     )

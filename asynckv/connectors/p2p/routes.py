@@ -202,7 +202,9 @@ class P2PRoutes:
         if self._options.direction == "pull":
             return ((self._own, request.transfer_id, len(readers)),) if readers else ()
         entry_id = _pushed(request.transfer_id, self._engine.rank)
-        return tuple((self._way(request.peer, rank), entry_id, 1) for rank in readers)
+        return tuple(
+            (self._finder_of(request.peer, rank), entry_id, 1) for rank in readers
+        )
 
     def hang_up(self, request: SaveRequest) -> None:
         """End the links to who is to read this. Never waits."""
@@ -270,9 +272,9 @@ class P2PRoutes:
             return self._own, _pushed(request.transfer_id, rank)
         known = request.incarnations
         incarnation = known[rank] if rank < len(known) else ""
-        return self._way(request.peer, rank, incarnation), request.transfer_id
+        return self._finder_of(request.peer, rank, incarnation), request.transfer_id
 
-    def _way(
+    def _finder_of(
         self, peer: str, rank: int, incarnation: str = ""
     ) -> Callable[[], Awaitable[KVLookupBuffer]]:
         async def find() -> KVLookupBuffer:

@@ -182,7 +182,7 @@ class P2PWorker(CacheWorker, SupportsHandshake, SupportsHeldBlocks, SupportsLaye
         )
 
     @property
-    def _way(self) -> P2PRoutes:
+    def _connections(self) -> P2PRoutes:
         return self.routes
 
     def _register(self, caches: PagedCaches) -> None:

@@ -158,7 +158,7 @@ class StoreRank:
     now: Callable[[], Event | None]
 
     def keys_of(self, request: StoreRequest) -> list[str]:
-        """Return where the store has this rank's part of the order's blocks."""
+        """Return where the store has this rank's part of the request's blocks."""
         return rank_block_keys(request.block_keys, self._namespace, self.engine.rank)
 
     @functools.cached_property
@@ -517,7 +517,7 @@ class StoreWorker(CacheWorker):
         )
 
     @property
-    def _way(self) -> StoreConnection:
+    def _connections(self) -> StoreConnection:
         return self._line
 
     def _register(self, caches: PagedCaches) -> None:

@@ -62,7 +62,7 @@ class WorkerRole:
         longest_save_s: float = 60.0,
     ) -> None:
         self._make = make
-        self._quiet_s = longest_save_s
+        self._longest_save_s = longest_save_s
         self._reports_saves = reports_saves
         self._bridge = Bridge[_News](name)
         self._handshake: KVConnectorHandshake | None = None
@@ -150,7 +150,7 @@ class WorkerRole:
         if driver is None or driver.steps_begun == driver.steps_released:
             return
         try:
-            self._bridge.run(driver.quiet, request_ids, timeout_s=self._quiet_s)
+            self._bridge.run(driver.quiet, request_ids, timeout_s=self._longest_save_s)
         except Exception:  # whatever it is: raised here it would end the engine
             logger.exception("saves are given up that do not end")
 
