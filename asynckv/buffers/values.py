@@ -44,9 +44,6 @@ class EvictionOrder(Generic[K]):
     def __len__(self) -> int:
         return len(self._nbytes_of)
 
-    def __contains__(self, key: object) -> bool:
-        return key in self._nbytes_of
-
     def __iter__(self) -> Iterator[K]:
         return iter(self._nbytes_of)
 

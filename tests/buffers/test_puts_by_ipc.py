@@ -231,6 +231,7 @@ async def test_what_is_made_in_room_of_the_gpu_goes_from_there(pair: GpuPair) ->
 async def test_who_waits_for_room_fails_when_the_link_is_lost(gpus: FakeGpus) -> None:
     spec = TensorSpec((3 * MIB,), "uint8")
     async with open_gpu_pair(gpus, max_bytes=4 * MIB) as pair:
+        assert pair.peer.lookup.sends_from == "cuda:0"
         with pytest.raises(PeerLost):
             async with pair.peer.lookup.open_insert([1], None, {"key": spec}) as writer:
                 assert isinstance(writer, RemoteWriter)

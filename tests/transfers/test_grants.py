@@ -120,6 +120,15 @@ async def test_many_parts_leave_in_several_turns_of_the_loop(ends: Ends) -> None
     assert sent == list(range(150))
 
 
+async def test_what_is_there_as_many_leave_goes_behind_them(ends: Ends) -> None:
+    outgoing = ends.outgoing(*[HostSource(noise(SMALL)) for _ in range(150)])
+    outgoing.on_grant(Grant(ends.transfer))
+    outgoing.add(150, HostSource(noise(SMALL)))
+    said = await ends.said(outgoing)
+    sent = [part for frame in said if isinstance(frame, Eager) for part in frame.parts]
+    assert sent == list(range(151))
+
+
 async def test_what_is_stopped_meanwhile_does_not_leave(ends: Ends) -> None:
     outgoing = ends.outgoing(*[HostSource(noise(SMALL)) for _ in range(150)])
     outgoing.on_grant(Grant(ends.transfer))

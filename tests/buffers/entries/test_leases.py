@@ -385,6 +385,15 @@ def test_an_id_with_tokens_asks_for_both() -> None:
     assert matched([1], 2) is None
 
 
+async def test_who_waits_for_another_models_entry_gets_none(
+    bench: SteppedLedger,
+) -> None:
+    holder = RecordingHolder()
+    bench.leases.select(ONE, holder, KVFingerprint("another model"))
+    bench.insert("a")
+    assert holder.heard == [] and bench.leases.waiting_count == 1
+
+
 async def test_a_model_that_nobody_has_an_entry_of_any_more_keeps_no_index(
     bench: SteppedLedger,
 ) -> None:

@@ -68,6 +68,16 @@ async def test_any_number_of_keys_is_asked_for(peer: Peer) -> None:
     assert not any(await peer.store.contains(["\u20ac" * 512] * 100))
 
 
+@pytest.mark.parametrize("is_remote", [False, True])
+async def test_putting_none_deletes(
+    store: StoreBuffer, peer: Peer, is_remote: bool
+) -> None:
+    there = peer.store if is_remote else store
+    await there.put("a", torch.ones(3))
+    await there.put("a", None)
+    assert await there.contains(["a"]) == (False,)
+
+
 async def test_a_value_beyond_the_receive_bound_needs_into(peer: Peer) -> None:
     await peer.store.put("key", torch.ones(2 * MIB))
     with pytest.raises(EntryTooLarge):
