@@ -1,10 +1,15 @@
-"""What a connector's calls cost an engine's step, with nothing pending and with eight.
+"""What a connector costs an engine: its calls of a step, and tokens a second.
 
 With a fake runner: one step's calls of both roles, in microseconds, beside a hop to
 another thread's loop and back. And, where vLLM is installed, inside its engine with a
 model whose steps are milliseconds: what the calls of a step take, as a part of the same
 engine's step without a connector; eight requests decode all the while, and in the
-second case eight others come and go through a second engine.
+second case eight others come and go through a second engine. In the third eight come
+and go with a store: each prompt is saved once, and loaded once.
+
+Then eight requests of 200 tokens are sent together, and 192 tokens of each decoded: in
+turns by an engine without a connector, by one that has no use for its own, by one that
+loads all eight prompts, and by one that saves them in a store.
 
     PYTHONPATH=tests python -m benchmarks.vllm_steps [--rounds 3]
 """
@@ -18,11 +23,13 @@ import contextlib
 import importlib.util
 import itertools
 import statistics
+import subprocess
+import sys
 import tempfile
 import threading
 import time
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -52,7 +59,13 @@ _STEPS: Final = 2000
 _DECODING, _IN_FLIGHT = 8, 8
 _TOKENS: Final = 600
 _SECONDS: Final = 8.0
-_LIMITS: Final = {"nothing pending": 0.05, f"{_IN_FLIGHT} in flight": 0.15}
+_LIMITS: Final = {
+    "nothing pending": 0.05,
+    f"{_IN_FLIGHT} in flight": 0.15,
+    f"{_IN_FLIGHT} with a store": 0.05,
+}
+_PROMPT_TOKENS, _DECODED_TOKENS = 200, 192
+_LEAST_TOKENS: Final = {"idle": 0.98, "loads": 0.9}
 
 
 class _Request(types.SimpleNamespace):
@@ -229,25 +242,23 @@ def _decoding(engine: Engine) -> Iterator[None]:
             stopping.set()
 
 
-def _measured(engine: Engine, pair: Pair | None = None) -> dict[str, Any]:
+def _measured(
+    engine: Engine, come_and_go: Callable[[list[int]], object] | None = None
+) -> dict[str, Any]:
     """Time an engine's steps while it decodes, and perhaps while eight come and go."""
     stopping = threading.Event()
 
-    def come_and_go(seed: int) -> None:
+    def keep_coming(seed: int) -> None:
         for number in itertools.count():
-            if stopping.is_set():
+            if stopping.is_set() or come_and_go is None:
                 return
-            prompt = random_prompt(100, seed=seed + 1000 * number)
-            if pair is None:
-                engine.ask(prompt, max_tokens=2)
-            else:
-                pair.ask(prompt, max_tokens=2)
+            come_and_go(random_prompt(100, seed=seed + 1000 * number))
 
     with _decoding(engine), concurrent.futures.ThreadPoolExecutor(_IN_FLIGHT) as pool:
         threading.Event().wait(2)
-        if pair is not None:
-            for seed in range(10, 10 + _IN_FLIGHT):
-                pool.submit(come_and_go, seed)
+        if come_and_go is not None:
+            for _ in range(_IN_FLIGHT):
+                pool.submit(keep_coming, next(_seeds))
             threading.Event().wait(1)
         engine.tell("time")
         threading.Event().wait(_SECONDS)
@@ -256,16 +267,36 @@ def _measured(engine: Engine, pair: Pair | None = None) -> dict[str, Any]:
     return times
 
 
-def _real_engines(rounds: int) -> bool:
+_seeds = itertools.count(10)
+
+
+@contextlib.contextmanager
+def _store() -> Iterator[str]:
+    """Serve a store in a process of its own."""
+    command = [sys.executable, "-m", "asynckv", "serve", "--store", "1GiB"]
+    with subprocess.Popen(
+        [*command, "--listen", "tcp://127.0.0.1:0"], stdout=subprocess.PIPE, text=True
+    ) as process:
+        try:
+            yield (process.stdout.readline() if process.stdout else "").strip()
+        finally:
+            process.terminate()
+
+
+@contextlib.contextmanager
+def _engines() -> Iterator[dict[str, Engine]]:
     options = {"max_num_seqs": 16, "dtype": "float32"}
-    url, is_within = free_url(), True
+    url = free_url()
     with tempfile.TemporaryDirectory() as name, contextlib.ExitStack() as stack:
         folder = Path(name)
         model = make_tiny_model(folder / "model")
+        store = stack.enter_context(_store())
         configs = {
             "bare": None,
+            "idle": transfer("kv_both", listen=free_url()),
             "producer": transfer("kv_producer", listen=url),
             "consumer": transfer("kv_consumer", peers=[url]),
+            "store": transfer("kv_both", "recompute", mode="store", store=store),
         }
         engines = {
             who: stack.enter_context(
@@ -275,20 +306,83 @@ def _real_engines(rounds: int) -> bool:
         }
         for engine in engines.values():
             engine.wait_ready()
-        pair = Pair(engines["producer"], engines["consumer"])
-        parts: dict[str, list[float]] = {case: [] for case in _LIMITS}
-        for _ in range(rounds):
-            bare = _measured(engines["bare"])
-            for case, other in zip(_LIMITS, (None, pair), strict=True):
-                times = _measured(pair.consumer, other)
-                part = _part_of(times, bare)
-                parts[case].append(part)
-                print(f"  {case}: {_described(times, bare)}, {part:.1%}")
-        for case, limit in _LIMITS.items():
-            part = statistics.median(parts[case])
-            is_within &= part <= limit
-            print(f"{case}: {part:.1%} of a step, at most {limit:.0%}")
+        yield engines
+
+
+def _real_engines(rounds: int) -> bool:
+    with _engines() as engines:
+        is_within = _steps(engines, rounds)
+        return _tokens(engines, 3 * rounds) and is_within
+
+
+def _steps(engines: Mapping[str, Engine], rounds: int) -> bool:
+    pair, store = Pair(engines["producer"], engines["consumer"]), engines["store"]
+
+    def through_both(prompt: list[int]) -> None:
+        pair.ask(prompt, max_tokens=2)
+
+    def twice(prompt: list[int]) -> None:
+        store.ask(prompt, max_tokens=2)
+        store.ask(prompt, max_tokens=2)
+
+    cases = ((pair.consumer, None), (pair.consumer, through_both), (store, twice))
+    parts: dict[str, list[float]] = {case: [] for case in _LIMITS}
+    is_within = True
+    for _ in range(rounds):
+        bare = _measured(engines["bare"])
+        for case, (engine, come_and_go) in zip(_LIMITS, cases, strict=True):
+            times = _measured(engine, come_and_go)
+            part = _part_of(times, bare)
+            parts[case].append(part)
+            print(f"  {case}: {_described(times, bare)}, {part:.1%}")
+    for case, limit in _LIMITS.items():
+        part = statistics.median(parts[case])
+        is_within &= part <= limit
+        print(f"{case}: {part:.1%} of a step, at most {limit:.0%}")
     return is_within
+
+
+def _tokens(engines: Mapping[str, Engine], rounds: int) -> bool:
+    pair = Pair(engines["producer"], engines["consumer"])
+    found: dict[str, list[float]] = {}
+    for _ in range(rounds):
+        prompts = [
+            random_prompt(_PROMPT_TOKENS, seed=next(_seeds)) for _ in range(_IN_FLIGHT)
+        ]
+        params = [pair.prefill(prompt) for prompt in prompts]
+        none = [None] * len(prompts)
+        took = {
+            "bare": _decoding_s(engines["bare"], prompts, none),
+            "again": _decoding_s(engines["bare"], prompts, none),
+            "idle": _decoding_s(engines["idle"], prompts, none),
+            "loads": _decoding_s(pair.consumer, prompts, params),
+            "saves in a store": _decoding_s(engines["store"], prompts, none),
+            "loads from it": _decoding_s(engines["store"], prompts, none),
+        }
+        for name, seconds in took.items():
+            found.setdefault(name, []).append(took["bare"] / seconds)
+    is_within = True
+    print(f"tokens a second, of an engine without a connector, {rounds} rounds")
+    for name, ratios in found.items():
+        least, middle = _LEAST_TOKENS.get(name, 0.0), statistics.median(ratios)
+        is_within &= middle >= least
+        print(f"  {name}: {middle:.3f} ({min(ratios):.2f} to {max(ratios):.2f})")
+    return is_within
+
+
+def _decoding_s(
+    engine: Engine,
+    prompts: Sequence[list[int]],
+    params: Sequence[Mapping[str, Any] | None],
+) -> float:
+    began = time.perf_counter()
+    requests = [
+        engine.add(prompt, max_tokens=_DECODED_TOKENS, params=its)
+        for prompt, its in zip(prompts, params, strict=True)
+    ]
+    for request in requests:
+        engine.answer(request)
+    return time.perf_counter() - began
 
 
 def _part_of(times: dict[str, Any], bare: dict[str, Any]) -> float:
