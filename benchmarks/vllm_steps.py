@@ -23,8 +23,6 @@ import contextlib
 import importlib.util
 import itertools
 import statistics
-import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -35,6 +33,7 @@ from typing import Any, Final
 
 import torch
 
+from asynckv import StoreBuffer, serve
 from asynckv.abc import KVTransferResults
 from asynckv.config import KVTransferConfig
 from asynckv.connectors.engine import KVEngine
@@ -272,15 +271,13 @@ _seeds = itertools.count(10)
 
 @contextlib.contextmanager
 def _store() -> Iterator[str]:
-    """Serve a store in a process of its own."""
-    command = [sys.executable, "-m", "asynckv", "serve", "--store", "1GiB"]
-    with subprocess.Popen(
-        [*command, "--listen", "tcp://127.0.0.1:0"], stdout=subprocess.PIPE, text=True
-    ) as process:
-        try:
-            yield (process.stdout.readline() if process.stdout else "").strip()
-        finally:
-            process.terminate()
+    """Serve a store from a thread of this process, which does little else."""
+    url, bridge = free_url(), Bridge[None]("store")
+    buffer = StoreBuffer("1GiB")
+    bridge.enter(lambda: buffer, timeout_s=10)
+    bridge.enter(lambda: serve(url, store=buffer), timeout_s=10)
+    yield url
+    bridge.shutdown()
 
 
 @contextlib.contextmanager
