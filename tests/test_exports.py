@@ -188,8 +188,10 @@ def public_calls() -> set[str]:
     modules = ("asynckv", "asynckv.connectors", "asynckv.integrations.fastapi")
     names = {name for m in modules for name in importlib.import_module(m).__all__}
     pages = importlib.import_module("asynckv.abc")
+    # What is written by whoever brings a transport or a tier.
+    brought = {pages.PayloadTransport, pages.StoreTier, pages.WantedValue}
     for page in (getattr(pages, name) for name in pages.__all__):
-        if inspect.isabstract(page) and page is not pages.PayloadTransport:
+        if inspect.isabstract(page) and page not in brought:
             names |= {name for name in vars(page) if not name.startswith("_")}
     for made in (Pipe, Group):  # they have more than their contracts
         names |= {name for name in vars(made) if not name.startswith("_")}

@@ -50,6 +50,14 @@ from asynckv.abc.steps import (
     KVScheduled,
     KVTransferResults,
 )
+from asynckv.abc.tiers import (
+    StoreTier,
+    TierFacts,
+    TierMemory,
+    TierResult,
+    TierValue,
+    WantedValue,
+)
 from asynckv.abc.transports import PayloadTransport
 
 __all__ = (
@@ -81,6 +89,7 @@ __all__ = (
     "Match",
     "PayloadTransport",
     "SelectStream",
+    "StoreTier",
     "SupportsCrossLayerCaches",
     "SupportsHMA",
     "SupportsHandshake",
@@ -89,6 +98,11 @@ __all__ = (
     "SupportsLayerwise",
     "SupportsStreams",
     "TakesHandshakes",
+    "TierFacts",
+    "TierMemory",
+    "TierResult",
+    "TierValue",
     "TokenIds",
+    "WantedValue",
     "supports_hma",
 )
