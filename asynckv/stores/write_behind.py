@@ -1,0 +1,238 @@
+"""The changes of keys that one tier is still to be told, and what is void meanwhile.
+
+Without I/O: whoever carries the changes to the tier says what came of each. Every
+change of a key has an epoch, later ones a higher one. Of each key one change is under
+way at a time: the last one is the last to arrive, however long an earlier one took.
+
+A tier that was not told of a change may hold an older value of that key: one of an
+earlier epoch is void then. That is kept as long as it is so, of so many keys; of more,
+everything older than the change that is forgotten is void in this tier.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+from typing import Final, Generic, TypeVar
+
+__all__ = ("TierChange", "WriteBehind")
+
+T = TypeVar("T")
+
+_MAX_KEYS: Final = 65_536
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class TierChange(Generic[T]):
+    """One change of a key: ``value`` is to be written, or, if ``None``, deleted."""
+
+    key: str
+    epoch: int
+    value: T | None = None
+    nbytes: int = 0
+    is_delete: bool = dataclasses.field(init=False)
+
+    def __post_init__(self) -> None:
+        self.is_delete = self.value is None
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class _Key(Generic[T]):
+    """The last change of a key, and what of that and earlier ones is on its way."""
+
+    epoch: int
+    identity: Hashable
+    queued: TierChange[T] | None = None
+    running: TierChange[T] | None = None
+
+
+class WriteBehind(Generic[T]):
+    """The changes for one tier.
+
+    At most ``max_bytes`` of values wait or are under way; what comes then is dropped.
+    ``release`` is called once with each value, when this needs it no more. With
+    ``deletes_old`` what could not be written is deleted, so that nothing older is found
+    there by the next process: for a tier that no other one uses meanwhile.
+    """
+
+    def __init__(
+        self,
+        max_bytes: int,
+        release: Callable[[T], None],
+        *,
+        deletes_old: bool = False,
+        max_keys: int = _MAX_KEYS,
+    ) -> None:
+        self.accepted = self.dropped = self.failed = 0
+        """How many writes the tier has taken, had no room here, came to nothing."""
+        self.nbytes = 0
+        """Of the values that wait or are under way."""
+        self.oldest_epoch = 0
+        """What is older is void in this tier, whatever its key."""
+        self._max_bytes = max_bytes
+        self._max_keys = max_keys
+        self._release = release
+        self._deletes_old = deletes_old
+        self._keys: dict[str, _Key[T]] = {}
+        # Each key of those is in one of these, or running.
+        self._queued: OrderedDict[str, TierChange[T]] = OrderedDict()
+        self._unsure: OrderedDict[str, None] = OrderedDict()
+        self._undeleted: OrderedDict[str, None] = OrderedDict()
+        self._running = 0
+
+    def __len__(self) -> int:
+        """How many changes wait, or are under way."""
+        return len(self._queued) + self._running
+
+    @property
+    def known_keys(self) -> int:
+        """Of how many keys it is known that something older would be void."""
+        return len(self._keys)
+
+    def write(
+        self, key: str, epoch: int, value: T, nbytes: int, identity: Hashable
+    ) -> bool:
+        """``value`` is to be written. ``False``: there is no room, it is dropped."""
+        state = self._change(key, epoch, identity)
+        if self.nbytes and self.nbytes + nbytes > self._max_bytes:
+            self.dropped += 1
+            self._release(value)
+            self._leave_old(key, state)
+            return False
+        self.nbytes += nbytes
+        self._queue(state, TierChange(key, epoch, value, nbytes))
+        return True
+
+    def delete(self, key: str, epoch: int) -> None:
+        """The key is to be deleted."""
+        self._queue(self._change(key, epoch, None), TierChange(key, epoch))
+
+    def take(self, max_changes: int, max_bytes: int) -> list[TierChange[T]]:
+        """Begin changes, the oldest first: all of them writes, or all deletes.
+
+        Of writes no more than ``max_bytes``, but for one. Each ends by :meth:`ended`.
+        """
+        taken: list[TierChange[T]] = []
+        nbytes = 0
+        for change in itertools.islice(self._queued.values(), 4 * max_changes):
+            if self._keys[change.key].running is not None:
+                continue
+            if taken and change.is_delete != taken[0].is_delete:
+                continue
+            nbytes += change.nbytes
+            if taken and (nbytes > max_bytes or len(taken) == max_changes):
+                break
+            taken.append(change)
+        for change in taken:
+            state = self._keys[change.key]
+            state.queued, state.running = None, change
+            del self._queued[change.key]
+            self._running += 1
+        return taken
+
+    def ended(self, change: TierChange[T], *, is_done: bool) -> None:
+        """A change is made, or came to nothing, and nothing is under way of it."""
+        key, state = change.key, self._keys[change.key]
+        state.running = None
+        self._running -= 1
+        if not change.is_delete:
+            self.accepted += is_done
+            self.failed += not is_done
+            self._let_go(change)
+        if state.queued is not None:
+            return
+        if is_done and (change.is_delete or state.epoch == change.epoch):
+            del self._keys[key]  # it has this value, or none
+        elif change.is_delete:
+            self._undeleted[key] = None
+            self._bound()
+        else:
+            self._leave_old(key, state)
+
+    def retry(self, most: int = 256) -> None:
+        """The tier answers again: what it has not deleted is to be deleted now."""
+        for key in list(itertools.islice(self._undeleted, most)):
+            del self._undeleted[key]
+            state = self._keys[key]
+            self._queue(state, TierChange(key, state.epoch))
+
+    def is_valid(self, key: str, epoch: int, identity: Hashable) -> bool:
+        """Is a value that the tier has of ``key`` as new as it should be?"""
+        state = self._keys.get(key)
+        if state is None:
+            return epoch >= self.oldest_epoch
+        if state.identity is not None and state.identity == identity:
+            return True
+        return epoch >= max(state.epoch, self.oldest_epoch)
+
+    def is_sure(self, key: str) -> bool:
+        """Is nothing known by which what the tier has of ``key`` may be too old?"""
+        return key not in self._keys
+
+    def close(self) -> None:
+        """Nothing more is to be written. What is under way ends as ever."""
+        while self._queued:
+            self._unqueue(next(iter(self._queued)))
+
+    def _change(self, key: str, epoch: int, identity: Hashable) -> _Key[T]:
+        """Note the last change of a key. What waited of it is void."""
+        self._unqueue(key)
+        self._unsure.pop(key, None)
+        self._undeleted.pop(key, None)
+        state = self._keys.get(key)
+        if state is None:
+            state = self._keys[key] = _Key(epoch, identity)
+        state.epoch, state.identity = epoch, identity
+        return state
+
+    def _queue(self, state: _Key[T], change: TierChange[T]) -> None:
+        state.queued = self._queued[change.key] = change
+        self._bound()
+
+    def _unqueue(self, key: str) -> None:
+        change = self._queued.pop(key, None)
+        if change is None:
+            return
+        self._keys[key].queued = None
+        if not change.is_delete:
+            self.dropped += 1
+            self._let_go(change)
+
+    def _let_go(self, change: TierChange[T]) -> None:
+        value, change.value = change.value, None
+        self.nbytes -= change.nbytes
+        if value is not None:
+            self._release(value)
+
+    def _leave_old(self, key: str, state: _Key[T]) -> None:
+        """The last change of ``key`` was not made: what is there may be older."""
+        if self._deletes_old:
+            self._queue(state, TierChange(key, state.epoch))
+        elif state.running is None:  # else it is looked at when that ends
+            self._unsure[key] = None
+            self._bound()
+
+    def _bound(self) -> None:
+        """Know of no more keys than may be. What is known longest is forgotten."""
+        if len(self._unsure) > self._max_keys // 2:
+            key, _ = self._unsure.popitem(last=False)
+            state = self._keys[key]
+            state.queued = self._queued[key] = TierChange(key, state.epoch)
+        while len(self._keys) > self._max_keys:
+            for known in (self._undeleted, self._unsure, self._queued):
+                if known:
+                    break
+            else:
+                return  # all are under way
+            self._forget(next(iter(known)))
+
+    def _forget(self, key: str) -> None:
+        state = self._keys[key]
+        self.oldest_epoch = max(self.oldest_epoch, state.epoch)
+        self._unqueue(key)
+        self._unsure.pop(key, None)
+        self._undeleted.pop(key, None)
+        if state.running is None:
+            del self._keys[key]

@@ -1,0 +1,213 @@
+"""Whatever comes of changes, in whatever order: nothing older is taken for valid."""
+
+from __future__ import annotations
+
+import collections
+from typing import TypeAlias
+
+import pytest
+from hypothesis import given, strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from asynckv.stores.write_behind import TierChange, WriteBehind
+
+Value: TypeAlias = tuple[int, str]
+"""What it was called by its writer: its epoch, and its bytes."""
+KEYS = ("a", "b", "c")
+
+
+class AnyTier(RuleBasedStateMachine):
+    """A tier that does late, or not at all, or says nothing of what it did."""
+
+    DELETES_OLD = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.released: collections.Counter[Value] = collections.Counter()
+        self.behind: WriteBehind[Value] = WriteBehind(
+            30, self._release, deletes_old=self.DELETES_OLD, max_keys=2
+        )
+        self.epoch = 0
+        self.newest: dict[str, Value | None] = {}
+        self.tier: dict[str, Value] = {}
+        self.by_others: set[int] = set()
+        self.running: list[TierChange[Value]] = []
+        self.given: list[Value] = []
+        self.last_accepted: dict[str, int] = {}
+
+    def _release(self, value: Value) -> None:
+        self.released[value] += 1
+
+    @rule(key=st.sampled_from(KEYS), what=st.sampled_from("xy"), n=st.integers(0, 20))
+    def put(self, key: str, what: str, n: int) -> None:
+        self.epoch += 1
+        value = (self.epoch, what)
+        self.newest[key] = value
+        self.given.append(value)
+        self.behind.write(key, self.epoch, value, n, what)
+
+    @rule(key=st.sampled_from(KEYS))
+    def delete(self, key: str) -> None:
+        self.epoch += 1
+        self.newest[key] = None
+        self.behind.delete(key, self.epoch)
+
+    @rule(key=st.sampled_from(KEYS))
+    def another_process_puts(self, key: str) -> None:
+        self.epoch += 1
+        self.by_others.add(self.epoch)
+        self.tier[key] = (self.epoch, "z")
+
+    @rule(most=st.integers(1, 3))
+    def begin(self, most: int) -> None:
+        self.running += self.behind.take(most, 20)
+
+    @rule(data=st.data(), happens=st.booleans(), is_known=st.booleans())
+    def end(self, data: st.DataObject, happens: bool, is_known: bool) -> None:
+        if not self.running:
+            return
+        change = self.running.pop(data.draw(st.integers(0, len(self.running) - 1)))
+        if happens and change.value is not None:
+            self.tier[change.key] = change.value
+        elif happens:
+            self.tier.pop(change.key, None)
+        self.behind.ended(change, is_done=happens and is_known)
+
+    @rule()
+    def retry(self) -> None:
+        self.behind.retry()
+
+    @invariant()
+    def what_is_valid_is_the_last_that_was_put_or_of_somebody_else(self) -> None:
+        for key, (epoch, what) in self.tier.items():
+            if key in self.newest and epoch not in self.by_others:
+                newest = self.newest[key]
+                is_right = newest is not None and newest[1] == what
+                assert is_right or not self.behind.is_valid(key, epoch, what)
+
+    @invariant()
+    def it_knows_of_no_more_keys_than_are_under_way_and_its_bound(self) -> None:
+        assert self.behind.known_keys <= 2 + len(self.running)
+
+    @invariant()
+    def of_a_key_one_change_is_under_way(self) -> None:
+        keys = [change.key for change in self.running]
+        assert len(set(keys)) == len(keys)
+
+    def teardown(self) -> None:
+        """In the end all goes well: then nothing is kept, and each value let go."""
+        for _ in range(100):
+            self.running += self.behind.take(3, 20)
+            for change in self.running:
+                if change.value is not None:
+                    self.tier[change.key] = change.value
+                else:
+                    self.tier.pop(change.key, None)
+                self.behind.ended(change, is_done=True)
+            self.running.clear()
+            self.behind.retry()
+        assert len(self.behind) == 0
+        assert self.behind.nbytes == 0
+        assert self.released == collections.Counter(self.given)
+        self.what_is_valid_is_the_last_that_was_put_or_of_somebody_else()
+        if self.DELETES_OLD:
+            assert self.behind.known_keys == 0
+
+
+class TierOfOurOwn(AnyTier):
+    """Nobody else writes there: what could not be written is deleted there."""
+
+    DELETES_OLD = True
+
+
+TestAnyTier = AnyTier.TestCase
+TestTierOfOurOwn = TierOfOurOwn.TestCase
+
+
+def behind(**options: bool) -> WriteBehind[str]:
+    return WriteBehind(10, lambda value: None, **options)
+
+
+def test_what_has_no_room_is_dropped_and_counted() -> None:
+    tier = behind()
+    assert tier.write("a", 1, "v", 8, "v")
+    assert not tier.write("b", 2, "v", 8, "v")
+    assert tier.dropped == 1
+
+
+def test_a_value_larger_than_the_bound_goes_alone() -> None:
+    tier = behind()
+    assert tier.write("a", 1, "v", 80, "v")
+
+
+def test_a_newer_value_takes_the_place_of_one_that_waits() -> None:
+    tier = behind()
+    tier.write("a", 1, "old", 8, "old")
+    tier.write("a", 2, "new", 8, "new")
+    assert [change.value for change in tier.take(9, 99)] == ["new"]
+
+
+def test_deletes_and_writes_are_not_begun_together() -> None:
+    tier = behind()
+    tier.delete("a", 1)
+    tier.write("b", 2, "v", 1, "v")
+    tier.delete("c", 3)
+    assert [change.key for change in tier.take(9, 99)] == ["a", "c"]
+    assert [change.key for change in tier.take(9, 99)] == ["b"]
+
+
+def test_a_key_whose_delete_fails_is_hidden_until_it_is_deleted() -> None:
+    tier = behind()
+    tier.delete("a", 5)
+    (change,) = tier.take(9, 99)
+    tier.ended(change, is_done=False)
+    assert not tier.is_sure("a")
+    assert not tier.is_valid("a", 4, "v")
+    tier.retry()
+    (change,) = tier.take(9, 99)
+    tier.ended(change, is_done=True)
+    assert tier.is_sure("a")
+
+
+def test_equal_bytes_are_valid_though_their_last_write_failed() -> None:
+    tier = behind()
+    tier.write("a", 5, "v", 1, "v")
+    (change,) = tier.take(9, 99)
+    tier.ended(change, is_done=False)
+    assert tier.is_valid("a", 4, "v")
+    assert not tier.is_valid("a", 4, "w")
+
+
+def test_what_waits_is_dropped_by_a_close_and_what_is_under_way_ends() -> None:
+    tier = behind()
+    tier.write("a", 1, "v", 4, "v")
+    (change,) = tier.take(9, 99)
+    tier.write("b", 2, "v", 4, "v")
+    tier.close()
+    tier.ended(change, is_done=True)
+    assert (len(tier), tier.nbytes, tier.accepted, tier.dropped) == (0, 0, 1, 1)
+
+
+@pytest.mark.parametrize("deletes_old", [False, True])
+@given(count=st.integers(1, 40))
+def test_what_is_forgotten_makes_all_that_is_older_void(
+    deletes_old: bool, count: int
+) -> None:
+    tier: WriteBehind[str] = WriteBehind(
+        0, lambda value: None, deletes_old=deletes_old, max_keys=8
+    )
+    tier.write("first", 1, "v", 1, "v")  # alone it is let in
+    for number in range(count):
+        tier.write(f"k{number}", 2 + number, "v", 1, "v")
+    for number in range(count):
+        assert not tier.is_valid(f"k{number}", 1, "w")
+
+
+def test_an_old_value_that_arrives_after_its_successor_was_dropped_is_void() -> None:
+    tier = behind()
+    tier.write("a", 1, "old", 8, "old")
+    (change,) = tier.take(9, 99)
+    tier.write("a", 2, "new", 8, "new")
+    tier.ended(change, is_done=True)
+    assert not tier.is_valid("a", 1, "old")
+    assert tier.is_valid("a", 1, "new")
