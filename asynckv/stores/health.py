@@ -1,0 +1,141 @@
+"""Whether to ask a tier at all, and how long to wait for it: in one direction.
+
+Without I/O and without a clock: who uses it says what time it is. What a client says of
+its own time-outs is not believed. A call is late when it has moved nothing for the
+tier's patience, and for twice the time that all bytes under way take at the rate that
+was measured. Time in which nobody looked does not count: then our own loop stood still.
+
+One late call, or three that failed in a row, and the tier is not asked any more; it is
+probed after a second, then after two, four, up to thirty.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Final, Protocol
+
+__all__ = ("Moving", "TierCall", "TierHealth")
+
+_LEAST_RATE: Final = 1e6
+"""Bytes a second before anything was measured, and at least."""
+_ENOUGH_NBYTES: Final = 64 * 1024
+"""What takes too short to tell a rate from how long an answer takes."""
+_MOST_FAILURES: Final = 3
+_FIRST_PROBE_S, _LAST_PROBE_S = 1.0, 30.0
+
+
+class Moving(Protocol):
+    """One item of a call; its tier adds to what has moved, from any thread."""
+
+    moved_nbytes: int
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class TierCall:
+    """One call under way, of ``nbytes`` as far as is known."""
+
+    items: Sequence[Moving]
+    nbytes: int
+    began_s: float
+    is_late: bool = False
+    silent_s: float = 0.0
+    moved_nbytes: int = 0
+
+
+class TierHealth:
+    """What is known of one tier in one direction."""
+
+    def __init__(self, patience_s: float) -> None:
+        self.patience_s = patience_s
+        self.rate = 0.0
+        """Bytes a second, of all calls together; 0: not measured yet."""
+        self.is_open = False
+        """The tier is not asked: the breaker is open, as one says."""
+        self.late = self.failed = 0
+        self._calls: list[TierCall] = []
+        self._failures = 0
+        self._probe_in_s = _FIRST_PROBE_S
+        self._probe_at_s = 0.0
+        self._looked_s = 0.0
+
+    @property
+    def tick_s(self) -> float:
+        """So often somebody should look, while calls are under way."""
+        return min(max(self.patience_s / 8, 0.005), 0.25)
+
+    @property
+    def calls(self) -> int:
+        """How many are waited for."""
+        return len(self._calls)
+
+    def begin(self, items: Sequence[Moving], nbytes: int, now_s: float) -> TierCall:
+        """A call begins. It ends by :meth:`end`, or is late."""
+        if not self._calls:
+            self._looked_s = now_s
+        call = TierCall(items, nbytes, now_s)
+        self._calls.append(call)
+        return call
+
+    def look(self, now_s: float) -> list[TierCall]:
+        """Return the calls that are late now; they are not waited for any more."""
+        passed_s = min(now_s - self._looked_s, 2 * self.tick_s)
+        self._looked_s = now_s
+        for call in self._calls:
+            moved = sum(item.moved_nbytes for item in call.items)
+            if moved != call.moved_nbytes:
+                call.moved_nbytes, call.silent_s = moved, 0.0
+            else:
+                call.silent_s += passed_s
+        allowed_s = self.allowed_s()
+        late = [call for call in self._calls if call.silent_s > allowed_s]
+        for call in late:
+            call.is_late = True
+            self._calls.remove(call)
+            self.late += 1
+            self.open(now_s)
+        return late
+
+    def allowed_s(self) -> float:
+        """Return how long a call may move nothing now."""
+        left = sum(max(call.nbytes - call.moved_nbytes, 0) for call in self._calls)
+        return self.patience_s + 2 * left / max(self.rate, _LEAST_RATE)
+
+    def end(self, call: TierCall, nbytes: int, now_s: float, *, failed: bool) -> None:
+        """A call has ended that moved ``nbytes``. Nothing happens if it was late."""
+        if call.is_late:
+            return
+        self._calls.remove(call)
+        took_s = now_s - call.began_s
+        if nbytes >= _ENOUGH_NBYTES and took_s > 0:
+            # Others were under way: together they were faster by as many.
+            rate = nbytes / took_s * (len(self._calls) + 1)
+            self.rate += (rate - self.rate) * (0.2 if self.rate else 1.0)
+        self._failures = self._failures + 1 if failed else 0
+        self.failed += failed
+        if self._failures >= _MOST_FAILURES:
+            self.open(now_s)
+
+    def open(self, now_s: float) -> None:
+        """Do not ask the tier until a probe has been answered."""
+        if self.is_open:
+            return
+        self.is_open = True
+        self._probe_at_s = now_s + self._probe_in_s
+
+    def probe_due_s(self, now_s: float) -> float | None:
+        """Return in how many seconds to probe; ``None``: there is no need."""
+        return max(self._probe_at_s - now_s, 0.0) if self.is_open else None
+
+    def probed(self, now_s: float, *, is_there: bool) -> None:
+        """A probe was answered, or not. It counts as success only if calls do."""
+        if is_there:
+            self.is_open = False
+            self._failures = 0
+        else:
+            self._probe_at_s = now_s + self._probe_in_s
+        self._probe_in_s = min(2 * self._probe_in_s, _LAST_PROBE_S)
+
+    def worked(self) -> None:
+        """A call was answered as it should be: the next trouble is a first one."""
+        self._probe_in_s = _FIRST_PROBE_S
