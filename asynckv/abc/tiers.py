@@ -94,12 +94,13 @@ class WantedValue(abc.ABC):
         self.moved_nbytes = 0
 
     @abc.abstractmethod
-    def place(self, header: bytes | memoryview) -> TierMemory | None:
+    async def place(self, header: bytes | memoryview) -> TierMemory | None:
         """Return where what follows the header goes; ``None``: it is not wanted.
 
         ``header`` is what the value begins with, and may be longer than its header:
-        ``header_nbytes`` says afterwards how long that is. Called on the loop; the tier
-        then writes all of the memory, and never after its call has returned.
+        ``header_nbytes`` says afterwards how long that is. Awaited on the loop, for
+        there may have to be room first; the tier then writes all of the memory, and
+        never after its call has returned.
 
         :raises ValueError: this is shorter than the header; ask again with
             ``header_nbytes``, if the value has so many
