@@ -389,14 +389,17 @@ def _part_of(times: dict[str, Any], bare: dict[str, Any]) -> float:
 
 def _described(times: dict[str, Any], bare: dict[str, Any]) -> str:
     steps = max(times["steps"], 1)
-    dear = sorted(times["calls"].items(), key=lambda one: -one[1][2])[:4]
-    names = ", ".join(f"{name} {of[2] / steps * 1e6:.0f}" for name, of in dear)
+
+    def dearest(column: int) -> str:
+        dear = sorted(times["calls"].items(), key=lambda one: -one[1][column])[:4]
+        return ", ".join(f"{name} {of[column] / steps * 1e6:.0f}" for name, of in dear)
+
     return (
         f"{times['calls_cpu_s'] / steps * 1e6:.0f} us of CPU in calls a step "
-        f"({names}), "
+        f"({dearest(2)}), "
         f"{bare['step_cpu_s'] * 1e3:.2f} ms of CPU a step without a connector; by the "
         f"wall {times['call_s'] * 1e6:.0f} us in the median step, "
-        f"{times['calls_s'] / steps * 1e6:.0f} on average, of "
+        f"{times['calls_s'] / steps * 1e6:.0f} on average ({dearest(1)}), of "
         f"{bare['step_s'] * 1e3:.2f} ms ({steps} steps, {times['idle_steps']} idle)"
     )
 

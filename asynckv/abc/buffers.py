@@ -337,12 +337,22 @@ class KVStoreBuffer(KVCacheBuffer):
         """Return a frozen value of counters and gauges. Never waits."""
 
     @abc.abstractmethod
-    async def put(self, key: str, value: torch.Tensor | None) -> None:
+    async def put(
+        self,
+        key: str,
+        value: torch.Tensor | None,
+        *,
+        ttl_s: float | None = None,
+        pin: bool = False,
+    ) -> None:
         """Store a copy of ``value`` under ``key``; ``None`` deletes it.
 
-        The least recently used keys are dropped to make room. A cancelled call
+        The least recently used keys are dropped to make room. After ``ttl_s`` seconds
+        by the wall clock of whoever holds the values it is there no more. With ``pin``
+        it is never dropped for room, until it is replaced or deleted. A cancelled call
         has stored nothing or everything, and no longer reads ``value``.
 
+        :raises ValueError: ``ttl_s`` is not above 0
         :raises EntryTooLarge: it could never fit, or the process that holds the values
             can have no more memory
         """

@@ -89,6 +89,7 @@ class StoreCounters:
     hits: int = 0
     misses: int = 0
     evictions: int = 0
+    expired: int = 0
     room_waits: int = 0
 
 
@@ -101,7 +102,8 @@ class StoreStatistics(KVStoreStatistics):
     ``used_bytes`` are those of the ``keys`` stored, of puts under way, and of
     replaced or deleted values that somebody still reads. ``waiting_puts`` wait
     for room (``oldest_put_wait_s`` the first of them). The counters count since
-    the buffer was made; ``evictions`` are keys dropped to make room.
+    the buffer was made; ``evictions`` are keys dropped to make room, ``expired`` those
+    whose time was over when they were looked for.
     """
 
     peak_bytes: int
@@ -114,4 +116,5 @@ class StoreStatistics(KVStoreStatistics):
     puts: int
     deletes: int
     evictions: int
+    expired: int
     room_waits: int

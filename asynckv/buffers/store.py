@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import math
+import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 
 import anyio
@@ -18,7 +20,7 @@ from asynckv.tensors.views import check_into, check_landing_place, spec_of
 from asynckv.transfers.tokens import as_keys
 from asynckv.types import KVFingerprint
 
-__all__ = ("StoreBuffer", "check_place", "check_value")
+__all__ = ("StoreBuffer", "check_place", "check_value", "expiry_of")
 
 
 class StoreBuffer(InMemoryBuffer, KVStoreBuffer):
@@ -52,12 +54,20 @@ class StoreBuffer(InMemoryBuffer, KVStoreBuffer):
     def __repr__(self) -> str:
         return self._shown(f"{len(self.values)} keys")
 
-    async def put(self, key: str, value: torch.Tensor | None) -> None:
+    async def put(
+        self,
+        key: str,
+        value: torch.Tensor | None,
+        *,
+        ttl_s: float | None = None,
+        pin: bool = False,
+    ) -> None:
         if value is None:
             await self.delete(key)
             return
         self.values.check_usable(key)
         check_value(value)
+        expires_at_s = expiry_of(ttl_s)
         spec = spec_of(value)
         pending = await self.values.reserve(key, spec, self.fingerprint)
         try:
@@ -65,7 +75,9 @@ class StoreBuffer(InMemoryBuffer, KVStoreBuffer):
             [digest] = await self.pool.copy(
                 [value], [place_of(pending.region, pending.spec)]
             )
-            self.values.commit(pending, digest)
+            self.values.commit(
+                pending, digest, expires_at_s=expires_at_s, is_pinned=pin
+            )
         finally:
             self.values.discard(pending)
 
@@ -75,6 +87,7 @@ class StoreBuffer(InMemoryBuffer, KVStoreBuffer):
         self.values.check_usable(key)
         if into is not None:
             check_place(into)
+        await self._bring([key])
         pinned = self.values.lookup(key, self.fingerprint)
         if pinned is None:
             return None
@@ -94,17 +107,25 @@ class StoreBuffer(InMemoryBuffer, KVStoreBuffer):
         return self.values.remove(key, self.fingerprint)
 
     async def contains(self, keys: Sequence[str]) -> tuple[bool, ...]:
-        return self.values.has(as_keys(keys), self.fingerprint)
+        return await self.values.has_anywhere(as_keys(keys), self.fingerprint)
 
     @async_with_only("pin(...) as found")
     async def pin(self, keys: Sequence[str]) -> AsyncIterator[tuple[bool, ...]]:
-        pinned = self.values.hold(as_keys(keys), self.fingerprint)
+        keys = as_keys(keys)
+        self._check_loop()
+        await self._bring(keys)
+        pinned = self.values.hold(keys, self.fingerprint)
         try:
             yield tuple(one is not None for one in pinned)
         finally:
             for one in pinned:
                 if one is not None:
                     self.values.release(one)
+
+    async def _bring(self, keys: Sequence[str]) -> None:
+        """Let what is below memory be in memory, if there is anything below."""
+        if self.values.below is not None:
+            await self.values.bring([(key, self.fingerprint) for key in keys])
 
     def statistics(self) -> StoreStatistics:
         values = self.values
@@ -138,6 +159,18 @@ def check_value(value: torch.Tensor) -> None:
     if not isinstance(value, torch.Tensor):
         raise TypeError(f"a value is a tensor, not {type(value).__name__}")
     spec_of(value)
+
+
+def expiry_of(ttl_s: float | None) -> float | None:
+    """Return when a value is void, in seconds since 1970.
+
+    :raises ValueError: ``ttl_s`` is not above 0, or no finite number
+    """
+    if ttl_s is None:
+        return None
+    if not 0 < ttl_s < math.inf:
+        raise ValueError(f"ttl_s is a number of seconds above 0, not {ttl_s!r}")
+    return time.time() + ttl_s
 
 
 def check_place(into: torch.Tensor) -> None:

@@ -7,7 +7,9 @@ come, first served; every other function is plain.
 
 from __future__ import annotations
 
+import abc
 import dataclasses
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Final, Generic, TypeAlias, TypeVar
@@ -21,9 +23,11 @@ from asynckv.waits.queue import FairQueue
 
 __all__ = (
     "EvictionOrder",
+    "Name",
     "PendingPut",
     "PinnedValue",
     "StoredValues",
+    "ValuesBelow",
 )
 
 
@@ -68,15 +72,42 @@ class EvictionOrder(Generic[K]):
 _MAX_KEYS: Final = 2**20
 """Keys cost memory too, which the arena does not count: a bound for tiny values."""
 
-_Name: TypeAlias = tuple[str, KVFingerprint | None]
+Name: TypeAlias = tuple[str, KVFingerprint | None]
 """A key, and the model it belongs to: another model's value is another value."""
+
+
+class ValuesBelow(abc.ABC):
+    """Where values are that memory has no more, and what is told of those it has."""
+
+    @abc.abstractmethod
+    def stored(self, name: Name) -> None:
+        """A value was put; it can be held now. Never waits."""
+
+    @abc.abstractmethod
+    def used(self, name: Name) -> None:
+        """A value was found in memory. Never waits."""
+
+    @abc.abstractmethod
+    def deleted(self, name: Name) -> None:
+        """Nothing is to be found under that name any more. Never waits."""
+
+    @abc.abstractmethod
+    async def bring(self, names: Sequence[Name]) -> None:
+        """Bring into memory what is there of ``names``. What fails is not there.
+
+        A cancelled call leaves no trace: it is brought for others, or not.
+        """
+
+    @abc.abstractmethod
+    async def contains(self, names: Sequence[Name]) -> tuple[bool, ...]:
+        """Tell of each whether it is there, as far as is known soon."""
 
 
 @dataclasses.dataclass(slots=True, eq=False)
 class PendingPut:
     """Memory for one value that is still to come: commit it, or discard it."""
 
-    name: _Name
+    name: Name
     spec: TensorSpec
     region: Region
     is_open: bool = True
@@ -84,12 +115,19 @@ class PendingPut:
 
 @dataclasses.dataclass(slots=True, eq=False)
 class _StoredValue:
-    name: _Name
+    name: Name
     spec: TensorSpec
     region: Region
     digest: bytes
+    expires_at_s: float | None = None
+    is_pinned: bool = False
     readers: int = 0
     is_stored: bool = True
+
+    @property
+    def is_expired(self) -> bool:
+        """Is it void by the clock?"""
+        return self.expires_at_s is not None and time.time() >= self.expires_at_s
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -102,6 +140,11 @@ class PinnedValue:
     _value: _StoredValue
     is_held: bool = True
 
+    @property
+    def expires_at_s(self) -> float | None:
+        """When it is void, in seconds since 1970."""
+        return self._value.expires_at_s
+
 
 @dataclasses.dataclass(slots=True, eq=False)
 class _Ticket:
@@ -110,7 +153,7 @@ class _Ticket:
     Through without it, it can never have any.
     """
 
-    name: _Name
+    name: Name
     spec: TensorSpec
     pending: PendingPut | None = None
 
@@ -127,12 +170,13 @@ class StoredValues:
     ) -> None:
         self.counters = StoreCounters()
         self.closed = False
+        self.below: ValuesBelow | None = None
         self.room: FairQueue[_Ticket] = FairQueue(self._is_through)
         self._arena = arena
         self._check_loop = check_loop
         self._max_keys = max_keys
-        self._values: dict[_Name, _StoredValue] = {}
-        self._idle: EvictionOrder[_Name] = EvictionOrder()
+        self._values: dict[Name, _StoredValue] = {}
+        self._idle: EvictionOrder[Name] = EvictionOrder()
 
     def __len__(self) -> int:
         return len(self._values)
@@ -178,8 +222,19 @@ class StoredValues:
             raise EntryTooLarge(nbytes=spec.nbytes, max_bytes=self._arena.max_bytes)
         return None if self.room else self._reserve((key, fingerprint), spec)
 
-    def commit(self, pending: PendingPut, digest: bytes) -> None:
+    def commit(
+        self,
+        pending: PendingPut,
+        digest: bytes,
+        *,
+        expires_at_s: float | None = None,
+        is_pinned: bool = False,
+        is_brought: bool = False,
+    ) -> None:
         """Replace what is stored by that name with what was written.
+
+        It is void from ``expires_at_s`` on, in seconds since 1970. ``is_pinned``: it is
+        never dropped for room. ``is_brought``: it came from below, where it is.
 
         :raises BufferClosed: the buffer was closed meanwhile; it is discarded
         :raises RuntimeError: it was committed or discarded before
@@ -197,9 +252,13 @@ class StoredValues:
             if victim is None:
                 break
             self._evict(victim)
-        self._values[name] = _StoredValue(name, pending.spec, pending.region, digest)
-        self._idle.add(name, pending.region.nbytes)
-        self.counters.puts += 1
+        value = self._values[name] = _StoredValue(
+            *(name, pending.spec, pending.region, digest, expires_at_s, is_pinned)
+        )
+        self._now_idle(value)
+        self.counters.puts += not is_brought
+        if self.below is not None and not is_brought:
+            self.below.stored(name)
         self.room.change()
 
     def discard(self, pending: PendingPut) -> None:
@@ -221,7 +280,12 @@ class StoredValues:
     ) -> list[PinnedValue | None]:
         """As :meth:`lookup`, for each of ``keys``; no hit or miss of what is there."""
         self._check_open()
-        return [self._hold((key, fingerprint)) for key in keys]
+        held = [self._hold((key, fingerprint)) for key in keys]
+        if self.below is not None:
+            for key, one in zip(keys, held, strict=True):
+                if one is not None:
+                    self.below.used((key, fingerprint))
+        return held
 
     def release(self, pinned: PinnedValue) -> None:
         """End one reader's hold; a second call does nothing."""
@@ -233,7 +297,7 @@ class StoredValues:
         if value.readers:
             return
         if value.is_stored:
-            self._idle.add(value.name, value.region.nbytes)
+            self._now_idle(value)
         else:
             value.region.release()
         self.room.change()
@@ -241,6 +305,8 @@ class StoredValues:
     def remove(self, key: str, fingerprint: KVFingerprint | None) -> bool:
         """Forget ``key``; ``True`` if it was there."""
         self._check_open()
+        if self.below is not None:
+            self.below.deleted((key, fingerprint))
         if not self._remove((key, fingerprint)):
             return False
         self.counters.deletes += 1
@@ -252,7 +318,32 @@ class StoredValues:
     ) -> tuple[bool, ...]:
         """Tell of each key if whoever has ``fingerprint`` finds it."""
         self._check_open()
-        return tuple((key, fingerprint) in self._values for key in keys)
+        return tuple(self._live((key, fingerprint)) is not None for key in keys)
+
+    async def has_anywhere(
+        self, keys: Sequence[str], fingerprint: KVFingerprint | None
+    ) -> tuple[bool, ...]:
+        """As :meth:`has`, of what is below memory, too.
+
+        A cancelled call leaves no trace.
+        """
+        here = self.has(keys, fingerprint)
+        if self.below is None or all(here):
+            return here
+        names = [(key, fingerprint) for key in keys]
+        missing = [name for name, has in zip(names, here, strict=True) if not has]
+        there = dict(zip(missing, await self.below.contains(missing), strict=True))
+        return tuple(has or there[name] for name, has in zip(names, here, strict=True))
+
+    async def bring(self, names: Sequence[Name]) -> None:
+        """Bring into memory what of ``names`` is below it, and not in it.
+
+        A cancelled call leaves no trace.
+        """
+        self._check_open()
+        missing = [name for name in names if self._live(name) is None]
+        if missing and self.below is not None:
+            await self.below.bring(missing)
 
     def close(self) -> None:
         """Forget everything; what is being read goes when its readers go."""
@@ -275,19 +366,25 @@ class StoredValues:
         """Whether it waits for nobody, but for memory that the system is asked for."""
         return self._arena.is_growing and spec.nbytes <= self._arena.free_bytes
 
-    def _reserve(self, name: _Name, spec: TensorSpec) -> PendingPut | None:
+    def _reserve(self, name: Name, spec: TensorSpec) -> PendingPut | None:
         """Take memory for a value, dropping what was used least recently.
 
         The value that is stored as ``name`` now goes last. ``None``, and nothing
         dropped, if too much of the arena is being read or written. ``None`` also if
         the arena is about to grow: no more is dropped then than its bound asks for.
         """
-        if spec.nbytes > self._arena.free_bytes + self._idle.nbytes:
+        old = self._values.get(name)
+        droppable = self._idle.nbytes
+        if old is not None and old.is_pinned and not old.readers:
+            droppable += old.region.nbytes  # by nobody but its successor
+        if spec.nbytes > self._arena.free_bytes + droppable:
             return None
         while (regions := self._arena.allocate([spec.nbytes])) is None:
             if self._is_growing_for(spec):
                 return None
             victim = self._idle.victim(spare=name)
+            if victim is None and name in self._values and droppable:
+                victim = name if not self._values[name].readers else None
             if victim is None:
                 return None
             self._evict(victim)
@@ -300,19 +397,31 @@ class StoredValues:
         could_fit = self._arena.could_ever_fit([ticket.spec.nbytes])
         return ticket.pending is not None or not could_fit
 
-    def _hold(self, name: _Name) -> PinnedValue | None:
+    def _live(self, name: Name) -> _StoredValue | None:
         value = self._values.get(name)
+        if value is not None and value.is_expired:
+            self._remove(name)
+            self.counters.expired += 1
+            return None
+        return value
+
+    def _now_idle(self, value: _StoredValue) -> None:
+        if not value.is_pinned:
+            self._idle.add(value.name, value.region.nbytes)
+
+    def _hold(self, name: Name) -> PinnedValue | None:
+        value = self._live(name)
         if value is None:
             return None
         value.readers += 1
         self._idle.discard(name)
         return PinnedValue(value.spec, value.region, value.digest, value)
 
-    def _evict(self, name: _Name) -> None:
+    def _evict(self, name: Name) -> None:
         self._remove(name)
         self.counters.evictions += 1
 
-    def _remove(self, name: _Name) -> bool:
+    def _remove(self, name: Name) -> bool:
         value = self._values.pop(name, None)
         if value is None:
             return False

@@ -254,7 +254,8 @@ class Settle(Request, frozen=True, tag="settle"):
 class Put(Request, frozen=True, tag="put"):
     """Store one tensor by name. Body: the tensor's bytes if ``inline``.
 
-    Without ``spec`` the name is deleted.
+    Without ``spec`` the name is deleted. It is void ``ttl_s`` seconds after it came; 0:
+    never. With ``pin`` it is not dropped for room.
     """
 
     key: Name
@@ -262,6 +263,8 @@ class Put(Request, frozen=True, tag="put"):
     inline: bool
     spec: TensorSpec | None = None
     digest: Digest = b""
+    ttl_s: Annotated[float, msgspec.Meta(ge=0)] = 0.0
+    pin: bool = False
 
 
 class Get(Request, frozen=True, tag="get"):

@@ -39,6 +39,7 @@ __all__ = (
     "a_closed_buffer_refuses",
     "a_reader_never_sees_a_mix",
     "a_value_comes_back_as_it_was_put",
+    "a_value_is_gone_when_its_time_is_over",
     "a_value_lands_in_into",
     "an_into_that_does_not_fit_is_refused",
     "check_store_buffer",
@@ -50,6 +51,7 @@ __all__ = (
     "the_tensor_may_be_overwritten_after_a_put",
     "until_only",
     "what_can_never_fit_is_refused",
+    "what_is_pinned_is_not_dropped_for_room",
     "what_was_never_put_is_none",
 )
 
@@ -190,6 +192,26 @@ async def a_reader_never_sees_a_mix(client: KVStoreBuffer, local: StoreBuffer) -
     await asyncio.gather(replace(), read(), read())
 
 
+async def a_value_is_gone_when_its_time_is_over(
+    client: KVStoreBuffer, local: StoreBuffer
+) -> None:
+    """``ttl_s`` counts from the put, a later put counts anew, and 0 is refused."""
+    await client.put("short", torch.ones(3), ttl_s=0.01)
+    await client.put("long", torch.ones(3), ttl_s=600)
+    await asyncio.sleep(0.02)  # there is nothing to wait for but the clock
+    expect(await client.get("short") is None, "it is found after its time")
+    expect(await client.contains(["short"]) == (False,), "it is there after its time")
+    expect_same(await client.get("long"), torch.ones(3))
+    await client.put("short", torch.ones(3))
+    expect_same(await client.get("short"), torch.ones(3))
+    for ttl_s in (0.0, -1.0, float("nan")):
+        try:
+            await client.put("key", torch.ones(3), ttl_s=ttl_s)
+        except ValueError:
+            continue
+        raise AssertionError(f"ttl_s={ttl_s} is a ValueError")
+
+
 async def a_closed_buffer_refuses(client: KVStoreBuffer, local: StoreBuffer) -> None:
     """Once the local buffer is closed every call says so."""
     await client.put("key", torch.ones(3))
@@ -218,6 +240,7 @@ STORING_CHECKS: Final[tuple[StoreCheck, ...]] = (
     an_into_that_does_not_fit_is_refused,
     it_tells_which_keys_it_has,
     a_reader_never_sees_a_mix,
+    a_value_is_gone_when_its_time_is_over,
     a_closed_buffer_refuses,
 )
 
@@ -234,6 +257,22 @@ async def the_least_recently_used_make_room(
     found = await client.contains(["a", "b", "c", "d", "e"])
     expect(found == (True, False, False, True, True), f"found {found}")
     expect(local.statistics().evictions == 2, "two were dropped")
+
+
+async def what_is_pinned_is_not_dropped_for_room(
+    client: KVStoreBuffer, local: StoreBuffer
+) -> None:
+    """It goes when it is deleted, or when a value takes its place."""
+    half = local.statistics().max_bytes // 2
+    await client.put("pinned", noise(half, 1), pin=True)
+    for key in ("a", "b"):
+        await client.put(key, noise(half, 2))
+    found = await client.contains(["pinned", "a", "b"])
+    expect(found == (True, False, True), f"found {found}")
+    await client.put("pinned", noise(2 * half, 3), pin=True)
+    expect_same(await client.get("pinned"), noise(2 * half, 3))
+    expect(await client.delete("pinned"), "it is deleted")
+    await client.put("a", noise(2 * half, 4))
 
 
 async def what_can_never_fit_is_refused(
@@ -253,6 +292,7 @@ async def what_can_never_fit_is_refused(
 
 ROOM_CHECKS: Final[tuple[StoreCheck, ...]] = (
     the_least_recently_used_make_room,
+    what_is_pinned_is_not_dropped_for_room,
     what_can_never_fit_is_refused,
 )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from functools import partial
 from typing import Final
@@ -14,7 +15,7 @@ from asynckv.abc import KVStoreBuffer, KVStoreStatistics
 from asynckv.abc.closing import async_with_only
 from asynckv.buffers.remote.connection import ANSWER_S, PeerConnection, ask
 from asynckv.buffers.remote.insert import RemoteSend
-from asynckv.buffers.store import check_place, check_value
+from asynckv.buffers.store import check_place, check_value, expiry_of
 from asynckv.errors import LeaseLost, PeerLost, RemoteProtocolError
 from asynckv.links.link import Link
 from asynckv.observability.waits import LoggedWait
@@ -200,6 +201,9 @@ def begin_put(
     key: str,
     source: Source,
     routes: PeerRoutes | None = None,
+    *,
+    ttl_s: float | None = None,
+    pin: bool = False,
 ) -> RemoteSend:
     """Ask for a value to be stored. ``source`` is dense; if it is read on a GPU, its
     bytes are too many to leave with the request. Never waits.
@@ -212,6 +216,8 @@ def begin_put(
         inline=inline,
         spec=source.spec,
         digest=digest_of(view) if inline and link.digest != "off" else b"",
+        ttl_s=ttl_s or 0.0,
+        pin=pin,
     )
     return RemoteSend(link, frame, view, [source], routes)
 
@@ -241,8 +247,16 @@ class RemoteStoreBuffer(KVStoreBuffer):
     def __repr__(self) -> str:
         return f"<RemoteStoreBuffer of {self._peer!r}>"
 
-    async def put(self, key: str, value: torch.Tensor | None) -> None:
+    async def put(
+        self,
+        key: str,
+        value: torch.Tensor | None,
+        *,
+        ttl_s: float | None = None,
+        pin: bool = False,
+    ) -> None:
         self._peer.check()
+        until_s = expiry_of(ttl_s)
         key = as_key(key)
         if value is None:
             await self.delete(key)
@@ -253,7 +267,7 @@ class RemoteStoreBuffer(KVStoreBuffer):
         self._putting += 1
         try:
             await until_made([source], pool)
-            await self._put(key, source)
+            await self._put(key, source, until_s, pin=pin)
         finally:
             self._putting -= 1
 
@@ -322,7 +336,9 @@ class RemoteStoreBuffer(KVStoreBuffer):
         """Abort the peer."""
         self._peer.abort()
 
-    async def _put(self, key: str, source: Source) -> None:
+    async def _put(
+        self, key: str, source: Source, until_s: float | None, *, pin: bool
+    ) -> None:
         """A put that was cut off is made again: the last one counts."""
         who = f"put of {key!r} ({source.nbytes} bytes)"
         room = f"room in the store at {self._peer.url}"
@@ -331,7 +347,11 @@ class RemoteStoreBuffer(KVStoreBuffer):
             link = await self._peer.link(incarnation)
             incarnation = link.peer.incarnation
             with LoggedWait(who, room, "the end of a get or put there"):
-                if await begin_put(link, key, source, self._peer.routes).accepted():
+                ttl_s = None if until_s is None else max(until_s - time.time(), 1e-3)
+                sending = begin_put(
+                    *(link, key, source, self._peer.routes), ttl_s=ttl_s, pin=pin
+                )
+                if await sending.accepted():
                     return
 
     async def _get(self, key: str, into: torch.Tensor | None) -> torch.Tensor | None:

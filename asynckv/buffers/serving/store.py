@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
 from typing import Any
@@ -198,10 +199,15 @@ class ServedPut:
         self._task.cancel()
 
     async def _run(self) -> None:
-        values, link = self._service.values, self._service.link
-        pending = await values.reserve(self._frame.key, self._spec, link.fingerprint)
+        values, link, frame = self._service.values, self._service.link, self._frame
+        expires_at_s = time.time() + frame.ttl_s if frame.ttl_s else None
+        pending = await values.reserve(frame.key, self._spec, link.fingerprint)
         try:
-            values.commit(pending, await self._fill(pending))
+            values.commit(
+                *(pending, await self._fill(pending)),
+                expires_at_s=expires_at_s,
+                is_pinned=frame.pin,
+            )
         finally:
             values.discard(pending)
 
