@@ -6,6 +6,7 @@ import abc
 import dataclasses
 import enum
 from collections.abc import Sequence
+from typing import ClassVar
 
 from asynckv.abc.closing import Closable
 
@@ -76,6 +77,12 @@ class TierValue:
     memory: TierMemory
     expires_at_s: float | None = None
     moved_nbytes: int = 0
+    is_held: ClassVar[bool] = False
+
+    @property
+    def lent_nbytes(self) -> int:
+        """Memory that the tier may read until its call has ended."""
+        return self.memory.nbytes
 
     @property
     def nbytes(self) -> int:
@@ -92,6 +99,16 @@ class WantedValue(abc.ABC):
         self.key = key
         self.header_nbytes = 0
         self.moved_nbytes = 0
+
+    @property
+    @abc.abstractmethod
+    def is_held(self) -> bool:
+        """Does it wait for the store, not for the tier?"""
+
+    @property
+    @abc.abstractmethod
+    def lent_nbytes(self) -> int:
+        """Memory that the tier may write to until its call has ended."""
 
     @abc.abstractmethod
     async def place(self, header: bytes | memoryview) -> TierMemory | None:

@@ -287,6 +287,14 @@ class StoredValues:
                     self.below.used((key, fingerprint))
         return held
 
+    def hold_names(self, names: Sequence[Name]) -> list[PinnedValue | None]:
+        """As :meth:`hold`, and that is no use of them."""
+        return [self._hold(name) for name in names]
+
+    def has_name(self, name: Name) -> bool:
+        """Is a value stored under ``name``?"""
+        return self._live(name) is not None
+
     def release(self, pinned: PinnedValue) -> None:
         """End one reader's hold; a second call does nothing."""
         if not pinned.is_held:

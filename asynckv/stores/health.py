@@ -26,9 +26,19 @@ _FIRST_PROBE_S, _LAST_PROBE_S = 1.0, 30.0
 
 
 class Moving(Protocol):
-    """One item of a call; its tier adds to what has moved, from any thread."""
+    """One item of a call; its tier adds to what has moved, from any thread.
+
+    While it ``is_held`` it waits for us, not for the tier. ``lent_nbytes`` of memory
+    are its until the call has ended.
+    """
 
     moved_nbytes: int
+
+    @property
+    def is_held(self) -> bool: ...
+
+    @property
+    def lent_nbytes(self) -> int: ...
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -83,7 +93,7 @@ class TierHealth:
         self._looked_s = now_s
         for call in self._calls:
             moved = sum(item.moved_nbytes for item in call.items)
-            if moved != call.moved_nbytes:
+            if moved != call.moved_nbytes or any(item.is_held for item in call.items):
                 call.moved_nbytes, call.silent_s = moved, 0.0
             else:
                 call.silent_s += passed_s
@@ -115,6 +125,11 @@ class TierHealth:
         self.failed += failed
         if self._failures >= _MOST_FAILURES:
             self.open(now_s)
+
+    def leave(self, call: TierCall) -> None:
+        """A call is not waited for any more, for a reason that is not the tier's."""
+        call.is_late = True
+        self._calls.remove(call)
 
     def open(self, now_s: float) -> None:
         """Do not ask the tier until a probe has been answered."""

@@ -74,7 +74,7 @@ class WriteBehind(Generic[T]):
         self._max_bytes = max_bytes
         self._max_keys = max_keys
         self._release = release
-        self._deletes_old = deletes_old
+        self.deletes_old = deletes_old
         self._keys: dict[str, _Key[T]] = {}
         # Each key of those is in one of these, or running.
         self._queued: OrderedDict[str, TierChange[T]] = OrderedDict()
@@ -95,15 +95,31 @@ class WriteBehind(Generic[T]):
         self, key: str, epoch: int, value: T, nbytes: int, identity: Hashable
     ) -> bool:
         """``value`` is to be written. ``False``: there is no room, it is dropped."""
-        state = self._change(key, epoch, identity)
-        if self.nbytes and self.nbytes + nbytes > self._max_bytes:
-            self.dropped += 1
+        others = self._nbytes_without(key)
+        if others and others + nbytes > self._max_bytes:
+            self.skip(key, epoch, identity)
             self._release(value)
-            self._leave_old(key, state)
             return False
+        state = self._change(key, epoch, identity)
         self.nbytes += nbytes
         self._queue(state, TierChange(key, epoch, value, nbytes))
         return True
+
+    def skip(self, key: str, epoch: int, identity: Hashable) -> None:
+        """A value is dropped; the key has changed all the same."""
+        self.dropped += 1
+        self.note(key, epoch, identity)
+
+    def note(self, key: str, epoch: int, identity: Hashable) -> None:
+        """The key has a value that is not to be written, or not yet."""
+        self._leave_old(key, self._change(key, epoch, identity))
+
+    def drop_writes(self) -> None:
+        """What waits to be written is not to be written any more."""
+        for key, change in list(self._queued.items()):
+            if not change.is_delete:
+                self._unqueue(key)
+                self._leave_old(key, self._keys[key])
 
     def delete(self, key: str, epoch: int) -> None:
         """The key is to be deleted."""
@@ -191,6 +207,10 @@ class WriteBehind(Generic[T]):
         state.queued = self._queued[change.key] = change
         self._bound()
 
+    def _nbytes_without(self, key: str) -> int:
+        queued = self._queued.get(key)
+        return self.nbytes - (0 if queued is None else queued.nbytes)
+
     def _unqueue(self, key: str) -> None:
         change = self._queued.pop(key, None)
         if change is None:
@@ -208,7 +228,7 @@ class WriteBehind(Generic[T]):
 
     def _leave_old(self, key: str, state: _Key[T]) -> None:
         """The last change of ``key`` was not made: what is there may be older."""
-        if self._deletes_old:
+        if self.deletes_old:
             self._queue(state, TierChange(key, state.epoch))
         elif state.running is None:  # else it is looked at when that ends
             self._unsure[key] = None

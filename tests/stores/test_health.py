@@ -16,6 +16,8 @@ class Item:
     """Something on its way."""
 
     moved_nbytes: int = 0
+    is_held: bool = False
+    lent_nbytes: int = 0
 
 
 def watched(health: TierHealth, since_s: float, seconds: float) -> list[TierCall]:
@@ -42,6 +44,22 @@ def test_a_call_that_moves_is_never_late_however_long_it_takes() -> None:
         item.moved_nbytes += MIB // 100
         assert health.look(step * 0.04) == []
     assert not health.is_open
+
+
+def test_time_in_which_it_waits_for_us_does_not_count() -> None:
+    health, item = TierHealth(0.05), Item(is_held=True)
+    call = health.begin([item], 0, 0.0)
+    assert watched(health, 0.0, 1.0) == []
+    item.is_held = False
+    assert watched(health, 1.0, 0.1) == [call]
+
+
+def test_a_call_that_is_left_is_nobody_s_fault() -> None:
+    health = TierHealth(0.05)
+    call = health.begin([Item()], 0, 0.0)
+    health.leave(call)
+    health.end(call, 0, 9.0, failed=True)
+    assert (health.calls, health.late, health.failed) == (0, 0, 0)
 
 
 @pytest.mark.parametrize("at_once", [1, 8])

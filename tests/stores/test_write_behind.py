@@ -53,6 +53,16 @@ class AnyTier(RuleBasedStateMachine):
         self.behind.delete(key, self.epoch)
 
     @rule(key=st.sampled_from(KEYS))
+    def skip(self, key: str) -> None:
+        self.epoch += 1
+        self.newest[key] = (self.epoch, "y")
+        self.behind.skip(key, self.epoch, "y")
+
+    @rule()
+    def drop_writes(self) -> None:
+        self.behind.drop_writes()
+
+    @rule(key=st.sampled_from(KEYS))
     def another_process_puts(self, key: str) -> None:
         self.epoch += 1
         self.by_others.add(self.epoch)

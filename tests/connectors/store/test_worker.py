@@ -192,12 +192,19 @@ class SlowStore(StoreBuffer):
         self.refused = ""
         self.error: OSError = OSError("no room")
 
-    async def put(self, key: str, value: torch.Tensor | None) -> None:
+    async def put(
+        self,
+        key: str,
+        value: torch.Tensor | None,
+        *,
+        ttl_s: float | None = None,
+        pin: bool = False,
+    ) -> None:
         await self.gate.wait()
         await asyncio.sleep(0)
         if self.refused and key.startswith(self.refused):
             raise self.error
-        await super().put(key, value)
+        await super().put(key, value, ttl_s=ttl_s, pin=pin)
 
 
 @asynccontextmanager

@@ -23,9 +23,12 @@ _ASYNCHRONOUS: Final = (
     "Coroutine[",
 )
 _OF_OBJECTS: Final = ("__aenter__", "__aexit__", "__anext__")
-# What an engine calls has a sweep of its own: harness.cancellations.connectors.
+# What an engine calls has a sweep of its own: harness.cancellations.connectors. Calls
+# of a tier are never cancelled, and a store on tiers has its sweep in tests/stores.
 _NOT_THE_CORE: Final = (
     "asynckv.abc.connectors",
+    "asynckv.abc.tiers",
+    "asynckv.stores.",
     "asynckv.connectors.",
     "asynckv.testing.",
     "asynckv.integrations.",

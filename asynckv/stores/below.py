@@ -1,0 +1,453 @@
+"""What a tiered store has below its memory: its tiers, in the order they are asked.
+
+A value that is missing in memory is looked for in one tier after the other, once for
+all who want it, by a task of the store's own. It lands in memory of the arena, is
+verified there, and is in memory from then on, as if it had been put; unless its key was
+changed meanwhile: then what was found is void.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import functools
+import logging
+import time
+from collections import OrderedDict
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Final, Literal
+
+from asynckv.abc import StoreTier, TierMemory, TierResult, TierValue, WantedValue
+from asynckv.buffers.values import (
+    Name,
+    PendingPut,
+    PinnedValue,
+    StoredValues,
+    ValuesBelow,
+)
+from asynckv.devices.arena import place_of
+from asynckv.devices.copying import CopyPool
+from asynckv.errors import BufferClosed, EntryTooLarge
+from asynckv.stores.client import Quarantine, TierClient, TierStatistics
+from asynckv.stores.header import (
+    MAX_HEADER_NBYTES,
+    ForeignHeader,
+    ShortHeader,
+    ValueHeader,
+    ValueName,
+    pack_header,
+    unpack_header,
+)
+from asynckv.stores.memory import tier_memory
+from asynckv.waits.own_tasks import OwnTasks
+
+__all__ = ("FlushResult", "TiersBelow")
+
+logger = logging.getLogger(__name__)
+
+_FETCH_KEYS: Final = 16
+"""So many keys are asked for by one call of a tier."""
+_FETCHES: Final = 4
+"""So many such calls are made at once. The first keys go first."""
+_ROOM_S: Final = 1.0
+_RETRIES: Final = 3
+_NOT_ADMITTED: Final = 65_536
+_SUSPECTS: Final = 1024
+
+
+@dataclasses.dataclass(frozen=True)
+class FlushResult:
+    """What became of all puts so far in one tier."""
+
+    accepted: int
+    dropped: int
+    failed: int
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class _HeldValue:
+    """A value of the memory that one tier is to have."""
+
+    header: bytes
+    pinned: PinnedValue
+
+    def tier_value(self, key: str) -> TierValue:
+        memory = tier_memory(self.pinned.region)
+        return TierValue(key, self.header, memory, self.pinned.expires_at_s)
+
+
+class _Fetch:
+    """A key that is looked for, once for all who want it."""
+
+    __slots__ = ("done", "is_void", "name")
+
+    def __init__(self, name: Name, loop: asyncio.AbstractEventLoop) -> None:
+        self.name = name
+        self.is_void = False
+        self.done: asyncio.Future[None] = loop.create_future()
+
+
+class _Wanted(WantedValue):
+    """One value as one tier is asked for it, and where it lands."""
+
+    __slots__ = ("_below", "_client", "_is_held", "fetch", "header", "pending")
+
+    def __init__(
+        self, below: TiersBelow, client: TierClient[_HeldValue], fetch: _Fetch
+    ) -> None:
+        super().__init__(below.key_of(fetch.name))
+        self._below = below
+        self._client = client
+        self._is_held = False
+        self.fetch = fetch
+        self.header: ValueHeader | None = None
+        self.pending: PendingPut | None = None
+
+    @property
+    def is_held(self) -> bool:
+        return self._is_held
+
+    @property
+    def lent_nbytes(self) -> int:
+        return 0 if self.pending is None else self.pending.region.nbytes
+
+    async def place(self, header: bytes | memoryview) -> TierMemory | None:
+        try:
+            found, self.header_nbytes = unpack_header(header)
+        except ShortHeader as short:
+            self.header_nbytes = short.needed
+            raise
+        except ForeignHeader:
+            return None
+        if not self.is_right(found):
+            return None
+        self._is_held = True
+        try:
+            self.pending = await self._below.reserve(self.fetch.name, found)
+        finally:
+            self._is_held = False
+        if self.pending is None:
+            return None
+        if self.fetch.is_void:
+            self.discard()
+            return None
+        self.header = found
+        return tier_memory(self.pending.region)
+
+    def is_right(self, header: ValueHeader) -> bool:
+        """Is it the value that is wanted, and not an older one?"""
+        expires_at_s = header.expires_at_s
+        return (
+            header.name == self._below.full_name(self.fetch.name)
+            and not self.fetch.is_void
+            and (expires_at_s is None or expires_at_s > time.time())
+            and self._client.behind.is_valid(
+                self.key, header.epoch, _identity_of(header)
+            )
+        )
+
+    def discard(self) -> None:
+        """Give back the memory that it was to land in. Again is nothing."""
+        pending, self.pending = self.pending, None
+        if pending is not None:
+            self._below.values.discard(pending)
+
+
+class TiersBelow(ValuesBelow):
+    """``tiers`` by name below ``values``; ``namespace`` keeps its keys from others'.
+
+    ``admit`` says when a value is written to tiers: when it is put, or when it is used
+    for the first time after that.
+    """
+
+    def __init__(
+        self,
+        values: StoredValues,
+        pool: CopyPool,
+        tiers: Mapping[str, StoreTier],
+        *,
+        max_bytes: int,
+        admit: Literal["always", "second_use"],
+        namespace: str,
+    ) -> None:
+        self.values = values
+        self._pool = pool
+        self._namespace = namespace
+        self._admits_at_once = admit == "always"
+        self._quarantine = Quarantine(max(max_bytes // 8, 1))
+        self.clients = [
+            TierClient[_HeldValue](
+                name, tier, self._quarantine, max(max_bytes // 8, 1), self._release
+            )
+            for name, tier in tiers.items()
+        ]
+        self._fetches: dict[Name, _Fetch] = {}
+        self._suspects: OrderedDict[tuple[str, str, int], None] = OrderedDict()
+        self._not_admitted: OrderedDict[Name, int] = OrderedDict()
+        self._tasks = OwnTasks()
+        self._at_once = asyncio.Semaphore(_FETCHES)
+        self._epoch = 0
+
+    async def open(self) -> None:
+        """Open all tiers.
+
+        :raises ConfigError: one cannot be used as it was configured
+        """
+        self._loop = asyncio.get_running_loop()
+        for client in self.clients:
+            await client.open()
+
+    def full_name(self, name: Name) -> ValueName:
+        """Return what a header calls it."""
+        key, fingerprint = name
+        return ValueName(key, fingerprint, self._namespace)
+
+    def key_of(self, name: Name) -> str:
+        """Return what tiers call it."""
+        return self.full_name(name).tier_key
+
+    def stored(self, name: Name) -> None:
+        self._void(name)
+        epoch = self._next_epoch()
+        if self._admits_at_once:
+            self._write(name, epoch)
+            return
+        (pinned,) = self.values.hold_names([name])
+        if pinned is not None:
+            header = self._header_of(name, pinned, epoch)
+            for client in self.clients:
+                client.note(self.key_of(name), epoch, _identity_of(header))
+            self._release_pinned(pinned)
+        self._not_admitted[name] = epoch
+        if len(self._not_admitted) > _NOT_ADMITTED:
+            self._not_admitted.popitem(last=False)
+
+    def used(self, name: Name) -> None:
+        epoch = self._not_admitted.pop(name, None)
+        if epoch is not None:
+            self._write(name, epoch)
+
+    def deleted(self, name: Name) -> None:
+        self._void(name)
+        self._not_admitted.pop(name, None)
+        epoch = self._next_epoch()
+        for client in self.clients:
+            client.delete(self.key_of(name), epoch)
+
+    async def bring(self, names: Sequence[Name]) -> None:
+        missing = list(names)
+        for _ in range(_RETRIES):
+            fetches = [self._fetch_of(name) for name in missing]
+            begun = [fetch for fetch, is_new in fetches if is_new]
+            for first in range(0, len(begun), _FETCH_KEYS):
+                some = begun[first : first + _FETCH_KEYS]
+                self._tasks.start(functools.partial(self._find, some), "a fetch")
+            await asyncio.wait([fetch.done for fetch, _ in fetches])
+            missing = [
+                fetch.name
+                for fetch, _ in fetches
+                if fetch.is_void and not self.values.has_name(fetch.name)
+            ]
+            if not missing:
+                return
+
+    async def contains(self, names: Sequence[Name]) -> tuple[bool, ...]:
+        found = await self.where(names)
+        return tuple(bool(one) for one in found)
+
+    async def where(self, names: Sequence[Name]) -> list[list[str]]:
+        """Return the tiers that have each of ``names``, all asked at once.
+
+        A cancelled call leaves no trace.
+        """
+        keys = [self.key_of(name) for name in names]
+        has = await asyncio.gather(*(one.contains(keys) for one in self.clients))
+        return [
+            [
+                client.name
+                for client, flags in zip(self.clients, has, strict=True)
+                if flags[number]
+            ]
+            for number in range(len(names))
+        ]
+
+    async def reserve(self, name: Name, header: ValueHeader) -> PendingPut | None:
+        """Return memory for a value that was found; ``None``: there is no room now."""
+        key, fingerprint = name
+        try:
+            pending = self.values.reserve_nowait(key, header.spec, fingerprint)
+            if pending is None:
+                async with asyncio.timeout(_ROOM_S):
+                    pending = await self.values.reserve(key, header.spec, fingerprint)
+        except (BufferClosed, EntryTooLarge, TimeoutError):
+            return None
+        return pending
+
+    async def flush(self) -> dict[str, FlushResult]:
+        """Wait until all that was put is in every tier, or is known not to be.
+
+        A cancelled call leaves no trace.
+        """
+        for client in self.clients:
+            await client.flush()
+        return {
+            client.name: FlushResult(one.accepted, one.dropped, one.failed)
+            for client in self.clients
+            for one in (client.behind,)
+        }
+
+    def statistics(self) -> dict[str, TierStatistics]:
+        """Return those of each tier. Never waits."""
+        return {client.name: client.statistics() for client in self.clients}
+
+    async def aclose(self) -> None:
+        """Close all tiers, in bounded time."""
+        self.abort()
+        await self._tasks.quiesce()
+        for client in self.clients:
+            await client.aclose()
+
+    def abort(self) -> None:
+        """Ask and tell tiers nothing more. Never waits."""
+        self._tasks.cancel()
+        for client in self.clients:
+            client.abort()
+
+    def _next_epoch(self) -> int:
+        self._epoch = max(self._epoch + 1, time.time_ns())
+        return self._epoch
+
+    def _void(self, name: Name) -> None:
+        """What is looked for under that name has changed: what is found is void."""
+        fetch = self._fetches.pop(name, None)
+        if fetch is not None:
+            fetch.is_void = True
+
+    def _write(self, name: Name, epoch: int) -> None:
+        for client in self.clients:
+            (pinned,) = self.values.hold_names([name])
+            if pinned is None:
+                return
+            header = self._header_of(name, pinned, epoch)
+            packed = pack_header(header)
+            if len(packed) > MAX_HEADER_NBYTES:
+                client.note(self.key_of(name), epoch, _identity_of(header))
+                self._release_pinned(pinned)
+                continue
+            held = _HeldValue(packed, pinned)
+            nbytes = pinned.region.nbytes
+            client.write(self.key_of(name), epoch, held, nbytes, _identity_of(header))
+
+    def _header_of(self, name: Name, pinned: PinnedValue, epoch: int) -> ValueHeader:
+        return ValueHeader(
+            *(self.full_name(name), pinned.spec, pinned.digest, epoch),
+            pinned.expires_at_s,
+        )
+
+    def _release(self, held: _HeldValue) -> None:
+        self._release_pinned(held.pinned)
+
+    def _release_pinned(self, pinned: PinnedValue) -> None:
+        self.values.release(pinned)
+
+    def _fetch_of(self, name: Name) -> tuple[_Fetch, bool]:
+        """Return who looks for ``name``, and whether that is still to begin."""
+        fetch = self._fetches.get(name)
+        if fetch is not None:
+            return fetch, False
+        fetch = self._fetches[name] = _Fetch(name, self._loop)
+        return fetch, True
+
+    async def _find(self, fetches: Sequence[_Fetch]) -> None:
+        """Look for values in one tier after the other."""
+        try:
+            async with self._at_once:
+                left = list(fetches)
+                for client in self.clients:
+                    left = await self._find_in(client, left) if left else left
+        finally:
+            for fetch in fetches:
+                if self._fetches.get(fetch.name) is fetch:
+                    del self._fetches[fetch.name]
+                if not fetch.done.done():
+                    fetch.done.set_result(None)
+
+    async def _find_in(
+        self, client: TierClient[_HeldValue], fetches: Sequence[_Fetch]
+    ) -> list[_Fetch]:
+        """Look in one tier, and return what is still to be looked for."""
+        wanted = [
+            _Wanted(self, client, fetch)
+            for fetch in fetches
+            if not fetch.is_void and client.may_have(self.key_of(fetch.name))
+        ]
+        found: set[_Fetch] = set()
+        if wanted:
+            found = await self._take(client, wanted)
+        return [one for one in fetches if one not in found and not one.is_void]
+
+    async def _take(
+        self, client: TierClient[_HeldValue], wanted: Sequence[_Wanted]
+    ) -> set[_Fetch]:
+        is_over = is_left = False
+
+        def ended() -> None:
+            nonlocal is_over
+            is_over = True
+            if is_left:
+                discard()
+
+        def discard() -> None:
+            for one in wanted:
+                one.discard()
+
+        try:
+            results = await client.fetch(wanted, ended)
+            found = set()
+            for one, result in zip(wanted, results, strict=True):
+                if result is TierResult.DONE and await self._admit(client, one):
+                    found.add(one.fetch)
+            return found
+        finally:
+            is_left = not is_over
+            if is_over:
+                discard()
+
+    async def _admit(self, client: TierClient[_HeldValue], one: _Wanted) -> bool:
+        """Verify a value that has landed, and keep it in memory."""
+        header, pending = one.header, one.pending
+        if header is None or pending is None:
+            return False
+        (digest,) = await self._pool.digest([place_of(pending.region, header.spec)])
+        if digest != header.digest:
+            self._note_corrupt(client, one.key, header)
+            return False
+        if not one.is_right(header):
+            return False
+        one.pending = None
+        try:
+            self.values.commit(
+                *(pending, digest), expires_at_s=header.expires_at_s, is_brought=True
+            )
+        except BufferClosed:
+            return False
+        return True
+
+    def _note_corrupt(
+        self, client: TierClient[_HeldValue], key: str, header: ValueHeader
+    ) -> None:
+        """It is deleted where it is read so twice: the first time may be our memory."""
+        client.corrupt += 1
+        suspect = (client.name, key, header.epoch)
+        if suspect not in self._suspects:
+            logger.warning("%s has a value that is not as it was written", client.name)
+            self._suspects[suspect] = None
+            if len(self._suspects) > _SUSPECTS:
+                self._suspects.popitem(last=False)
+        elif client.behind.is_sure(key):
+            del self._suspects[suspect]
+            client.delete(key, header.epoch + 1)
+
+
+def _identity_of(header: ValueHeader) -> Hashable:
+    return header.digest, header.spec, header.expires_at_s

@@ -1,0 +1,458 @@
+"""One tier in use: asked while it answers, told of changes behind everybody's back.
+
+Its calls run in tasks of this object's. One that is late is waited for no more, and
+runs on: what its items lend to it stays lent until it ends. Loads go before stores.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import logging
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Final, Generic, Protocol, TypeVar
+
+from asynckv.abc import StoreTier, TierFacts, TierResult, TierValue, WantedValue
+from asynckv.errors import ConfigError
+from asynckv.stores.health import Moving, TierCall, TierHealth
+from asynckv.stores.write_behind import TierChange, WriteBehind
+from asynckv.waits.own_tasks import OwnTasks
+from asynckv.waits.replies import Watchers
+
+__all__ = ("Quarantine", "TierClient", "TierStatistics", "Written")
+
+logger = logging.getLogger(__name__)
+
+_CHANGES_AT_ONCE: Final = 16
+_BYTES_AT_ONCE: Final = 32 * 2**20
+_PROBE_S: Final = 5.0
+_ABSENT_S: Final = 0.5
+_ABSENT_KEYS: Final = 65_536
+_AFTER_LOADS_S: Final = 0.1
+"""So long a store waits for loads that are under way."""
+_RETRY_S: Final = 1.0
+_CLOSE_S: Final = 1.0
+
+
+class Written(Protocol):
+    """A value that a tier is to have, held until it is let go."""
+
+    def tier_value(self, key: str) -> TierValue:
+        """Return what is written."""
+
+
+W = TypeVar("W", bound=Written)
+
+
+class Quarantine:
+    """Memory lent to calls that nobody waits for any more: at most ``max_bytes``."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self.max_bytes = max_bytes
+        self.nbytes = 0
+
+    @property
+    def is_full(self) -> bool:
+        """May no more calls be made that could end here?"""
+        return self.nbytes >= self.max_bytes
+
+
+@dataclasses.dataclass(frozen=True)
+class TierStatistics:
+    """A tier at one moment; the counters count since it was opened.
+
+    ``refused`` calls were not made, as the tier does not answer; ``late`` ones were
+    waited for no more. ``corrupt`` values were not as they had been written.
+    """
+
+    is_loading: bool
+    is_storing: bool
+    hits: int
+    misses: int
+    failed: int
+    refused: int
+    late: int
+    corrupt: int
+    accepted: int
+    dropped: int
+    unwritten: int
+    waiting: int
+    waiting_bytes: int
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class _NoBytes:
+    """An item of a call by which nothing moves."""
+
+    moved_nbytes: int = 0
+    lent_nbytes: int = 0
+    is_held: bool = False
+
+
+class TierClient(Generic[W]):
+    """``tier`` as the store sees it: it never fails, it only does not have things.
+
+    ``write_bytes`` of values may wait to be written there; ``release`` lets one go.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        tier: StoreTier,
+        quarantine: Quarantine,
+        write_bytes: int,
+        release: Callable[[W], None],
+    ) -> None:
+        self.name = name
+        self.tier = tier
+        self.facts = TierFacts()
+        self.hits = self.misses = self.failed = self.refused = self.corrupt = 0
+        self._quarantine = quarantine
+        self._release = release
+        self._behind: WriteBehind[W] = WriteBehind(write_bytes, release)
+        self._loads = TierHealth(self.facts.patience_s)
+        self._stores = TierHealth(self.facts.patience_s)
+        self._absent: OrderedDict[str, float] = OrderedDict()
+        self._tasks = OwnTasks()
+        self._calls = OwnTasks()
+        self._changed = Watchers()
+        self._late: dict[TierCall, asyncio.Future[None]] = {}
+        self._watch: asyncio.TimerHandle | None = None
+        self._retry: asyncio.TimerHandle | None = None
+        self._is_closed = False
+
+    @property
+    def behind(self) -> WriteBehind[W]:
+        """What the tier is still to be told, and what of it is void."""
+        return self._behind
+
+    async def open(self) -> None:
+        """See what the tier is like, and begin to write to it.
+
+        One that is not there is probed in the background.
+
+        :raises ConfigError: it cannot be used as it was configured
+        """
+        self._loop = asyncio.get_running_loop()
+        is_there = False
+        try:
+            self.facts = await self.tier.probe()
+            is_there = True
+        except ConfigError:
+            raise
+        except Exception as exc:  # noqa: BLE001 - whatever an engine does is a miss
+            logger.warning("%s is not there: %s", self.name, exc)
+        self._take_facts(self.facts)
+        if not is_there:
+            self._loads.open(self._loop.time())
+            self._stores.open(self._loop.time())
+        self._tasks.start(self._write_forever, f"writer to {self.name}")
+        self._tasks.start(self._probe_forever, f"probe of {self.name}")
+
+    def may_have(self, key: str) -> bool:
+        """Is it worth asking for ``key``? Never waits."""
+        if self._loads.is_open or self._quarantine.is_full or self._is_closed:
+            self.refused += 1
+            return False
+        until_s = self._absent.get(key)
+        if until_s is None:
+            return True
+        if until_s > self._loop.time():
+            return False
+        del self._absent[key]
+        return True
+
+    async def contains(self, keys: Sequence[str]) -> list[bool]:
+        """Say of each whether it is there, as new as it should be, as far as known."""
+        asked = [key for key in keys if self._behind.is_sure(key)]
+        asked = [key for key in asked if self.may_have(key)]
+        if not asked:
+            return [False] * len(keys)
+        results = await self._call(
+            self._loads, lambda: self.tier.contains(asked), [_NoBytes()], 0
+        )
+        has = {
+            key
+            for key, one in zip(asked, results or (), strict=False)
+            if one is TierResult.DONE
+        }
+        return [key in has for key in keys]
+
+    async def fetch(
+        self, wanted: Sequence[WantedValue], ended: Callable[[], None]
+    ) -> Sequence[TierResult]:
+        """Read what there is of ``wanted``; of what comes too late nothing is.
+
+        ``ended`` is called when nothing writes to their memory any more: before this
+        returns, or later.
+        """
+        results = await self._call(
+            *(self._loads, lambda: self.tier.fetch(wanted), wanted, 0),
+            ended=lambda results: ended(),
+        )
+        if results is None:
+            return [TierResult.FAILED] * len(wanted)
+        for one, result in zip(wanted, results, strict=True):
+            self.hits += result is TierResult.DONE
+            self.failed += result is TierResult.FAILED
+            if result is TierResult.MISSING:
+                self.misses += 1
+                self._note_absent(one.key)
+        return results
+
+    def touch(self, keys: Sequence[str]) -> None:
+        """They are in use. Never waits."""
+        if keys and not self._loads.is_open and not self._is_closed:
+            self._calls.start(lambda: self.tier.touch(keys), f"touch in {self.name}")
+
+    def write(
+        self, key: str, epoch: int, value: W, nbytes: int, identity: object
+    ) -> bool:
+        """Write a value soon; ``False``: it is dropped. Never waits."""
+        self._absent.pop(key, None)
+        most = self.facts.max_value_nbytes
+        is_too_large = most is not None and nbytes > most
+        if self._is_closed or is_too_large or self._stores.is_open:
+            self._behind.skip(key, epoch, identity)
+            self._release(value)
+            return False
+        is_taken = self._behind.write(key, epoch, value, nbytes, identity)
+        self._changed.wake()
+        return is_taken
+
+    def note(self, key: str, epoch: int, identity: object) -> None:
+        """A key has a new value, which is not to be written yet. Never waits."""
+        self._absent.pop(key, None)
+        self._behind.note(key, epoch, identity)
+        self._changed.wake()
+
+    def delete(self, key: str, epoch: int) -> None:
+        """Delete a key soon. Never waits."""
+        self._absent.pop(key, None)
+        self._behind.delete(key, epoch)
+        self._changed.wake()
+
+    async def flush(self) -> None:
+        """Wait until what was to be written is, or came to nothing.
+
+        A cancelled call leaves no trace.
+        """
+        while len(self._behind) and not self._stores.is_open and not self._is_closed:
+            await self._changed.next_change(self._loop)
+
+    def statistics(self) -> TierStatistics:
+        """Return counters and gauges. Never waits."""
+        behind = self._behind
+        return TierStatistics(
+            is_loading=not self._loads.is_open,
+            is_storing=not self._stores.is_open,
+            hits=self.hits,
+            misses=self.misses,
+            failed=self.failed + self._loads.failed,
+            refused=self.refused,
+            late=self._loads.late + self._stores.late,
+            corrupt=self.corrupt,
+            accepted=behind.accepted,
+            dropped=behind.dropped,
+            unwritten=behind.failed,
+            waiting=len(behind),
+            waiting_bytes=behind.nbytes,
+        )
+
+    async def aclose(self) -> None:
+        """Close it. A call that does not end is left to itself after a second."""
+        self.abort()
+        await self._tasks.quiesce()
+        closing = self._loop.create_task(self.tier.aclose(), name=f"end of {self.name}")
+        await asyncio.wait({closing}, timeout=_CLOSE_S)
+        if not closing.done():
+            logger.warning("%s does not end; it is left to itself", self.name)
+            closing.cancel()
+
+    def abort(self) -> None:
+        """Tell it nothing more. Never waits."""
+        self._is_closed = True
+        self._behind.close()
+        self._tasks.cancel()
+        for timer in (self._watch, self._retry):
+            if timer is not None:
+                timer.cancel()
+        for late in self._late.values():
+            if not late.done():
+                late.set_result(None)
+        self._changed.wake()
+
+    async def _call(
+        self,
+        health: TierHealth,
+        make: Callable[[], Awaitable[Sequence[TierResult]]],
+        items: Sequence[Moving],
+        nbytes: int,
+        ended: Callable[[Sequence[TierResult] | None], None] = lambda results: None,
+    ) -> Sequence[TierResult] | None:
+        """Make a call, and return what came of it; ``None``: it failed, or was late.
+
+        ``ended`` is called with that when the call is over, however late that is. A
+        cancelled wait leaves the call to itself, as a late one.
+        """
+        found: list[Sequence[TierResult] | None] = []
+        call = health.begin(items, nbytes, self._loop.time())
+        late = self._late[call] = self._loop.create_future()
+        self._look_soon()
+
+        async def run() -> None:
+            results = None
+            try:
+                results = await make()
+            except Exception:
+                logger.debug("a call of %s failed", self.name, exc_info=True)
+            finally:
+                found.append(results)
+                self._ended(health, call, results)
+                ended(results)
+                self._changed.wake()
+
+        task = self._calls.start(run, f"call of {self.name}")
+        try:
+            await asyncio.wait({task, late}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            del self._late[call]
+            if not task.done():
+                self._leave(health, call, task)
+        return found[0] if found else None
+
+    def _ended(
+        self, health: TierHealth, call: TierCall, results: Sequence[TierResult] | None
+    ) -> None:
+        worked = any(one is not TierResult.FAILED for one in results or ())
+        moved = sum(item.moved_nbytes for item in call.items)
+        has_failed = not worked and (results is None or len(results) > 0)
+        health.end(call, moved, self._loop.time(), failed=has_failed)
+        if worked:
+            health.worked()
+
+    def _leave(
+        self, health: TierHealth, call: TierCall, task: asyncio.Task[None]
+    ) -> None:
+        """Nobody waits for a call any more; what its items were lent stays lent."""
+        if not call.is_late:
+            health.leave(call)
+        lent = sum(item.lent_nbytes for item in call.items)
+        self._quarantine.nbytes += lent
+
+        def give_back(task: asyncio.Task[None]) -> None:
+            self._quarantine.nbytes -= lent
+
+        task.add_done_callback(give_back)
+
+    def _look_soon(self) -> None:
+        if self._watch is None and (self._loads.calls or self._stores.calls):
+            self._watch = self._loop.call_later(self._loads.tick_s, self._look)
+
+    def _look(self) -> None:
+        """Wait no more for calls that are late."""
+        self._watch = None
+        for health in (self._loads, self._stores):
+            for call in health.look(self._loop.time()):
+                self._late[call].set_result(None)
+        if self._stores.is_open:
+            self._behind.drop_writes()
+        self._look_soon()
+        self._changed.wake()
+
+    async def _write_forever(self) -> None:
+        while True:
+            can_write = not self._stores.is_open and not self._quarantine.is_full
+            changes = can_write and self._behind.take(_CHANGES_AT_ONCE, _BYTES_AT_ONCE)
+            if not changes:
+                await self._changed.next_change(self._loop)
+                continue
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_AFTER_LOADS_S):
+                    while self._loads.calls:
+                        await self._changed.next_change(self._loop)
+            await self._tell(changes)
+
+    async def _tell(self, changes: Sequence[TierChange[W]]) -> None:
+        def ended(results: Sequence[TierResult] | None) -> None:
+            told = results or [TierResult.FAILED] * len(changes)
+            for change, result in zip(changes, told, strict=True):
+                is_done = result is TierResult.DONE
+                self._behind.ended(change, is_done=is_done)
+                if change.is_delete and not is_done:
+                    self._retry_later()
+
+        if changes[0].is_delete:
+            keys = [change.key for change in changes]
+            items: list[Moving] = [_NoBytes()]
+            await self._call(
+                *(self._stores, lambda: self.tier.delete(keys), items, 0, ended)
+            )
+            return
+        values = [
+            change.value.tier_value(change.key)
+            for change in changes
+            if change.value is not None
+        ]
+        nbytes = sum(value.nbytes for value in values)
+        await self._call(
+            *(self._stores, lambda: self.tier.store(values), values, nbytes, ended)
+        )
+
+    def _retry_later(self) -> None:
+        if self._retry is None and not self._is_closed:
+            self._retry = self._loop.call_later(_RETRY_S, self._retry_now)
+
+    def _retry_now(self) -> None:
+        self._retry = None
+        self._behind.retry()
+        self._changed.wake()
+
+    async def _probe_forever(self) -> None:
+        while True:
+            now_s = self._loop.time()
+            due = [one.probe_due_s(now_s) for one in (self._loads, self._stores)]
+            waits = [one for one in due if one is not None]
+            if not waits:
+                await self._changed.next_change(self._loop)
+            elif min(waits) > 0:
+                await asyncio.sleep(min(waits))
+            else:
+                await self._probe()
+
+    async def _probe(self) -> None:
+        """See if it is there again. One probe at a time, however long that takes."""
+        found: list[TierFacts] = []
+
+        async def run() -> None:
+            with contextlib.suppress(Exception):
+                found.append(await self.tier.probe())
+
+        probe = self._calls.start(run, f"probe of {self.name}")
+        await asyncio.wait({probe}, timeout=_PROBE_S)
+        is_there = bool(found)
+        for health in (self._loads, self._stores):
+            if health.probe_due_s(self._loop.time()) == 0:
+                health.probed(self._loop.time(), is_there=is_there)
+        if is_there:
+            self._take_facts(found[0])
+            self._absent.clear()
+            self._retry_now()
+            logger.info("%s is there again", self.name)
+        else:
+            await asyncio.wait({probe})
+
+    def _take_facts(self, facts: TierFacts) -> None:
+        self.facts = facts
+        self._behind.deletes_old = facts.is_local
+        for health in (self._loads, self._stores):
+            health.patience_s = facts.patience_s
+
+    def _note_absent(self, key: str) -> None:
+        if self.facts.is_local:
+            return
+        self._absent[key] = self._loop.time() + _ABSENT_S
+        if len(self._absent) > _ABSENT_KEYS:
+            self._absent.popitem(last=False)

@@ -1,0 +1,219 @@
+"""A store buffer that goes on below memory, on tiers that may fail; it never does."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import importlib
+import importlib.metadata
+import urllib.parse
+from collections.abc import Callable, Mapping, Sequence
+from typing import Final, Literal, Self
+
+from asynckv.abc import StoreTier
+from asynckv.buffers.statistics import StoreStatistics
+from asynckv.buffers.store import StoreBuffer
+from asynckv.errors import ConfigError
+from asynckv.stores.below import FlushResult, TiersBelow
+from asynckv.stores.client import TierStatistics
+from asynckv.transfers.tokens import as_keys
+from asynckv.types import KVFingerprint
+
+__all__ = ("PrefixMatch", "TieredStatistics", "TieredStore", "open_tier")
+
+_TIERS: Final[Mapping[str, str]] = {"disk": "asynckv.stores.disk:open_disk_tier"}
+"""What opens the tiers that are here; others come by the entry point."""
+_GROUP: Final = "asynckv.tiers"
+
+
+def open_tier(url: str) -> StoreTier:
+    """Return the tier of an URL, not opened yet, by its scheme.
+
+    Schemes that are not asynckv's own are looked for among the entry points of the
+    group ``asynckv.tiers``: functions that take the URL and return a
+    :class:`~asynckv.abc.StoreTier`.
+
+    :raises ConfigError: nobody knows the scheme, or the URL says something wrong
+    """
+    scheme = urllib.parse.urlsplit(url).scheme
+    if scheme in _TIERS:
+        module, name = _TIERS[scheme].split(":")
+        make: Callable[[str], StoreTier] = getattr(
+            importlib.import_module(module), name
+        )
+        return make(url)
+    found = importlib.metadata.entry_points(group=_GROUP, name=scheme)
+    for entry in found:
+        made: StoreTier = entry.load()(url)
+        return made
+    known = ", ".join(sorted({*_TIERS, *_names_of_others()}))
+    raise ConfigError(f"no tier is called {scheme!r}", hint=f"there are: {known}")
+
+
+def _names_of_others() -> set[str]:
+    return {one.name for one in importlib.metadata.entry_points(group=_GROUP)}
+
+
+class PrefixMatch(int):
+    """How many blocks are there from the first one on, and where.
+
+    ``ready`` of them, from the first one on, are in memory. ``by_tier`` counts each
+    where it is found first.
+    """
+
+    ready: int
+    by_tier: Mapping[str, int]
+
+    @classmethod
+    def of(cls, found: Sequence[str | None]) -> Self:
+        """Return it for blocks of which each is there, or ``None``: is not."""
+        count = found.index(None) if None in found else len(found)
+        match = cls(count)
+        names = [name for name in found[:count] if name is not None]
+        match.by_tier = {name: names.count(name) for name in dict.fromkeys(names)}
+        far = [number for number, name in enumerate(names) if name != "memory"]
+        match.ready = far[0] if far else count
+        return match
+
+
+@dataclasses.dataclass(frozen=True)
+class TieredStatistics(StoreStatistics):
+    """As of a store buffer, whose memory this is; and of each tier by its name.
+
+    ``misses`` are what no tier had either; ``hits`` count what was in memory, or was
+    brought there.
+    """
+
+    tiers: Mapping[str, TierStatistics]
+
+
+class TieredStore(StoreBuffer):
+    """A store buffer with ``tiers`` below its memory, the first one asked first.
+
+    ``async with TieredStore("8GiB", ["disk:///var/kv?max=100GiB"]) as store``. A tier
+    is an URL (see :func:`open_tier`) or a :class:`~asynckv.abc.StoreTier`.
+
+    A put returns when memory has the value. Tiers are written to in the background,
+    from a bounded queue that drops what it has no room for: :meth:`flush` says how
+    much. What a tier has accepted, and not dropped since, is there after a restart; it
+    need not be after a power loss. What memory has dropped is brought back from a tier
+    by whoever asks for it: :meth:`get`, :meth:`pin`. Every value is verified then.
+
+    A tier that fails, is slow, full or gone, is a tier that does not have things, and
+    costs nobody more than its deadline, once.
+
+    ``admit="second_use"`` writes to tiers what is used again after it was put.
+    ``namespace`` keeps keys from those of others on the same tiers. That is no security
+    boundary: who can read the tier can read all of it.
+
+    :raises ConfigError: (on entering) a tier cannot be used as it was configured
+    """
+
+    def __init__(
+        self,
+        max_bytes: int | float | str,
+        tiers: Sequence[str | StoreTier],
+        *,
+        admit: Literal["always", "second_use"] = "always",
+        fingerprint: KVFingerprint | Mapping[str, str] | str | None = None,
+        namespace: str = "",
+        drain_s: float = 5.0,
+    ) -> None:
+        super().__init__(max_bytes, fingerprint=fingerprint)
+        if admit not in ("always", "second_use"):
+            raise ValueError(f'admit is "always" or "second_use", not {admit!r}')
+        self._drain_s = drain_s
+        self._below = TiersBelow(
+            *(self.values, self.pool, _named(tiers)),
+            max_bytes=self._arena.max_bytes,
+            admit=admit,
+            namespace=namespace,
+        )
+        self._is_open = False
+
+    async def open(self) -> None:
+        """Open memory and tiers. Entering does that. Again is nothing.
+
+        A cancelled call leaves no trace.
+
+        :raises ConfigError: a tier cannot be used as it was configured
+        """
+        await super().open()
+        if self._is_open:
+            return
+        try:
+            await self._below.open()
+        except BaseException:
+            self.abort()
+            raise
+        self._is_open = True
+        self.values.below = self._below
+
+    async def match_prefix(self, block_keys: Sequence[str]) -> PrefixMatch:
+        """Say how many of ``block_keys`` are there, from the first one on, and where.
+
+        All tiers are asked at once, for what memory does not have. A cancelled call
+        leaves no trace.
+        """
+        names = [(key, self.fingerprint) for key in as_keys(block_keys)]
+        here = self.values.has([key for key, _ in names], self.fingerprint)
+        missing = [name for name, has in zip(names, here, strict=True) if not has]
+        there = dict(zip(missing, await self._below.where(missing), strict=True))
+        found = [
+            "memory" if has else next(iter(there[name]), None)
+            for name, has in zip(names, here, strict=True)
+        ]
+        return PrefixMatch.of(found)
+
+    async def flush(self) -> Mapping[str, FlushResult]:
+        """Wait until tiers have what was put, or it is known that they have not.
+
+        Returns how many puts so far each tier has accepted, dropped and failed. A
+        cancelled call leaves no trace.
+        """
+        self._check_loop()
+        return await self._below.flush()
+
+    def statistics(self) -> TieredStatistics:
+        told = super().statistics()
+        return TieredStatistics(
+            **{one.name: getattr(told, one.name) for one in dataclasses.fields(told)},
+            tiers=self._below.statistics(),
+        )
+
+    async def aclose(self) -> None:
+        """Let tiers take what waits for them, for ``drain_s``; then close everything.
+
+        Two seconds later at most it is closed, whatever a tier does.
+        """
+        self._check_loop()
+        try:
+            if self._is_open and not self.values.closed:
+                async with asyncio.timeout(self._drain_s):
+                    await self._below.flush()
+        except TimeoutError:
+            pass
+        finally:
+            self.abort()
+            if self._is_open:
+                await self._below.aclose()
+            await super().aclose()
+
+    def abort(self) -> None:
+        if self._is_open:
+            self._below.abort()
+        super().abort()
+
+
+def _named(tiers: Sequence[str | StoreTier]) -> dict[str, StoreTier]:
+    """Return tiers by what statistics call them."""
+    named: dict[str, StoreTier] = {}
+    for tier in tiers:
+        if isinstance(tier, str):
+            name, made = urllib.parse.urlsplit(tier).scheme, open_tier(tier)
+        else:
+            name, made = type(tier).__name__, tier
+        while name in named or name == "memory":
+            name += "'"
+        named[name] = made
+    return named

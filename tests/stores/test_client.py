@@ -1,0 +1,105 @@
+"""One tier in use: what it is told, in which order, and what is not asked of it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import pytest
+
+from asynckv.abc import TierFacts, TierMemory, TierValue
+from asynckv.stores.client import Quarantine, TierClient
+from asynckv.testing.blocked import until
+from harness.tiers import DictTier
+
+
+class Value:
+    """Something that is written."""
+
+    def tier_value(self, key: str) -> TierValue:
+        return TierValue(key, b"header", TierMemory(0, ()))
+
+
+@pytest.fixture
+def tier() -> DictTier:
+    return DictTier(facts=TierFacts(patience_s=30.0, max_value_nbytes=100))
+
+
+@pytest.fixture
+def quarantine() -> Quarantine:
+    return Quarantine(10)
+
+
+@pytest.fixture
+async def client(
+    tier: DictTier, quarantine: Quarantine
+) -> AsyncIterator[TierClient[Value]]:
+    client: TierClient[Value] = TierClient(
+        "tier", tier, quarantine, 1000, lambda value: None
+    )
+    await client.open()
+    yield client
+    await client.aclose()
+
+
+def write(client: TierClient[Value], key: str, epoch: int, nbytes: int = 1) -> bool:
+    return client.write(key, epoch, Value(), nbytes, key)
+
+
+async def test_what_is_larger_than_the_tier_takes_is_not_sent_to_it(
+    client: TierClient[Value], tier: DictTier
+) -> None:
+    assert not write(client, "a", 1, nbytes=101)
+    assert write(client, "b", 2, nbytes=100)
+    await client.flush()
+    assert list(tier.values) == ["b"]
+
+
+async def test_changes_of_one_key_arrive_one_after_the_other(
+    client: TierClient[Value], tier: DictTier
+) -> None:
+    tier.hold("store")
+    write(client, "a", 1)
+    await until(lambda: tier.calls["store"] == 1)
+    client.delete("a", 2)
+    write(client, "b", 3)
+    assert tier.calls["delete"] == 0
+    tier.let_go("store")
+    await client.flush()
+    assert list(tier.values) == ["b"]
+
+
+async def test_writes_wait_for_loads_that_are_under_way(
+    client: TierClient[Value], tier: DictTier
+) -> None:
+    tier.hold("contains")
+    asking = asyncio.create_task(client.contains(["x"]))
+    await until(lambda: tier.calls["contains"] == 1)
+    write(client, "a", 1)
+    await asyncio.sleep(0)
+    assert tier.calls["store"] == 0
+    tier.let_go("contains")
+    await asking
+    await client.flush()
+    assert tier.calls["store"] == 1
+
+
+async def test_nothing_is_asked_while_too_much_memory_is_lent_to_late_calls(
+    client: TierClient[Value], quarantine: Quarantine
+) -> None:
+    assert client.may_have("a")
+    quarantine.nbytes = 10
+    assert not client.may_have("a")
+    assert client.statistics().refused == 1
+
+
+async def test_what_was_not_deleted_is_deleted_later(
+    client: TierClient[Value], tier: DictTier
+) -> None:
+    write(client, "a", 1)
+    await client.flush()
+    tier.fails.add("delete")
+    client.delete("a", 2)
+    await until(lambda: tier.calls["delete"] > 0)
+    tier.fails.clear()
+    await until(lambda: not tier.values)

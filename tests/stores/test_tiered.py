@@ -1,0 +1,446 @@
+"""A store on tiers: what memory has dropped is found, and a bad tier harms nobody."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+
+import pytest
+import torch
+
+from asynckv.abc import KVStoreBuffer, TierFacts
+from asynckv.buffers.store import StoreBuffer
+from asynckv.errors import ConfigError
+from asynckv.stores.below import FlushResult
+from asynckv.stores.tiered import PrefixMatch, TieredStore, open_tier
+from asynckv.testing.blocked import until, until_blocked
+from asynckv.testing.cancellation import CancelMode, Outcome, sweep_cancellation
+from asynckv.testing.expectations import CANCEL_MODES, noise
+from asynckv.testing.store_checks import (
+    CANCELLING_CHECKS,
+    STORE_CHECKS,
+    STORING_CHECKS,
+    StoreCheck,
+)
+from harness.tiers import DictTier
+
+MIB = 2**20
+
+
+@pytest.fixture
+def tier() -> DictTier:
+    return DictTier()
+
+
+@contextlib.asynccontextmanager
+async def opened(*tiers: DictTier, max_bytes: int = MIB) -> AsyncIterator[TieredStore]:
+    async with TieredStore(max_bytes, tiers, drain_s=0.2) as store:
+        yield store
+
+
+async def evict(store: TieredStore) -> None:
+    """Let memory have room for nothing that was put before, and tiers not know why."""
+    whole = noise(store.statistics().max_bytes, 99)
+    await store.flush()
+    await store.put("filler", whole)
+    await store.flush()
+    await store.delete("filler")
+    await store.flush()
+
+
+@pytest.mark.parametrize("check", STORE_CHECKS, ids=lambda check: check.__name__)
+async def test_without_tiers_it_is_a_store_buffer(check: StoreCheck) -> None:
+    async with opened(max_bytes=16 * MIB) as store:
+        await check(store, store)
+
+
+@pytest.mark.parametrize(
+    "check", [*STORING_CHECKS, *CANCELLING_CHECKS], ids=lambda check: check.__name__
+)
+async def test_with_tiers_it_keeps_what_a_store_buffer_keeps(
+    check: StoreCheck, tier: DictTier
+) -> None:
+    async with opened(tier, DictTier(), max_bytes=16 * MIB) as store:
+        local: StoreBuffer = store
+        client: KVStoreBuffer = store
+        await check(client, local)
+
+
+@pytest.mark.parametrize("nbytes", [1, 4096, 300_000])
+async def test_what_memory_has_dropped_comes_back_from_a_tier(
+    tier: DictTier, nbytes: int
+) -> None:
+    async with opened(tier) as store:
+        await store.put("a", noise(nbytes, 1))
+        await evict(store)
+        assert torch.equal(await found(store, "a"), noise(nbytes, 1))
+        assert tier.calls["fetch"] == 1
+        assert torch.equal(await found(store, "a"), noise(nbytes, 1))
+        assert tier.calls["fetch"] == 1
+
+
+async def found(store: KVStoreBuffer, key: str) -> torch.Tensor:
+    value = await store.get(key)
+    assert value is not None
+    return value
+
+
+@pytest.mark.parametrize("nbytes", [0, 64])
+async def test_what_a_tier_has_is_there_after_a_restart(
+    tier: DictTier, nbytes: int
+) -> None:
+    async with opened(tier) as store:
+        await store.put("a", noise(nbytes, 1))
+        assert await store.flush() == {"DictTier": FlushResult(1, 0, 0)}
+    async with opened(DictTier(tier.values)) as store:
+        assert torch.equal(await found(store, "a"), noise(nbytes, 1))
+
+
+async def test_a_thousand_who_miss_one_key_are_one_fetch(tier: DictTier) -> None:
+    async with opened(tier) as store:
+        await store.put("a", noise(64, 1))
+        await evict(store)
+        values = await asyncio.gather(*(store.get("a") for _ in range(1000)))
+        assert all(v is not None and torch.equal(v, noise(64, 1)) for v in values)
+        assert tier.calls["fetch"] == 1
+
+
+async def test_who_no_longer_waits_takes_nothing_from_the_others(
+    tier: DictTier,
+) -> None:
+    async with opened(tier) as store:
+        await store.put("a", noise(64, 1))
+        await evict(store)
+        tier.hold("fetch")
+        first, second = (asyncio.create_task(store.get("a")) for _ in range(2))
+        await until(lambda: tier.calls["fetch"] == 1)
+        first.cancel()
+        await asyncio.wait([first])
+        tier.let_go("fetch")
+        value = await second
+        assert value is not None
+        assert torch.equal(value, noise(64, 1))
+
+
+async def test_a_put_makes_void_what_is_on_its_way_from_a_tier(tier: DictTier) -> None:
+    async with opened(tier) as store:
+        await store.put("a", noise(64, 1))
+        await evict(store)
+        tier.hold("fetch")
+        getting = asyncio.create_task(store.get("a"))
+        await until(lambda: tier.calls["fetch"] == 1)
+        await store.put("a", noise(64, 2))
+        tier.let_go("fetch")
+        assert torch.equal(await found(store, "a"), noise(64, 2))
+        value = await getting
+        assert value is not None
+        assert torch.equal(value, noise(64, 2))
+
+
+async def test_a_delete_makes_void_what_is_on_its_way_from_a_tier(
+    tier: DictTier,
+) -> None:
+    async with opened(tier) as store:
+        await store.put("a", noise(64, 1))
+        await evict(store)
+        tier.hold("fetch")
+        getting = asyncio.create_task(store.get("a"))
+        await until(lambda: tier.calls["fetch"] == 1)
+        await store.delete("a")
+        tier.let_go("fetch")
+        assert await getting is None
+        assert await store.get("a") is None
+
+
+async def test_a_write_that_lands_after_a_delete_is_deleted_again(
+    tier: DictTier,
+) -> None:
+    async with opened(tier) as store:
+        tier.hold("store")
+        await store.put("a", noise(64, 1))
+        await until(lambda: tier.calls["store"] == 1)
+        await store.delete("a")
+        tier.let_go("store")
+        await store.flush()
+        assert tier.values == {}
+
+
+async def test_a_key_is_hidden_while_a_tier_does_not_delete_it(tier: DictTier) -> None:
+    async with opened(tier) as store:
+        await store.put("a", noise(64, 1))
+        await store.flush()
+        tier.fails.add("delete")
+        await store.delete("a")
+        await store.flush()
+        assert tier.values
+        assert await store.get("a") is None
+        assert await store.contains(["a"]) == (False,)
+
+
+async def test_an_older_value_is_never_found_where_the_newer_was_not_written(
+    tier: DictTier,
+) -> None:
+    async with opened(tier) as store:
+        await store.put("a", noise(64, 1))
+        await store.flush()
+        tier.fails.add("store")
+        await store.put("a", noise(64, 2))
+        await evict(store)
+        assert await store.get("a") is None
+
+
+async def test_the_same_bytes_are_found_though_their_second_write_failed(
+    tier: DictTier,
+) -> None:
+    async with opened(tier) as store:
+        await store.put("a", noise(64, 1))
+        await store.flush()
+        tier.fails.add("store")
+        await store.put("a", noise(64, 1))
+        await evict(store)
+        assert torch.equal(await found(store, "a"), noise(64, 1))
+
+
+async def test_what_is_not_as_it_was_written_is_a_miss_and_the_next_tier_is_asked() -> (
+    None
+):
+    bad, good = DictTier(), DictTier()
+    bad.flips_bits = True
+    async with opened(bad, good) as store:
+        await store.put("a", noise(64, 1))
+        await evict(store)
+        assert torch.equal(await found(store, "a"), noise(64, 1))
+        assert store.statistics().tiers["DictTier"].corrupt == 1
+
+
+async def test_what_is_wrong_twice_is_deleted(tier: DictTier) -> None:
+    tier.flips_bits = True
+    async with opened(tier) as store:
+        await store.put("a", noise(64, 1))
+        await evict(store)
+        assert await store.get("a") is None
+        assert tier.values
+        assert await store.get("a") is None
+        await store.flush()
+        assert tier.values == {}
+
+
+@pytest.mark.parametrize("call", ["store", "fetch", "contains", "delete"])
+@pytest.mark.parametrize("how", ["fails", "raises"])
+async def test_a_tier_that_fails_is_a_tier_that_has_nothing(
+    tier: DictTier, call: str, how: str
+) -> None:
+    async with opened(tier) as store:
+        getattr(tier, how).add(call)
+        await store.put("a", noise(64, 1))
+        assert torch.equal(await found(store, "a"), noise(64, 1))
+        await store.flush()
+        assert await store.get("b") is None
+        await store.contains(["a", "b"])
+        await store.delete("a")
+        await store.flush()
+        assert await store.get("a") is None
+
+
+async def test_a_tier_that_is_silent_is_asked_once_and_then_no_more() -> None:
+    tier = DictTier(facts=TierFacts(patience_s=0.05))
+    async with opened(tier) as store:
+        tier.hold("fetch")
+        assert await store.get("a") is None
+        for number in range(20):
+            assert await store.get(f"b{number}") is None
+        assert tier.calls["fetch"] == 1
+        told = store.statistics().tiers["DictTier"]
+        assert (told.late, told.is_loading, told.is_storing) == (1, False, True)
+        tier.let_go("fetch")
+
+
+async def test_memory_that_a_late_call_may_write_to_stays_charged() -> None:
+    tier = DictTier(facts=TierFacts(patience_s=0.05))
+    async with opened(tier) as store:
+        await store.put("a", noise(300_000, 1))
+        await evict(store)
+        tier.hold("fetch")
+        assert await store.get("a") is None
+        assert store.statistics().used_bytes >= 300_000
+        tier.let_go("fetch")
+        await until(lambda: store.statistics().used_bytes == 0)
+
+
+async def test_a_tier_that_was_away_is_asked_again_when_a_probe_finds_it() -> None:
+    tier = DictTier()
+    tier.is_there = False
+    async with opened(tier) as store:
+        assert not store.statistics().tiers["DictTier"].is_loading
+        tier.is_there = True
+        await until(lambda: store.statistics().tiers["DictTier"].is_loading)
+        await store.put("a", noise(64, 1))
+        assert (await store.flush())["DictTier"].accepted == 1
+
+
+async def test_a_queue_that_is_full_drops_and_the_put_does_not_wait(
+    tier: DictTier,
+) -> None:
+    async with opened(tier) as store:
+        tier.hold("store")
+        for number in range(8):
+            await store.put(f"a{number}", noise(100_000, number))
+        assert store.statistics().tiers["DictTier"].dropped > 0
+        tier.let_go("store")
+        told = (await store.flush())["DictTier"]
+        assert told.accepted + told.dropped == 8
+
+
+async def test_what_waits_for_a_tier_is_written_before_the_end(tier: DictTier) -> None:
+    async with opened(tier) as store:
+        for number in range(8):
+            await store.put(f"a{number}", noise(64, number))
+    assert len(tier.values) == 8
+    assert tier.is_closed
+
+
+async def test_a_tier_that_never_ends_keeps_nobody_from_closing() -> None:
+    tier = DictTier(facts=TierFacts(patience_s=0.05))
+    async with opened(tier) as store:
+        tier.hold("store")
+        await store.put("a", noise(64, 1))
+    tier.let_go("store")
+
+
+async def test_values_are_written_at_their_second_use_where_that_was_asked_for(
+    tier: DictTier,
+) -> None:
+    async with TieredStore(MIB, [tier], admit="second_use") as store:
+        await store.put("a", noise(64, 1))
+        await store.put("b", noise(64, 2))
+        await store.get("a")
+        await store.flush()
+        assert len(tier.values) == 1
+
+
+async def test_a_time_to_live_goes_on_in_a_tier_and_after_a_restart(
+    tier: DictTier,
+) -> None:
+    async with opened(tier) as store:
+        await store.put("a", noise(64, 1), ttl_s=0.05)
+        await store.put("b", noise(64, 2), ttl_s=600)
+        await evict(store)
+        await found(store, "b")
+        await asyncio.sleep(0.06)  # there is nothing to wait for but the clock
+        assert await store.get("a") is None
+    async with opened(DictTier(tier.values)) as store:
+        assert await store.get("a") is None
+        await found(store, "b")
+
+
+async def test_namespaces_and_models_do_not_meet(tier: DictTier) -> None:
+    async with TieredStore(MIB, [tier], namespace="one", fingerprint="m") as store:
+        await store.put("a", noise(64, 1))
+    for other in (
+        TieredStore(MIB, [tier], namespace="two", fingerprint="m"),
+        TieredStore(MIB, [tier], namespace="one", fingerprint="n"),
+    ):
+        async with other as store:
+            assert await store.get("a") is None
+            assert await store.contains(["a"]) == (False,)
+
+
+async def test_a_pin_brings_what_is_far_and_says_what_is_nowhere(
+    tier: DictTier,
+) -> None:
+    async with opened(tier) as store:
+        await store.put("a", noise(64, 1))
+        await evict(store)
+        async with store.pin(["a", "b"]) as has:
+            assert has == (True, False)
+            tier.values.clear()
+            await store.put("filler", noise(MIB - 8192, 3))
+            assert torch.equal(await found(store, "a"), noise(64, 1))
+
+
+async def test_a_prefix_is_found_over_all_tiers_and_it_says_where() -> None:
+    near, far = DictTier(), DictTier()
+    async with opened(near, far) as store:
+        for key in "abcd":
+            await store.put(key, noise(64, 1))
+        await evict(store)
+        await found(store, "a")
+        near.values = {k: v for k, v in near.values.items() if b"key\xa1b" in v}
+        match = await store.match_prefix(["a", "b", "c", "x", "d"])
+        assert match == 3
+        assert match.ready == 1
+        assert match.by_tier == {"memory": 1, "DictTier": 1, "DictTier'": 1}
+
+
+def test_a_prefix_of_nothing_is_nothing() -> None:
+    assert PrefixMatch.of([]).ready == PrefixMatch.of([None, "memory"]) == 0
+
+
+async def test_a_get_that_is_cancelled_brings_the_value_for_the_next_one(
+    tier: DictTier,
+) -> None:
+    async with opened(tier) as store:
+        await store.put("a", noise(64, 1))
+        await evict(store)
+        getting = asyncio.create_task(store.get("a"))
+        await until_blocked(getting)
+        getting.cancel()
+        await asyncio.wait([getting])
+        assert torch.equal(await found(store, "a"), noise(64, 1))
+        assert tier.calls["fetch"] == 1
+
+
+@pytest.mark.parametrize("is_far", [False, True])
+async def test_a_cancelled_get_leaves_no_trace_wherever_it_is_cancelled(
+    tier: DictTier, is_far: bool
+) -> None:
+    value = noise(300_000, 1)
+    async with opened(tier) as store:
+
+        async def before() -> None:
+            await store.put("a", value)
+            if is_far:
+                await evict(store)
+
+        async def check(k: int, mode: CancelMode, outcome: Outcome[object]) -> None:
+            assert torch.equal(await found(store, "a"), value)
+            await store.delete("a")
+            await store.flush()
+            await until(lambda: store.statistics().used_bytes == 0)
+
+        await sweep_cancellation(
+            lambda: store.get("a"), check, before=before, modes=CANCEL_MODES
+        )
+
+
+@pytest.mark.parametrize("call", ["flush", "match_prefix", "contains"])
+async def test_a_cancelled_question_leaves_no_trace_wherever_it_is_cancelled(
+    tier: DictTier, call: str
+) -> None:
+    async with opened(tier) as store:
+
+        async def before() -> None:
+            await store.put("a", noise(64, 1))
+
+        async def check(k: int, mode: CancelMode, outcome: Outcome[object]) -> None:
+            await store.flush()
+            assert len(tier.values) == 1
+            assert await store.match_prefix(["a", "b"]) == 1
+
+        ask = {
+            "flush": store.flush,
+            "match_prefix": lambda: store.match_prefix(["b", "a"]),
+            "contains": lambda: store.contains(["a", "b"]),
+        }[call]
+        await sweep_cancellation(ask, check, before=before, modes=CANCEL_MODES)
+
+
+def test_a_tier_that_nobody_knows_is_refused_by_name() -> None:
+    with pytest.raises(ConfigError, match="floppy"):
+        open_tier("floppy:///dev/fd0")
+
+
+def test_an_admission_that_nobody_knows_is_refused() -> None:
+    with pytest.raises(ValueError, match="sometimes"):
+        TieredStore(MIB, [], admit="sometimes")  # type: ignore[arg-type]
