@@ -174,7 +174,6 @@ def bench(
     ca: Path | None = None,
     allow_plaintext: _Flag = False,
     loop: LoopName = "auto",
-    device: str | None = None,
 ) -> int:
     """Measure asynckv on your own machines, each figure beside a baseline.
 
@@ -219,14 +218,11 @@ def bench(
         Allow ``tcp://`` beyond this host.
     loop
         ``asyncio`` or ``uvloop``, by itself the latter where it is installed.
-    device
-        ``cuda`` or ``cuda:1``: measure copies to, from and within that GPU instead.
     """
     console = Console()
     try:
-        if serve or device is not None:
-            mode = "--serve" if device is None else "--device"
-            _refuse(mode, case=case, shape=shape, seconds=seconds, json=json, html=html)
+        if serve:
+            _refuse(case=case, shape=shape, seconds=seconds, json=json, html=html)
         settings = Settings(
             digest=digest,
             lanes=lanes,
@@ -235,9 +231,6 @@ def bench(
             allow_plaintext=allow_plaintext,
             loop=loop,
         )
-        if device is not None:
-            run(until_ended(_measure_device(device, console, quick)), loop)
-            return 0
         if serve:
             run(until_ended(_serve(url or _SERVE_AT, settings, console)), loop)
             return 0
@@ -269,10 +262,10 @@ def _measure_cases(
     return _leave_behind(report, console, json, html)
 
 
-def _refuse(mode: str, **options: object) -> None:
-    """Refuse what that mode of the command would pay no heed to."""
+def _refuse(**options: object) -> None:
+    """Refuse what the serving side would pay no heed to."""
     if ignored := [f"--{name}" for name, given in options.items() if given is not None]:
-        words = f"{mode} takes no {' and no '.join(ignored)}"
+        words = f"--serve takes no {' and no '.join(ignored)}"
         raise ConfigError(words, hint="they are for the side that measures transfers")
 
 
@@ -302,19 +295,6 @@ async def _serve(url: str, settings: Settings, console: Console) -> None:
         words = f"serving; on the other host: asynckv bench {served}"
         console.print(words, highlight=False, soft_wrap=True)
         await asyncio.get_running_loop().create_future()
-
-
-async def _measure_device(device: str, console: Console, quick: bool) -> None:
-    from asynckv.cli.bench.device import DeviceRow, device_number, run_device_bench
-    from asynckv.devices.names import Device
-
-    def tell(row: DeviceRow) -> None:
-        console.print(row.line(), highlight=False, soft_wrap=True)
-
-    blocks, ticks = (256, 200) if quick else (16_384, 2000)
-    await run_device_bench(
-        Device(device_number(device)), tell, blocks=blocks, ticks=ticks
-    )
 
 
 async def _measure(

@@ -136,7 +136,6 @@ def test_the_serving_side_says_what_to_call_and_ends_when_told(tmp_path: Path) -
         ({"case": ["nonsense"]}, "no case fits 'nonsense'"),
         ({"case": ["entri-1MiB"]}, "no case fits 'entri-1MiB'"),
         ({"shape": ["nonsense"]}, "'nonsense' is no shape"),
-        ({"device": "cuda", "case": ["ping"]}, "--device takes no --case"),
         ({"serve": True, "json": Path("a.json")}, "--serve takes no --json"),
         ({"json": Path("/nowhere/a.json")}, "there is no folder /nowhere"),
     ],
