@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Final
 
 from asynckv.cli.bench.report import Baseline, BenchReport, Row, Spread, Subject
 
 __all__ = (
     "speedup_of",
-    "write_bin",
     "write_comparison",
     "write_cpu",
     "write_direction",
     "write_duration",
-    "write_machine",
+    "write_facts",
     "write_median",
     "write_nbytes",
     "write_number",
-    "write_run",
     "write_spread",
     "write_summary",
     "write_value",
@@ -153,33 +150,16 @@ def write_cpu(row: Row) -> str:
     return f"CPU: {ours:.2f} s a GB; {name}: {theirs:.2f} s"
 
 
-def write_run(report: BenchReport) -> str:
-    """Write when it was, and over which link."""
+def write_facts(report: BenchReport) -> str:
+    """Write when it was, over which link, and where the measuring side ran."""
     where = "to a process of this machine" if report.own_server else "to a given URL"
-    return (
-        f"asynckv {report.version} · {report.began} · {where} · {report.scheme}, "
-        f"{report.transport}, digest {report.digest}, lanes {report.lanes}"
-    )
-
-
-def write_machine(report: BenchReport) -> str:
-    """Write where the measuring side ran."""
     machine = report.machine
     return (
+        f"asynckv {report.version} · {report.began} · {where} · {report.scheme}, "
+        f"{report.transport}, digest {report.digest}, lanes {report.lanes} · "
         f"{machine.processor}, {machine.cores} cores, load {machine.load_before:.1f}"
         f" before · {machine.system} · Python {machine.python}, torch {machine.torch}"
     )
-
-
-def write_bin(edges: Sequence[float], index: int) -> str:
-    """Write where a bin of a histogram begins and ends; the last one is open.
-
-    >>> write_bin((0.0, 0.5, 1000.0), 0), write_bin((0.0, 0.5, 1000.0), 1)
-    ('0-0.5', '0.5+')
-    """
-    if index == len(edges) - 2:
-        return f"{edges[index]:g}+"
-    return f"{edges[index]:g}-{edges[index + 1]:g}"
 
 
 def write_summary(report: BenchReport) -> str:
