@@ -42,7 +42,6 @@ from asynckv.cli.bench.wording import (
     write_cpu,
     write_direction,
     write_duration,
-    write_median,
     write_nbytes,
     write_value,
     write_verdict,
@@ -202,10 +201,9 @@ def closing_table(report: BenchReport) -> Table:
             Text(write_direction(row.subject, one), _style_of(row.subject, one))
             for one in row.baselines[:1]
         ]
+        value = write_value(row, in_short=True)
         verdict = Text(row.verdict, _STYLES[row.verdict])
-        table.add_row(
-            row.subject.title, write_median(row), *beside or [Text()], verdict
-        )
+        table.add_row(row.subject.title, value, *beside or [Text()], verdict)
     return table
 
 

@@ -11,6 +11,7 @@ import contextlib
 import sys
 from asyncio.subprocess import PIPE, Process
 from collections.abc import AsyncIterator, Sequence
+from contextlib import AbstractAsyncContextManager
 from typing import Final
 
 import msgspec
@@ -123,8 +124,7 @@ async def until_hung_up() -> None:
         loop.remove_reader(0)
 
 
-@contextlib.asynccontextmanager
-async def own_server(settings: Settings) -> AsyncIterator[str]:
+def own_server(settings: Settings) -> AbstractAsyncContextManager[str]:
     """Start a serving process on loopback and yield its URL; end it at the end.
 
     Of the settings only those that mean something on loopback are passed on.
@@ -132,8 +132,7 @@ async def own_server(settings: Settings) -> AsyncIterator[str]:
     :raises asynckv.cli.bench.server.ServerEnded: it could not serve
     """
     passed = (settings.digest, str(settings.lanes or ""), settings.loop)
-    async with own_child("-m", "asynckv.cli.bench.server", *passed) as url:
-        yield url
+    return own_child("-m", "asynckv.cli.bench.server", *passed)
 
 
 async def _serve(settings: Settings) -> None:

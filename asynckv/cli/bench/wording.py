@@ -13,7 +13,6 @@ __all__ = (
     "write_direction",
     "write_duration",
     "write_facts",
-    "write_median",
     "write_nbytes",
     "write_number",
     "write_spread",
@@ -60,18 +59,16 @@ def write_spread(spread: Spread) -> str:
     return f"{write_number(spread.median)} [{least}-{most}]"
 
 
-def write_value(row: Row) -> str:
-    """Write what asynckv reached, with its unit; nothing for a row that failed."""
+def write_value(row: Row, *, in_short: bool = False) -> str:
+    """Write what asynckv reached, with its unit; nothing for a row that failed.
+
+    ``in_short`` it is the median alone.
+    """
     if row.ours is None:
         return ""
-    return f"{write_spread(row.ours.value)} {row.subject.unit}"
-
-
-def write_median(row: Row) -> str:
-    """Write what asynckv reached, without its spread."""
-    if row.ours is None:
-        return ""
-    return f"{write_number(row.ours.value.median)} {row.subject.unit}"
+    value = row.ours.value
+    words = write_number(value.median) if in_short else write_spread(value)
+    return f"{words} {row.subject.unit}"
 
 
 def speedup_of(subject: Subject, baseline: Baseline) -> Spread:
@@ -141,13 +138,12 @@ def _times(factor: float) -> str:
 
 def write_cpu(row: Row) -> str:
     """Write CPU seconds a GB, the first baseline's beside asynckv's, if both moved."""
-    if row.ours is None or row.ours.cpu_s_per_gb is None:
-        return ""
-    theirs = row.baselines[0].measured.cpu_s_per_gb if row.baselines else None
-    if theirs is None:
-        return ""
-    name, ours = row.baselines[0].name, row.ours.cpu_s_per_gb
-    return f"CPU: {ours:.2f} s a GB; {name}: {theirs:.2f} s"
+    ours = row.ours.cpu_s_per_gb if row.ours is not None else None
+    for first in row.baselines[:1]:
+        theirs = first.measured.cpu_s_per_gb
+        if ours is not None and theirs is not None:
+            return f"CPU: {ours:.2f} s a GB; {first.name}: {theirs:.2f} s"
+    return ""
 
 
 def write_facts(report: BenchReport) -> str:
