@@ -10,7 +10,6 @@ does between two GPUs is not measured here. Without a GPU it says what is missin
 from __future__ import annotations
 
 import argparse
-import asyncio
 import contextlib
 import dataclasses
 import functools
@@ -24,7 +23,7 @@ import numpy
 import torch
 
 import asynckv
-from asynckv.cli.bench.cases import tick
+from asynckv.cli.bench.cases import tick, tick_beside
 from asynckv.cli.bench.report import percentile
 from asynckv.cli.bench.rig import WrongBytes
 from asynckv.cli.bench.server import own_child
@@ -381,15 +380,9 @@ async def _lag(
     doing: str, ticks: int, do: Callable[[], Awaitable[object]]
 ) -> DeviceRow:
     idle_ms = await tick(ticks)
-    ticker = asyncio.create_task(tick(ticks), name="ticker of the bench")
-    try:
-        while not ticker.done():
-            await do()
-    finally:
-        ticker.cancel()
-        await asyncio.wait({ticker})
-    late_ms = percentile(ticker.result(), 0.99)
-    most_ms = max(ticker.result()) - max(idle_ms)
+    busy_ms, _ = await tick_beside(ticks, do)
+    late_ms = percentile(busy_ms, 0.99)
+    most_ms = max(busy_ms) - max(idle_ms)
     name = f"loop lag {doing}, p99 (max {most_ms:+.1f} ms)"
     return DeviceRow(name, "ms", late_ms, percentile(idle_ms, 0.99), "idle loop")
 
