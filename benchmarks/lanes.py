@@ -12,14 +12,14 @@ processes. Then the loop's lag while transfers go on and on, beside an idle loop
 from __future__ import annotations
 
 import argparse
-import asyncio
 import contextlib
 import dataclasses
+import functools
 from collections.abc import AsyncIterator, Sequence
 
 import torch
 
-from asynckv.cli.bench.cases import pull, tick
+from asynckv.cli.bench.cases import pull, tick, tick_beside
 from asynckv.cli.bench.report import percentile
 from asynckv.cli.bench.rig import Memory, Rig, open_rig
 from asynckv.cli.bench.rounds import Sample
@@ -123,7 +123,7 @@ async def _measure(
             return Sample(_GIGABYTES / elapsed_s, TENSORS * NBYTES)
 
         async def raw() -> Sample:
-            pull_raw = rig.raw_streams.pull
+            pull_raw = rig.baselines.raw.pull
             elapsed_s = await rig.in_thread(pull_raw, views, setting.streams)
             return Sample(_GIGABYTES / elapsed_s, TENSORS * NBYTES)
 
@@ -138,10 +138,8 @@ async def _measure_lag(
         await pull(rig.lookup, LARGE, memory)
         for _ in range(5):
             found.idle_ms += await tick(ticks // 5)
-            ticker = asyncio.create_task(tick(ticks // 5), name="ticker")
-            while not ticker.done():
-                await pull(rig.lookup, LARGE, memory)
-            found.busy_ms += ticker.result()
+            transfer = functools.partial(pull, rig.lookup, LARGE, memory)
+            found.busy_ms += (await tick_beside(ticks // 5, transfer))[0]
     for what, lags in (("idle", found.idle_ms), ("busy", found.busy_ms)):
         p50, p99 = percentile(lags, 0.5), percentile(lags, 0.99)
         name = f"{found.setting.name} lag, {what}, {len(lags)} ticks"

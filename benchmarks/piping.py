@@ -14,7 +14,6 @@ import asyncio
 import contextlib
 import multiprocessing
 import os
-import secrets
 import time
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
@@ -22,14 +21,14 @@ from multiprocessing.connection import Connection
 import torch
 
 import asynckv
-from asynckv.cli.bench.baselines import TOKEN_NBYTES, RawConnection, RawServer
-from asynckv.cli.bench.rounds import Case, Measurement, Sample
+from asynckv.cli.bench.baselines import BaselineServer, Meeting, RawStreams
+from asynckv.cli.bench.rounds import Measurement, Sample
 from asynckv.cli.process import run
 from asynckv.links.options import Digest
 from asynckv.pipes.endpoints import PipeListener
 from asynckv.pipes.pipe import Pipe
 from asynckv.tensors.views import bytes_of
-from benchmarks.pairing.runs import Figure, measure_case, report
+from benchmarks.pairing.runs import Figure, measure_runs, report
 
 __all__ = ("main",)
 
@@ -50,8 +49,8 @@ def _layers() -> list[torch.Tensor]:
 
 
 @contextlib.contextmanager
-def _sender() -> Iterator[tuple[dict[Digest, str], int, bytes]]:
-    """Run the other process: pipes by digest, and the raw stream's port and token."""
+def _sender() -> Iterator[tuple[dict[Digest, str], Meeting]]:
+    """Run the other process: pipes by digest, and where the raw stream is."""
     context = multiprocessing.get_context("spawn")
     here, there = context.Pipe()
     process = context.Process(target=_run, args=(there,), daemon=True)
@@ -73,10 +72,9 @@ def _run(told: Connection) -> None:
 
 async def _send(told: Connection) -> None:
     layers = _layers()
-    token = secrets.token_bytes(TOKEN_NBYTES)
-    raw = RawServer("127.0.0.1", token, [bytes_of(layer) for layer in layers])
+    raw = BaselineServer("127.0.0.1", [bytes_of(layer) for layer in layers])
     async with contextlib.AsyncExitStack() as stack:
-        stack.callback(raw.close)
+        meeting = await stack.enter_async_context(raw)
         urls: dict[Digest, str] = {}
         digests: tuple[Digest, ...] = ("full", "off")
         for digest in digests:
@@ -87,7 +85,7 @@ async def _send(told: Connection) -> None:
             task = asyncio.create_task(_send_forever(listener, layers))
             stack.callback(task.cancel)
             urls[digest] = listener.url
-        told.send((urls, raw.port, token))
+        told.send((urls, meeting))
         loop = asyncio.get_running_loop()
         over: asyncio.Future[None] = loop.create_future()
         loop.add_reader(told, over.set_result, None)
@@ -109,8 +107,8 @@ async def _measure(runs: int) -> list[Figure]:
     targets = _layers()
     views = [bytes_of(targets[number % _PLACES]) for number in range(_TENSORS)]
     figures = []
-    with _sender() as (urls, port, token):
-        raw = RawConnection("127.0.0.1", port, token)
+    with _sender() as (urls, meeting):
+        raw = RawStreams("127.0.0.1", meeting)
 
         async def pull() -> Sample:
             elapsed_s = await asyncio.to_thread(raw.pull, views)
@@ -129,8 +127,9 @@ async def _measure(runs: int) -> list[Figure]:
             for name, (is_copied, digest, at_least) in _CASES.items():
                 receive = _receiving(pipes[digest], targets, is_copied=is_copied)
                 title = f"1 GiB by a pipe, {name}, GB/s"
-                case = Case(receive, {"baseline": pull})
-                found = await measure_case(title, case, cpu_s, runs=runs, rounds=2)
+                found = await measure_runs(
+                    title, receive, pull, cpu_s, runs=runs, rounds=2
+                )
                 what = f"1 GiB by a pipe, {name} / one raw stream"
                 figures.append(Figure(what, found.figure, at_least=at_least))
         raw.close()

@@ -21,16 +21,16 @@ import contextlib
 import random
 import statistics
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from functools import partial
 
 import torch
 
 import asynckv
-from asynckv.cli.bench.cases import open_outstanding, open_ping
-from asynckv.cli.bench.echo import ECHO, in_turns
+from asynckv.cli.bench.cases import ask, open_outstanding, open_ping
 from asynckv.cli.bench.report import Subject
 from asynckv.cli.bench.rig import Rig, open_rig
-from asynckv.cli.bench.rounds import Case, Round, Sample
+from asynckv.cli.bench.rounds import Case, Sample, measure_in_turns
 from asynckv.cli.bench.settings import Settings
 from asynckv.cli.process import LoopName, run
 from asynckv.tensors.views import bytes_of
@@ -94,7 +94,7 @@ async def _batches(title: str, rig: Rig, runs: int) -> Runs:
         return Sample(_BLOCKS / elapsed_s, here.nbytes // 2)
 
     async def raw() -> Sample:
-        elapsed_s = await rig.in_thread(rig.raw.pull, views)
+        elapsed_s = await rig.in_thread(rig.baselines.raw.pull, views)
         return Sample(_BLOCKS / elapsed_s, here.nbytes // 2)
 
     await ours()
@@ -108,7 +108,7 @@ async def _ping(rig: Rig, places: Places, runs: int) -> list[Figure]:
     async with open_ping(rig, subject, _PINGS) as case:
         with on_two_cores(places.pid):
             title = "64-byte drop_select, us"
-            found = await measure_case(title, case, rig.cpu_s, runs=runs)
+            found = await measure_case(title, case, runs=runs)
     return [Figure("64-byte drop_select p50 / echo", found.figure, at_most=1.25)]
 
 
@@ -122,7 +122,7 @@ async def _pairs(rig: Rig, places: Places, runs: int) -> list[Figure]:
 
     async def echoes() -> None:
         for _ in range(2):
-            await rig.echo.ping(bytes(_PING_NBYTES))
+            await rig.baselines.echo.ping(bytes(_PING_NBYTES))
 
     with on_two_cores(places.pid):
         title = "64-byte insert and drop_select, us"
@@ -140,7 +140,7 @@ async def _pipe(rig: Rig, places: Places, runs: int) -> list[Figure]:
             await pipe.recv_tensor()
 
         async def echo() -> None:
-            await rig.echo.ping(bytes(_PING_NBYTES))
+            await rig.baselines.echo.ping(bytes(_PING_NBYTES))
 
         with on_two_cores(places.pid):
             title = "64 bytes there and back by a pipe, us"
@@ -165,19 +165,11 @@ async def _in_turns(
     bare: Callable[[], Awaitable[None]],
     runs: int,
 ) -> Runs:
-    async def together() -> Round:
-        turns = await in_turns(_PINGS, ours, bare)
-        found, *pair = (
-            Sample(statistics.median(calls) * 1e6)
-            for calls in (turns.ours, turns.before, turns.after)
-        )
-        return Round(found, {ECHO: (pair[0], pair[1])})
+    def sample(calls: Sequence[float]) -> Sample:
+        return Sample(statistics.median(calls) * 1e6)
 
-    async def alone() -> Sample:
-        return (await together()).ours
-
-    case = Case(alone, {}, together=together)
-    return await measure_case(title, case, rig.cpu_s, runs=runs)
+    case = Case(lambda: measure_in_turns(_PINGS, ours, {"echo": bare}, sample))
+    return await measure_case(title, case, runs=runs)
 
 
 def _asking(outstanding: int) -> Subject:
@@ -195,28 +187,18 @@ def _asking(outstanding: int) -> Subject:
 async def _outstanding(rig: Rig, places: Places, runs: int) -> list[Figure]:
     async with open_outstanding(rig, _asking(100), _REQUESTS) as case:
         with on_two_cores(places.pid):
-            found = await _measured("100 outstanding, requests/s", rig, case, runs)
-    return [Figure("100 outstanding 16 KiB / bare streams", found, at_least=0.5)]
+            title = "100 outstanding, requests/s"
+            found = await measure_case(title, case, runs=runs)
+    what = "100 outstanding 16 KiB / bare streams"
+    return [Figure(what, found.figure, at_least=0.5)]
 
 
 async def _crowd(rig: Rig, places: Places, runs: int) -> list[Figure]:
-    async with contextlib.AsyncExitStack() as stack:
-        many, some = [
-            await stack.enter_async_context(
-                open_outstanding(rig, _asking(n), _REQUESTS)
-            )
-            for n in (1000, 100)
-        ]
-        case = Case(many.ours, {"100 outstanding": some.ours})
-        with on_two_cores(places.pid):
-            found = await _measured("1,000 outstanding, requests/s", rig, case, runs)
-    return [Figure("1,000 outstanding / our 100", found, at_least=0.6)]
-
-
-async def _measured(title: str, rig: Rig, case: Case, runs: int) -> float:
-    (baseline,) = case.baselines.values()
-    found = await measure_runs(title, case.ours, baseline, rig.cpu_s, runs=runs)
-    return found.figure
+    many, some = (partial(ask, rig, _asking(n), _REQUESTS) for n in (1000, 100))
+    with on_two_cores(places.pid):
+        title = "1,000 outstanding, requests/s"
+        found = await measure_runs(title, many, some, rig.cpu_s, runs=runs)
+    return [Figure("1,000 outstanding / our 100", found.figure, at_least=0.6)]
 
 
 _CASES: dict[str, Callable[[Rig, Places, int], Awaitable[list[Figure]]]] = {

@@ -21,6 +21,8 @@ __all__ = (
     "draw_text",
     "picture_of",
     "write_document",
+    "write_head",
+    "write_section",
 )
 
 
@@ -40,13 +42,26 @@ def check_writable(path: Path) -> None:
         raise ConfigError(f"cannot write {path}: permission denied")
 
 
+def write_head(title: str, *facts: str) -> str:
+    """Return the heading of the whole document, and a line of each of the facts."""
+    lines = (f'<p class="facts">{escape(fact)}</p>' for fact in facts)
+    return "\n".join((f"<h1>{escape(title)}</h1>", *lines))
+
+
+def write_section(title: str, note: str, *parts: str) -> str:
+    """Return a section of the document: what to know of it, then its parts."""
+    head = f"<h2>{escape(title)}</h2>"
+    return "\n".join((head, f'<p class="note">{escape(note)}</p>', *parts))
+
+
 def write_document(title: str, package: str, body: str) -> str:
     """Return the whole file: ``body`` as it is, in the style of a package.
 
-    That is the ``page.css`` beside its modules.
+    That is the ``page.css`` beside its modules, after the style of all documents.
     """
-    folder = importlib.resources.files(package)
-    style = folder.joinpath("page.css").read_text(encoding="utf-8")
+    files = importlib.resources.files
+    styles = files(__package__) / "document.css", files(package) / "page.css"
+    style = "".join(file.read_text(encoding="utf-8") for file in styles)
     return (
         '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'

@@ -15,7 +15,7 @@ from asynckv.cli.process import until_ended
 from asynckv.errors import AsyncKVError, ConfigError
 from asynckv.security.tls import TLS
 
-__all__ = ("serve",)
+__all__ = ("serve", "tls_of")
 
 _LogLevel: TypeAlias = Literal["debug", "info", "warning", "error"]
 
@@ -65,7 +65,7 @@ def serve(
     try:
         if lookup is None and store is None:
             raise ConfigError("nothing to serve", hint="--store 2GiB, --lookup 2GiB")
-        tls = _tls_of(certificate, key, ca)
+        tls = tls_of(certificate, key, ca)
         work = _serve(
             listen, lookup, store, fingerprint, secret_file, tls, allow_plaintext
         )
@@ -127,7 +127,11 @@ def _logging_to_stderr(level: _LogLevel) -> Iterator[None]:
         logger.setLevel(before)
 
 
-def _tls_of(certificate: Path | None, key: Path | None, ca: Path | None) -> TLS | None:
+def tls_of(certificate: Path | None, key: Path | None, ca: Path | None) -> TLS | None:
+    """Return the certificates that three options name; ``None`` if none of them does.
+
+    :raises ConfigError: only some of them are given
+    """
     if certificate is None and key is None and ca is None:
         return None
     if certificate is None or key is None or ca is None:

@@ -20,6 +20,7 @@ from asynckv.cli.bench.rounds import (
     Round,
     Sample,
     measure,
+    measure_between,
 )
 
 __all__ = ("Figure", "Run", "Runs", "measure_case", "measure_runs", "report")
@@ -115,17 +116,16 @@ async def measure_runs(
     rounds: int = 4,
 ) -> Runs:
     """Measure until ``runs`` runs count, or twice as many were made."""
-    case = Case(ours, {"baseline": baseline})
-    return await measure_case(title, case, cpu, runs=runs, rounds=rounds)
+    beside = {"baseline": baseline}
+    case = Case(lambda: measure_between(ours, beside, cpu))
+    return await measure_case(title, case, runs=runs, rounds=rounds)
 
 
-async def measure_case(
-    title: str, case: Case, cpu: CpuClock, *, runs: int, rounds: int = 4
-) -> Runs:
+async def measure_case(title: str, case: Case, *, runs: int, rounds: int = 4) -> Runs:
     """As :func:`measure_runs`, of a case with one baseline."""
     found: list[Run] = []
     while sum(not run.is_void for run in found) < runs and len(found) < 2 * runs:
-        found.append(_run(await measure(case, rounds, cpu, lambda _: None)))
+        found.append(_run(await measure(case, rounds, lambda _: None)))
     result = Runs(title, found)
     print(result, flush=True)
     return result

@@ -11,7 +11,6 @@ import contextlib
 import dataclasses
 import multiprocessing
 import os
-import secrets
 import tempfile
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
@@ -22,13 +21,9 @@ import torch
 import asynckv
 from asynckv.cli.bench.baselines import (
     MEETING_KEY,
-    TOKEN_NBYTES,
-    Meeting,
-    RawServer,
-    StreamsServer,
+    BaselineServer,
     meeting_as_tensor,
 )
-from asynckv.cli.bench.echo import EchoServer
 from asynckv.cli.process import LoopName, run
 from asynckv.pipes.endpoints import PipeListener
 from asynckv.tensors.views import bytes_of
@@ -87,24 +82,20 @@ def _run(
 
 async def _serve(pipe: Connection, folder: str, keys: asynckv.TLS, large: bool) -> None:
     lookup = asynckv.LookupBuffer("2GiB", max_deliver=10**9, drain_s=0)
-    token = secrets.token_bytes(TOKEN_NBYTES)
     layers = {str(i): _layer(i) for i in range(TENSORS)} if large else {}
     # As much memory as asynckv sends from, of the same kind: caches are fair too.
     sources = [bytes_of(layer) for layer in layers.values()]
-    raw = RawServer("127.0.0.1", token, sources)
+    baselines = BaselineServer("127.0.0.1", sources)
     places = (
         "tcp://127.0.0.1:0",
         f"unix://{Path(folder) / 'socket'}",
         "tls://127.0.0.1:0",
     )
     async with contextlib.AsyncExitStack() as stack:
-        stack.callback(raw.close)
         await stack.enter_async_context(lookup)
         store = await stack.enter_async_context(asynckv.StoreBuffer(2**20))
-        port = await stack.enter_async_context(StreamsServer("127.0.0.1", token))
-        echo = await stack.enter_async_context(EchoServer("127.0.0.1", token))
-        meeting = meeting_as_tensor(Meeting(raw.port, port, echo, token))
-        await store.put(MEETING_KEY, meeting)
+        meeting = await stack.enter_async_context(baselines)
+        await store.put(MEETING_KEY, meeting_as_tensor(meeting))
         if large:
             await lookup.insert(LARGE, None, layers, None, None, ttl_s=None)
         layers.clear()

@@ -21,6 +21,7 @@ from benchmarks.peers.work import Pool, Work
 __all__ = ("Contender", "Ours", "Pools", "memcpy_of", "peer_of", "raw_of")
 
 _PING = "ping"
+_PING_NBYTES = 64
 _JOINED_BELOW = 64 * 2**10
 
 
@@ -161,13 +162,17 @@ def peer_of(peer: Peer, source: Source) -> Contender:
 
 def raw_of(ours: Ours, pools: Pools) -> Contender:
     """Return one raw stream to the process that serves asynckv."""
-    rig = ours.rig
+    rig, raw = ours.rig, ours.rig.baselines.raw
+
+    def ping(times: int) -> list[float]:
+        target = [memoryview(bytearray(_PING_NBYTES))]
+        return [raw.pull(target) for _ in range(times)]
 
     async def calls(work: Work) -> list[float]:
         if work.name == _PING:
-            return await rig.in_thread(rig.raw.ping, work.repeats)
+            return await rig.in_thread(ping, work.repeats)
         views = pools.target.views(work)
-        return [await rig.in_thread(rig.raw.pull, views) for _ in range(work.repeats)]
+        return [await rig.in_thread(raw.pull, views) for _ in range(work.repeats)]
 
     return Contender(calls, (ours.pid,))
 

@@ -82,15 +82,18 @@ def test_an_unknown_option_is_an_error() -> None:
 
 
 @pytest.mark.multiprocess
-def test_help_needs_no_torch() -> None:
+@pytest.mark.parametrize(
+    ("command", "option"), [("demo", b"--model"), ("bench", b"--shape")]
+)
+def test_help_needs_no_torch(command: str, option: bytes) -> None:
     code = (
         "import sys\n"
         "from asynckv.cli.main import main\n"
-        "try:\n    main(['demo', '--help'])\n"
+        f"try:\n    main(['{command}', '--help'])\n"
         "finally:\n    assert 'torch' not in sys.modules\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True)
-    assert b"--model" in done.stdout
+    assert option in done.stdout
 
 
 GOOD = (

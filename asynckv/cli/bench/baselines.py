@@ -1,13 +1,14 @@
-"""The baselines of a bench, both sides: raw TCP sockets, and bare asyncio streams.
+"""The baselines of a bench, both sides: what programs of their own would do.
 
-One raw socket, or several with a thread for each; all of that blocks, and is called in
-threads. The streams send small orders out and constant bytes back, in order. None does
-any of asynckv's work.
+Raw sockets, one or several, with a thread for each: they block, and are called in
+threads. Bare asyncio streams, which send small orders out and constant bytes back, in
+order. And the bare asyncio echo of :mod:`asynckv.cli.bench.echo`. None does any of
+asynckv's work.
 
-The serving side puts a :class:`Meeting` into its store, where only those read it that
-the link has let in; its token opens the sockets. Who does not bring it is hung up on;
-who does gets constant bytes and the process's CPU seconds, within fixed bounds of
-memory.
+The serving side has one port for all of them, which a :class:`Meeting` in its store
+names: there only those read it that the link has let in. Its token opens a connection.
+Who does not bring it is hung up on; who does gets constant bytes, its own, and the
+process's CPU seconds, within fixed bounds of memory.
 """
 
 from __future__ import annotations
@@ -16,55 +17,69 @@ import asyncio
 import collections
 import concurrent.futures
 import contextlib
+import dataclasses
 import enum
 import hmac
+import itertools
+import secrets
 import socket
 import struct
-import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from typing import Final
 
 import msgspec
 import numpy
 import torch
 
+from asynckv.cli.bench.echo import EchoConnection, answer_echoes
 from asynckv.protocol.handshake import MAX_LANES
+from asynckv.waits.own_tasks import OwnTasks
 
 __all__ = (
     "MAX_NBYTES",
     "MAX_PARTS",
     "MEETING_KEY",
-    "ORDER",
-    "PING_NBYTES",
-    "TOKEN_NBYTES",
+    "BaselineServer",
+    "Baselines",
+    "Kind",
     "Meeting",
-    "RawConnection",
-    "RawServer",
     "RawStreams",
     "StreamsConnection",
-    "StreamsServer",
     "What",
+    "connect_to",
     "meeting_as_tensor",
     "meeting_from",
     "name_of_streams",
+    "open_baselines",
+    "pack_order",
     "read_order",
     "receive_into",
 )
 
 
 MEETING_KEY: Final = "asynckv bench"
-TOKEN_NBYTES: Final = 32
-PING_NBYTES: Final = 64
 MAX_NBYTES: Final = 128 * 2**20
 """Memory of a raw socket's other end, and so the largest part that one moves."""
 MAX_PARTS: Final = 2**20
-ORDER: Final = struct.Struct("!BxxxIQ")
-"""What to do, with how many parts, of how many bytes each."""
+
+_TOKEN_NBYTES: Final = 32
+_TOKEN_TIMEOUT_S: Final = 5.0
+_MAX_ANSWER_NBYTES: Final = 2**20
+_CPU_NBYTES: Final = 8
+_ORDER: Final = struct.Struct("!BxxxIQ")
+
+
+class Kind(enum.IntEnum):
+    """What a connection is, as its first byte says."""
+
+    RAW = 1
+    STREAMS = 2
+    ECHO = 3
 
 
 class What(enum.IntEnum):
-    """Orders to a raw socket."""
+    """Orders to a raw socket. The streams know the first one only."""
 
     PULL = 1
     PUSH = 2
@@ -74,9 +89,7 @@ class What(enum.IntEnum):
 class Meeting(msgspec.Struct, frozen=True):
     """Where the baselines of a serving side are."""
 
-    raw_port: int
-    streams_port: int
-    echo_port: int
+    port: int
     token: bytes
 
 
@@ -93,10 +106,14 @@ def meeting_from(tensor: torch.Tensor) -> Meeting:
     """
     encoded = tensor.numpy().view(numpy.uint8).tobytes()
     meeting = msgspec.msgpack.decode(encoded, type=Meeting)
-    ports = (meeting.raw_port, meeting.streams_port, meeting.echo_port)
-    if len(meeting.token) != TOKEN_NBYTES or not all(0 < p < 65536 for p in ports):
-        raise ValueError(f"no meeting: ports {ports}")
+    if len(meeting.token) != _TOKEN_NBYTES or not 0 < meeting.port < 65536:
+        raise ValueError(f"no meeting: port {meeting.port}")
     return meeting
+
+
+def pack_order(what: What, parts: int, nbytes: int) -> bytes:
+    """Return what to do with how many parts of how many bytes each, as it is sent."""
+    return _ORDER.pack(what, parts, nbytes)
 
 
 def read_order(packed: bytes) -> tuple[What, int, int]:
@@ -104,13 +121,10 @@ def read_order(packed: bytes) -> tuple[What, int, int]:
 
     :raises ValueError: no order, or one beyond what this side has memory for
     """
-    what, parts, nbytes = ORDER.unpack(packed)
+    what, parts, nbytes = _ORDER.unpack(packed)
     if parts > MAX_PARTS or nbytes > MAX_NBYTES:
         raise ValueError(f"{parts} parts of {nbytes} bytes")
     return What(what), parts, nbytes
-
-
-_CPU_NBYTES = 8
 
 
 def receive_into(connection: socket.socket, target: memoryview) -> None:
@@ -126,228 +140,125 @@ def receive_into(connection: socket.socket, target: memoryview) -> None:
         got += count
 
 
-class RawConnection:
-    """The measuring side of a raw socket. ``timeout_s`` bounds each system call."""
-
-    def __init__(
-        self, host: str, port: int, token: bytes, *, timeout_s: float = 60.0
-    ) -> None:
-        self._socket = socket.create_connection((host, port), timeout_s)
-        # Python's own timeout would make it a non-blocking socket, which is slower.
-        self._socket.settimeout(None)
-        kernel_timeout = struct.pack("@ll", int(timeout_s), 0)
-        for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
-            self._socket.setsockopt(socket.SOL_SOCKET, option, kernel_timeout)
-        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._socket.sendall(token)
-
-    def pull(self, targets: Sequence[memoryview]) -> float:
-        """Receive parts of equal size one by one; return the seconds."""
-        began_s = time.perf_counter()
-        self._order(What.PULL, len(targets), targets[0].nbytes)
-        for target in targets:
-            receive_into(self._socket, target)
-        return time.perf_counter() - began_s
-
-    def push(self, sources: Sequence[memoryview]) -> float:
-        """Send parts of equal size until the peer says that it has them all."""
-        began_s = time.perf_counter()
-        self._order(What.PUSH, len(sources), sources[0].nbytes)
-        for source in sources:
-            self._socket.sendall(source)
-        receive_into(self._socket, memoryview(bytearray(1)))
-        return time.perf_counter() - began_s
-
-    def ping(self, times: int) -> list[float]:
-        """Return the seconds of each of ``times`` round trips, one by one."""
-        target = [memoryview(bytearray(PING_NBYTES))]
-        return [self.pull(target) for _ in range(times)]
-
-    def cpu_s(self) -> float:
-        """Return the CPU seconds that the peer's process has used."""
-        answer = bytearray(_CPU_NBYTES)
-        self._order(What.CPU, 1, _CPU_NBYTES)
-        receive_into(self._socket, memoryview(answer))
-        return int.from_bytes(answer, "big") / 1e9
-
-    def close(self) -> None:
-        """Hang up. Also from another thread: a call that waits ends with an error."""
-        try:
-            self._socket.shutdown(socket.SHUT_RDWR)
-        except OSError:
-            pass  # the peer was first
-        self._socket.close()
-
-    def _order(self, what: What, parts: int, nbytes: int) -> None:
-        self._socket.sendall(ORDER.pack(what, parts, nbytes))
+def _hang_up(connection: socket.socket) -> None:
+    """Hang up. Also from another thread: a call that waits ends with an error."""
+    with contextlib.suppress(OSError):  # the peer may have been first
+        connection.shutdown(socket.SHUT_RDWR)
 
 
-def name_of_streams(count: int) -> str:
-    """Say plainly how many there are.
+class BaselineServer:
+    """Answers the connections of a bench's baselines. Used as a context manager.
 
-    >>> name_of_streams(1), name_of_streams(4)
-    ('raw TCP, 1 stream', 'raw TCP, 4 streams')
-    """
-    return f"raw TCP, {count} stream{'' if count == 1 else 's'}"
-
-
-class RawStreams:
-    """Connections to the same process that share out the parts of a transfer.
-
-    Threads are made when they are needed first, and end when this is closed.
+    Listens as soon as it is made. Raw sockets send memory of their own, or
+    ``sources``, of which each connection begins at another place.
     """
 
-    def __init__(self, host: str, port: int, token: bytes, count: int) -> None:
-        self._connections: list[RawConnection] = []
-        self._threads = concurrent.futures.ThreadPoolExecutor(count, "raw stream")
-        with contextlib.ExitStack() as stack:
-            stack.callback(self.close)
-            for _ in range(count):
-                self._connections.append(RawConnection(host, port, token))
-            stack.pop_all()
-
-    def __len__(self) -> int:
-        return len(self._connections)
-
-    @property
-    def first(self) -> RawConnection:
-        """The one for everything that needs but one."""
-        return self._connections[0]
-
-    def pull(self, targets: Sequence[memoryview], streams: int) -> float:
-        """Receive parts of equal size over so many streams; return the seconds.
-
-        Each stream takes its parts one by one. Whatever happens, no thread
-        touches a target any more afterwards.
-
-        :raises OSError: the peer hung up on one of them
-        """
-        if streams == 1:
-            return self.first.pull(targets)
-        began_s = time.perf_counter()
-        shares = [
-            self._threads.submit(one.pull, targets[number::streams])
-            for number, one in enumerate(self._connections[:streams])
-        ]
-        concurrent.futures.wait(shares)
-        for share in shares:
-            share.result()
-        return time.perf_counter() - began_s
-
-    def close(self) -> None:
-        """Hang up. Never waits; a call that waits ends with an error."""
-        for connection in self._connections:
-            connection.close()
-        self._threads.shutdown(wait=False)
-
-
-_TOKEN_TIMEOUT_S = 5.0
-
-
-class RawServer:
-    """Answers raw sockets until it is closed. Listens as soon as it is made.
-
-    It sends memory of its own, or ``sources``, of which each connection begins at
-    another place.
-    """
-
-    def __init__(
-        self, host: str, token: bytes, sources: Sequence[memoryview] = ()
-    ) -> None:
+    def __init__(self, host: str, sources: Sequence[memoryview] = ()) -> None:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._listener = socket.create_server((host, 0), family=family)
-        self._token = token
+        self._listener.setblocking(False)
+        port = self._listener.getsockname()[1]
+        self.meeting = Meeting(port, secrets.token_bytes(_TOKEN_NBYTES))
+        """What lets a measuring side in."""
         self._sources = collections.deque(sources)
-        self._connections: set[socket.socket] = set()
-        self._lock = threading.Lock()
-        self._is_closed = False
-        self.port: int = self._listener.getsockname()[1]
-        _start_thread(self._accept_forever)
+        self._connections = OwnTasks()
+        self._accepting = OwnTasks()
+        self._threads = concurrent.futures.ThreadPoolExecutor(MAX_LANES, "raw baseline")
 
-    def close(self) -> None:
-        """Hang up on everybody. Never waits; the threads end by themselves then."""
-        with self._lock:
-            self._is_closed = True
-            for connection in (self._listener, *self._connections):
-                with contextlib.suppress(OSError):
-                    connection.shutdown(socket.SHUT_RDWR)
+    async def __aenter__(self) -> Meeting:
+        """Return what lets a measuring side in."""
+        self._accepting.own(self._accept_forever(), "listener of the baselines")
+        return self.meeting
 
-    def _accept_forever(self) -> None:
-        with self._listener:
-            while not self._is_closed:
-                try:
-                    connection, _ = self._listener.accept()
-                except OSError:
-                    break
-                if self._add(connection):
-                    _start_thread(self._answer, connection)
+    async def __aexit__(self, *_: object) -> None:
+        """Hang up on everybody."""
+        await self._accepting.quiesce()
+        self._listener.close()
+        await self._connections.quiesce()
+        self._threads.shutdown(wait=False)
 
-    def _add(self, connection: socket.socket) -> bool:
-        with self._lock:
-            if self._is_closed or len(self._connections) >= MAX_LANES:
-                connection.close()
-                return False
-            self._connections.add(connection)
-            return True
+    async def _accept_forever(self) -> None:
+        loop = asyncio.get_running_loop()
+        with contextlib.suppress(OSError):
+            while True:
+                connection, _ = await loop.sock_accept(self._listener)
+                # Those of one bench: a raw one a lane, the streams, the echo.
+                if len(self._connections) >= MAX_LANES + 2:
+                    connection.close()
+                else:
+                    self._connections.own(self._answer(connection), "baseline")
 
-    def _rotated(self) -> list[memoryview]:
-        with self._lock:
-            self._sources.rotate(-(len(self._sources) // 4))
-            return list(self._sources)
-
-    def _answer(self, connection: socket.socket) -> None:
+    async def _answer(self, connection: socket.socket) -> None:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         try:
-            if self._is_invited(connection):
-                _RawPeer(connection, self._rotated()).obey_forever()
-        except (OSError, ValueError):
-            pass  # it hung up, or says what no bench says
+            kind = await self._kind_of(connection)
+            if kind is Kind.RAW:
+                await self._answer_raw(connection)
+            elif kind is Kind.STREAMS:
+                await _answer_streams(connection)
+            else:
+                await answer_echoes(connection)
+        except (OSError, EOFError, ValueError):
+            pass  # it hung up, brings no token, or says what no bench says
         finally:
-            with self._lock:
-                self._connections.discard(connection)
-                connection.close()
+            connection.close()
 
-    def _is_invited(self, connection: socket.socket) -> bool:
-        connection.settimeout(_TOKEN_TIMEOUT_S)
-        token = bytearray(TOKEN_NBYTES)
-        receive_into(connection, memoryview(token))
-        connection.settimeout(None)
-        return hmac.compare_digest(token, self._token)
+    async def _kind_of(self, connection: socket.socket) -> Kind:
+        """Wait until a connection has shown the token.
 
+        :raises ValueError: it shows another one
+        """
+        loop = asyncio.get_running_loop()
+        connection.setblocking(False)
+        shown = b""
+        async with asyncio.timeout(_TOKEN_TIMEOUT_S):
+            while missing := 1 + _TOKEN_NBYTES - len(shown):
+                if not (received := await loop.sock_recv(connection, missing)):
+                    raise EOFError
+                shown += received
+        if not hmac.compare_digest(shown[1:], self.meeting.token):
+            raise ValueError("another token")
+        return Kind(shown[0])
 
-def _start_thread(function: Callable[..., None], *arguments: object) -> None:
-    name = "raw baseline"
-    threading.Thread(target=function, args=arguments, name=name, daemon=True).start()
+    async def _answer_raw(self, connection: socket.socket) -> None:
+        connection.setblocking(True)
+        self._sources.rotate(-(len(self._sources) // 4))
+        peer = _RawPeer(connection, list(self._sources))
+        loop = asyncio.get_running_loop()
+        try:
+            await loop.run_in_executor(self._threads, peer.obey_forever)
+        finally:
+            _hang_up(connection)
 
 
 class _RawPeer:
-    """One connection, and the memory that it sends from and receives into."""
+    """One raw socket, and the memory that it sends from and receives into."""
 
     def __init__(
         self, connection: socket.socket, sources: Sequence[memoryview]
     ) -> None:
         self._connection = connection
         self._sources = sources
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._memory = numpy.ones(0, dtype=numpy.uint8)
         self._shape = (0, 0)
         self._places: list[memoryview] = []
 
     def obey_forever(self) -> None:
-        order = bytearray(ORDER.size)
+        order = bytearray(_ORDER.size)
         while True:
             receive_into(self._connection, memoryview(order))
             self._obey(*read_order(bytes(order)))
 
     def _obey(self, what: What, parts: int, nbytes: int) -> None:
         if what is What.CPU:
-            self._connection.sendall(time.process_time_ns().to_bytes(8, "big"))
+            answer = time.process_time_ns().to_bytes(_CPU_NBYTES, "big")
+            self._connection.sendall(answer)
             return
         places = self._sources
         if what is not What.PULL or not places or nbytes != len(places[0]):
             self._make_places(parts, nbytes)
             places = self._places
-        for number in range(parts):
-            place = places[number % len(places)]
+        for place in itertools.islice(itertools.cycle(places), parts):
             if what is What.PULL:
                 self._connection.sendall(place)
             else:
@@ -367,70 +278,122 @@ class _RawPeer:
         self._shape = (parts, nbytes)
 
 
-_MAX_ANSWER_NBYTES = 2**20
-
-
-class StreamsServer:
-    """Answers orders with constant bytes. Used as a context manager."""
-
-    def __init__(self, host: str, token: bytes) -> None:
-        self._host = host
-        self._token = token
-        self._server: asyncio.Server | None = None
-        self._writers: set[asyncio.StreamWriter] = set()
-        self._tasks: set[asyncio.Task[None]] = set()
-
-    async def __aenter__(self) -> int:
-        """Return the port."""
-        self._server = await asyncio.start_server(self._answer, self._host, 0)
-        port: int = self._server.sockets[0].getsockname()[1]
-        return port
-
-    async def __aexit__(self, *_: object) -> None:
-        if self._server is not None:
-            self._server.close()
-        for writer in self._writers:
-            writer.transport.abort()
-        if self._tasks:
-            await asyncio.wait(self._tasks)
-
-    async def _answer(
-        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
-    ) -> None:
-        task = asyncio.current_task()
-        if task is not None:
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
-        self._writers.add(writer)
-        try:
-            await self._answer_forever(reader, writer)
-        except (OSError, ValueError, asyncio.IncompleteReadError):
-            pass  # it hung up, or says what no bench says
-        finally:
-            self._writers.discard(writer)
-            writer.close()
-
-    async def _answer_forever(
-        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
-    ) -> None:
-        async with asyncio.timeout(_TOKEN_TIMEOUT_S):
-            token = await reader.readexactly(TOKEN_NBYTES)
-        if not hmac.compare_digest(token, self._token):
-            return
-        answer = b""
+async def _answer_streams(connection: socket.socket) -> None:
+    reader, writer = await asyncio.open_connection(sock=connection)
+    answer = b""
+    try:
         while True:
-            order = read_order(await reader.readexactly(ORDER.size))
-            what, _, nbytes = order
+            what, _, nbytes = read_order(await reader.readexactly(_ORDER.size))
             if what is not What.PULL or nbytes > _MAX_ANSWER_NBYTES:
                 return
             if len(answer) != nbytes:
                 answer = bytes(nbytes)
             writer.write(answer)
             await writer.drain()
+    finally:
+        writer.transport.abort()
+
+
+def connect_to(
+    host: str, meeting: Meeting, kind: Kind, *, timeout_s: float = 60.0
+) -> socket.socket:
+    """Connect and show the token. Blocks; ``timeout_s`` bounds each system call.
+
+    :raises OSError: nothing listens there
+    """
+    connection = socket.create_connection((host, meeting.port), timeout_s)
+    # Python's own timeout would make it a non-blocking socket, which is slower.
+    connection.settimeout(None)
+    kernel_timeout = struct.pack("@ll", int(timeout_s), 0)
+    for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+        connection.setsockopt(socket.SOL_SOCKET, option, kernel_timeout)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection.sendall(bytes([kind]) + meeting.token)
+    return connection
+
+
+def name_of_streams(count: int) -> str:
+    """Say plainly how many there are.
+
+    >>> name_of_streams(1), name_of_streams(4)
+    ('raw TCP, 1 stream', 'raw TCP, 4 streams')
+    """
+    return f"raw TCP, {count} stream{'' if count == 1 else 's'}"
+
+
+class RawStreams:
+    """The measuring side's raw sockets, which share out the parts of a transfer.
+
+    Everything here blocks. Threads are made when they are needed first, and end when
+    this is closed.
+    """
+
+    def __init__(self, host: str, meeting: Meeting, count: int = 1) -> None:
+        self._threads = concurrent.futures.ThreadPoolExecutor(count, "raw stream")
+        self._sockets: list[socket.socket] = []
+        with contextlib.ExitStack() as stack:
+            stack.callback(self.close)
+            for _ in range(count):
+                self._sockets.append(connect_to(host, meeting, Kind.RAW))
+            stack.pop_all()
+
+    def __len__(self) -> int:
+        return len(self._sockets)
+
+    def pull(self, targets: Sequence[memoryview], streams: int = 1) -> float:
+        """Receive parts of equal size over so many streams; return the seconds.
+
+        Each stream takes its parts one by one. Whatever happens, no thread
+        touches a target any more afterwards.
+
+        :raises OSError: the peer hung up on one of them
+        """
+        began_s = time.perf_counter()
+        if streams == 1:
+            _pull(self._sockets[0], targets)
+        else:
+            shares = [
+                self._threads.submit(_pull, one, targets[number::streams])
+                for number, one in enumerate(self._sockets[:streams])
+            ]
+            concurrent.futures.wait(shares)
+            for share in shares:
+                share.result()
+        return time.perf_counter() - began_s
+
+    def push(self, sources: Sequence[memoryview]) -> float:
+        """Send parts of equal size until the peer says that it has them all."""
+        first = self._sockets[0]
+        began_s = time.perf_counter()
+        first.sendall(pack_order(What.PUSH, len(sources), sources[0].nbytes))
+        for source in sources:
+            first.sendall(source)
+        receive_into(first, memoryview(bytearray(1)))
+        return time.perf_counter() - began_s
+
+    def cpu_s(self) -> float:
+        """Return the CPU seconds that the peer's process has used."""
+        answer = bytearray(_CPU_NBYTES)
+        self._sockets[0].sendall(pack_order(What.CPU, 1, _CPU_NBYTES))
+        receive_into(self._sockets[0], memoryview(answer))
+        return int.from_bytes(answer, "big") / 1e9
+
+    def close(self) -> None:
+        """Hang up. Never waits; a call that waits ends with an error."""
+        for connection in self._sockets:
+            _hang_up(connection)
+            connection.close()
+        self._threads.shutdown(wait=False)
+
+
+def _pull(connection: socket.socket, targets: Sequence[memoryview]) -> None:
+    connection.sendall(pack_order(What.PULL, len(targets), targets[0].nbytes))
+    for target in targets:
+        receive_into(connection, target)
 
 
 class StreamsConnection:
-    """The asking side of the exchange. Made by :meth:`open`."""
+    """The asking side of the bare asyncio streams. Made by :meth:`open`."""
 
     def __init__(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
@@ -438,11 +401,9 @@ class StreamsConnection:
         self._reader, self._writer = reader, writer
 
     @classmethod
-    async def open(cls, host: str, port: int, token: bytes) -> StreamsConnection:
-        """Connect and show the token."""
-        reader, writer = await asyncio.open_connection(host, port)
-        writer.write(token)
-        return cls(reader, writer)
+    async def open(cls, connection: socket.socket) -> StreamsConnection:
+        """Go on with a connection of that kind."""
+        return cls(*await asyncio.open_connection(sock=connection))
 
     async def exchange(
         self, requests: int, outstanding: int, nbytes: int
@@ -451,20 +412,51 @@ class StreamsConnection:
 
         :raises asyncio.IncompleteReadError: the peer hung up
         """
-        order = ORDER.pack(What.PULL, 1, nbytes)
+        order = pack_order(What.PULL, 1, nbytes)
         began: collections.deque[float] = collections.deque()
         calls: list[float] = []
-        for _ in range(min(outstanding, requests)):
-            began.append(time.perf_counter())
-            self._writer.write(order)
-        while began:
-            await self._reader.readexactly(nbytes)
-            calls.append(time.perf_counter() - began.popleft())
-            if len(calls) + len(began) < requests:
+        while len(calls) < requests:
+            while len(began) < min(outstanding, requests - len(calls)):
                 began.append(time.perf_counter())
                 self._writer.write(order)
+            await self._reader.readexactly(nbytes)
+            calls.append(time.perf_counter() - began.popleft())
         return calls
 
     def close(self) -> None:
         """Hang up. Never waits."""
         self._writer.transport.abort()
+
+
+@dataclasses.dataclass(frozen=True)
+class Baselines:
+    """The measuring side's connections to all baselines of a serving side."""
+
+    raw: RawStreams
+    streams: StreamsConnection
+    echo: EchoConnection
+
+
+@contextlib.asynccontextmanager
+async def open_baselines(
+    host: str, meeting: Meeting, count: int, thread: concurrent.futures.Executor
+) -> AsyncIterator[Baselines]:
+    """Connect to all baselines, with ``count`` raw streams; what blocks in ``thread``.
+
+    :raises OSError: nothing listens there
+    """
+    loop = asyncio.get_running_loop()
+    with contextlib.ExitStack() as stack:
+
+        async def connected(kind: Kind) -> socket.socket:
+            found = await loop.run_in_executor(thread, connect_to, host, meeting, kind)
+            found.setblocking(False)
+            return found
+
+        raw = await loop.run_in_executor(thread, RawStreams, host, meeting, count)
+        stack.callback(raw.close)
+        streams = await StreamsConnection.open(await connected(Kind.STREAMS))
+        stack.callback(streams.close)
+        echo = await EchoConnection.open(await connected(Kind.ECHO))
+        stack.callback(echo.close)
+        yield Baselines(raw, streams, echo)

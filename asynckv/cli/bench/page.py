@@ -15,42 +15,39 @@ from html import escape
 from asynckv.cli.bench.report import (
     Baseline,
     BenchReport,
-    Histogram,
-    Percentiles,
+    Group,
+    Measured,
     Row,
     Spread,
+    Subject,
 )
 from asynckv.cli.bench.wording import (
     speedup_of,
-    write_bin,
     write_comparison,
     write_cpu,
-    write_machine,
+    write_facts,
     write_nbytes,
     write_number,
-    write_run,
     write_summary,
     write_value,
     write_verdict,
 )
 from asynckv.cli.document import (
     draw_line,
-    draw_rect,
     draw_text,
     picture_of,
     write_document,
+    write_head,
+    write_section,
 )
 
 __all__ = (
-    "Bars",
     "Line",
+    "Plot",
     "Point",
-    "draw_histograms",
-    "draw_lines",
-    "lag_bars",
-    "latency_lines",
+    "draw_plot",
+    "plots_of",
     "render_page",
-    "throughput_lines",
 )
 
 
@@ -60,7 +57,7 @@ class Point:
 
     x: float
     value: Spread
-    is_sure: bool
+    is_sure: bool = True
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,87 +69,121 @@ class Line:
     points: Sequence[Point]
 
 
-@dataclasses.dataclass(frozen=True)
-class Bars:
-    """The histogram of one contender."""
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Plot:
+    """Lines over logarithmic axes, and what to know of them."""
 
-    name: str
-    kind: str
-    histogram: Histogram
+    title: str
+    note: str
+    unit: str
+    x_title: str
+    write_x: Callable[[float], str]
+    lines: Sequence[Line]
 
 
-def throughput_lines(report: BenchReport) -> list[Line]:
-    """Return asynckv, raw TCP and memcpy over the bytes of an entry."""
-    rows = sorted(
-        (row for row in report.rows if row.subject.group == "throughput" and row.ours),
-        key=_nbytes,
-    )
+def plots_of(report: BenchReport) -> list[Plot]:
+    """Return throughput over size, latency over outstanding requests, and lag."""
     return [
-        Line("asynckv", "ours", [_our_point(row) for row in rows]),
-        Line("raw TCP", "raw", list(_beside(rows, "raw TCP"))),
-        Line("memcpy", "copy", list(_beside(rows, "memcpy"))),
+        Plot(
+            title="Throughput against size",
+            note="Higher is better. An entry is found, lent, moved and acknowledged: "
+            "for a small one that takes longer than its bytes do.",
+            unit="GB/s",
+            x_title="bytes of an entry",
+            write_x=lambda x: write_nbytes(int(x)),
+            lines=(
+                _line(report, "throughput", "asynckv", "ours", _over_nbytes),
+                _line(report, "throughput", "raw TCP", "raw", _over_nbytes),
+                _line(report, "throughput", "memcpy", "copy", _over_nbytes),
+            ),
+        ),
+        Plot(
+            title="Latency against outstanding requests",
+            note="Lower is better. Half of the requests took less than the line (p50), "
+            "99% less than the dashed line (p99).",
+            unit="ms",
+            x_title="requests outstanding",
+            write_x=lambda x: f"{x:,.0f}",
+            lines=(
+                _line(report, "concurrency", "asynckv", "ours", _p50),
+                _line(report, "concurrency", "asynckv", "ours thin", _p99),
+                _line(report, "concurrency", "bare asyncio streams", "raw", _p50),
+                _line(report, "concurrency", "bare asyncio streams", "raw thin", _p99),
+            ),
+        ),
+        Plot(
+            title="Loop lag",
+            note="How many of the ticks that were due every 1 ms the event loop ran "
+            "so late or later, while payload moved and while it was idle. Lower is "
+            "better.",
+            unit="% of all ticks",
+            x_title="ms late",
+            write_x=lambda x: f"{x:g}",
+            lines=(
+                _line(report, "lag", "asynckv", "ours", _over_lateness),
+                _line(report, "lag", "idle loop", "raw", _over_lateness),
+            ),
+        ),
     ]
 
 
-def latency_lines(report: BenchReport) -> list[Line]:
-    """Return p50 and p99 of single requests in ms, over how many are outstanding."""
-    rows = [row for row in report.rows if row.subject.group == "concurrency"]
-    ours: list[tuple[Row, Percentiles]] = []
-    bare: list[tuple[Row, Percentiles]] = []
-    for row in rows:
-        if row.ours and row.ours.calls:
-            ours.append((row, row.ours.calls))
-        bare += [(row, b.measured.calls) for b in row.baselines if b.measured.calls]
-    lines = []
-    for name, kind, found in (("asynckv", "ours", ours), ("streams", "raw", bare)):
-        medians = [_call_point(row, calls.p50) for row, calls in found]
-        tails = [_call_point(row, calls.p99) for row, calls in found]
-        lines += [
-            Line(f"{name}, p50", kind, medians),
-            Line(f"{name}, p99", f"{kind} thin", tails),
-        ]
-    return lines
+_Values = Iterator[tuple[float, Spread]]
+"""Values of one contender of a row, each with its place."""
 
 
-def lag_bars(report: BenchReport) -> list[Bars]:
-    """Return how late the loop was, busy and idle."""
-    found = []
-    for row in report.rows:
-        if row.subject.group == "lag" and row.ours and row.ours.histogram:
-            found.append(Bars("while payload moves", "ours", row.ours.histogram))
-            found += [
-                Bars(baseline.name, "raw", baseline.measured.histogram)
-                for baseline in row.baselines
-                if baseline.measured.histogram
-            ]
-    return found
+def _over_nbytes(subject: Subject, found: Measured) -> _Values:
+    yield subject.parts * subject.part_nbytes, found.value
 
 
-def _nbytes(row: Row) -> int:
-    return row.subject.parts * row.subject.part_nbytes
+def _p50(subject: Subject, found: Measured) -> _Values:
+    if found.calls is not None:
+        yield subject.outstanding, _exactly(found.calls.p50 / 1e3)
 
 
-def _our_point(row: Row) -> Point:
-    value = row.ours.value if row.ours else Spread(0, 0, 0)
-    return Point(_nbytes(row), value, row.verdict == "ok")
+def _p99(subject: Subject, found: Measured) -> _Values:
+    if found.calls is not None:
+        yield subject.outstanding, _exactly(found.calls.p99 / 1e3)
 
 
-def _beside(rows: Sequence[Row], kind: str) -> Iterator[Point]:
-    for row in rows:
-        if (found := _first_of(row, kind)) is not None:
-            yield Point(_nbytes(row), found.measured.value, not found.is_void)
+def _over_lateness(_: Subject, found: Measured) -> _Values:
+    """The share of all ticks from each inner edge of the histogram on."""
+    if found.histogram is not None:
+        edges, counts = found.histogram.edges, found.histogram.counts
+        for index in range(1, len(counts)):
+            if later := sum(counts[index:]):  # nothing has no logarithm
+                yield edges[index], _exactly(100 * later / sum(counts))
 
 
-def _first_of(row: Row, kind: str) -> Baseline | None:
-    """The first baseline of a kind: the one with as many streams as there are lanes."""
-    return next((b for b in row.baselines if b.name.startswith(kind)), None)
+def _exactly(value: float) -> Spread:
+    return Spread(value, value, value)
 
 
-def _call_point(row: Row, value_us: float) -> Point:
-    value = value_us / 1e3
-    return Point(
-        row.subject.outstanding, Spread(value, value, value), row.verdict == "ok"
-    )
+def _line(
+    report: BenchReport,
+    group: Group,
+    name: str,
+    kind: str,
+    values: Callable[[Subject, Measured], _Values],
+) -> Line:
+    points = [
+        Point(x, value, is_sure)
+        for row in report.rows
+        if row.subject.group == group
+        for found, is_sure in _contender(row, name)
+        for x, value in values(row.subject, found)
+    ]
+    return Line(name, kind, sorted(points, key=lambda point: point.x))
+
+
+def _contender(row: Row, name: str) -> list[tuple[Measured, bool]]:
+    """Return its figures, if it has some, and whether they count.
+
+    Of several raw baselines the first: with as many streams as there are lanes.
+    """
+    if name == "asynckv":
+        return [(row.ours, row.verdict == "ok")] if row.ours is not None else []
+    beside = [one for one in row.baselines if one.name.startswith(name)]
+    return [(one.measured, not one.is_void) for one in beside[:1]]
 
 
 _HEIGHT = 340
@@ -174,42 +205,32 @@ class _Axis:
         share = (math.log10(max(value, self.least)) - low) / max(high - low, 1e-9)
         return round(self.start + share * (self.end - self.start), 2)
 
-    def decades(self) -> list[float]:
-        first = math.ceil(math.log10(self.least) - 1e-9)
-        last = math.floor(math.log10(self.most) + 1e-9)
-        return [10.0**power for power in range(first, last + 1)]
 
-
-def draw_lines(
-    title: str,
-    lines: Sequence[Line],
-    unit: str,
-    write_x: Callable[[float], str],
-    x_title: str,
-) -> str:
-    """Draw lines over logarithmic axes; the empty text if there are no points."""
-    points = [point for line in lines for point in line.points]
+def draw_plot(plot: Plot) -> str:
+    """Draw a plot; the empty text if there are no points."""
+    points = [point for line in plot.lines for point in line.points]
     if not points:
         return ""
-    x = _x_axis([point.x for point in points])
-    y = _y_axis(points)
+    x, y = _x_axis(points), _y_axis(points)
     parts = [
-        draw_text("tick", 0, 14, f"{unit} (log scale)", "start", dx=-66),
-        *_y_grid(y),
+        draw_text("tick", 0, 14, f"{plot.unit} (log scale)", "start", dx=-66),
+        draw_text("tick", 100, _HEIGHT - 6, f"{plot.x_title} (log scale)", "end"),
     ]
-    parts.append(draw_text("tick", 100, _HEIGHT - 6, f"{x_title} (log scale)", "end"))
+    for power in range(round(math.log10(y.least)), round(math.log10(y.most)) + 1):
+        at, words = y.place(10.0**power), write_number(10.0**power)
+        parts.append(draw_line("grid", (0, at), (100, at)))
+        parts.append(draw_text("tick", 0, at + 4, words, "end", dx=-10))
+    below = _HEIGHT - _BOTTOM + 18
     for place in sorted({point.x for point in points}):
-        words = write_x(place)
-        parts.append(
-            draw_text("tick", x.place(place), _HEIGHT - _BOTTOM + 18, words, "middle")
-        )
-    for line in lines:
-        parts += _draw_line(line, x, y, unit)
-    return picture_of(_HEIGHT, title, parts)
+        words = plot.write_x(place)
+        parts.append(draw_text("tick", x.place(place), below, words, "middle"))
+    for line in plot.lines:
+        parts += _draw_line(line, x, y, plot.unit)
+    return picture_of(_HEIGHT, plot.title, parts)
 
 
-def _x_axis(values: Sequence[float]) -> _Axis:
-    least, most = min(values), max(values)
+def _x_axis(points: Sequence[Point]) -> _Axis:
+    least, most = min(point.x for point in points), max(point.x for point in points)
     if least == most:
         least, most = least / 2, most * 2
     return _Axis(least, most, _SIDE, 100 - _SIDE)
@@ -223,85 +244,19 @@ def _y_axis(points: Sequence[Point]) -> _Axis:
     return _Axis(10.0**low, 10.0**high, _HEIGHT - _BOTTOM, _TOP)
 
 
-def _y_grid(y: _Axis) -> list[str]:
-    parts = []
-    for value in y.decades():
-        at = y.place(value)
-        parts.append(draw_line("grid", (0, at), (100, at)))
-        parts.append(draw_text("tick", 0, at + 4, write_number(value), "end", dx=-10))
-    return parts
-
-
-def _draw_line(line: Line, x: _Axis, y: _Axis, unit: str) -> list[str]:
+def _draw_line(line: Line, x: _Axis, y: _Axis, unit: str) -> Iterator[str]:
     places = [(x.place(p.x), y.place(p.value.median)) for p in line.points]
-    parts = [
-        draw_line(line.kind, one, next_) for one, next_ in itertools.pairwise(places)
-    ]
+    for one, next_ in itertools.pairwise(places):
+        yield draw_line(line.kind, one, next_)
     for (left, top), point in zip(places, line.points, strict=True):
         low, high = y.place(point.value.least), y.place(point.value.most)
-        sure = " sure" if point.is_sure else ""
-        hint = f"{line.name}: {write_number(point.value.median)} {unit}"
-        hint += "" if point.is_sure else " (void)"
-        parts.append(draw_line(f"{line.kind} whisker", (left, low), (left, high)))
-        parts.append(
+        sure, void = (" sure", "") if point.is_sure else ("", " (void)")
+        hint = f"{line.name}: {write_number(point.value.median)} {unit}{void}"
+        yield draw_line(f"{line.kind} whisker", (left, low), (left, high))
+        yield (
             f'<circle class="{line.kind} dot{sure}" cx="{left}%" cy="{top}" r="4">'
             f"<title>{escape(hint)}</title></circle>"
         )
-    return parts
-
-
-def draw_histograms(title: str, all_bars: Sequence[Bars], unit: str) -> str:
-    """Draw histograms of equal edges side by side, their counts as shares.
-
-    :raises ValueError: the edges differ
-    """
-    if not all_bars:
-        return ""
-    edges = all_bars[0].histogram.edges
-    if any(bars.histogram.edges != edges for bars in all_bars):
-        raise ValueError("histograms of different edges cannot be compared")
-    parts = [draw_text("tick", 0, 14, "share of all ticks", "start", dx=-66)]
-    parts += [part for share in (0.0, 0.25, 0.5, 0.75, 1.0) for part in _share(share)]
-    step = 100 / (len(edges) - 1)
-    for index in range(len(edges) - 1):
-        left = index * step
-        # Every other label is lower: so they fit in a narrow window.
-        at = _HEIGHT - _BOTTOM + 18 + 14 * (index % 2)
-        parts.append(
-            draw_text("tick", left + step / 2, at, write_bin(edges, index), "middle")
-        )
-        parts += _draw_bars(all_bars, index, left, step)
-    parts.append(draw_text("tick", 100, _HEIGHT - 4, f"{unit} late", "end"))
-    return picture_of(_HEIGHT, title, parts)
-
-
-def _share(share: float) -> list[str]:
-    at = _share_place(share)
-    return [
-        draw_line("grid", (0, at), (100, at)),
-        draw_text("tick", 0, at + 4, f"{share:.0%}", "end", dx=-10),
-    ]
-
-
-def _share_place(share: float) -> float:
-    return round(_HEIGHT - _BOTTOM - share * (_HEIGHT - _BOTTOM - _TOP), 2)
-
-
-def _draw_bars(
-    all_bars: Sequence[Bars], index: int, left: float, step: float
-) -> list[str]:
-    width = round(step * 0.8 / len(all_bars), 2)
-    parts = []
-    for number, bars in enumerate(all_bars):
-        counts = bars.histogram.counts
-        count, total = counts[index], sum(counts)
-        top = _share_place(count / max(total, 1))
-        # A bin that has any value is seen.
-        height = max(_share_place(0.0) - top, 1.5 if count else 0.0)
-        hint = f"{bars.name}: {count:,} of {total:,}"
-        x, y = left + step * 0.1 + number * width, _share_place(0.0) - height
-        parts.append(draw_rect(bars.kind, x, y, width, height, hint))
-    return parts
 
 
 _NOT_DRAWN = '<p class="note">Nothing was measured that could be drawn here.</p>'
@@ -309,109 +264,58 @@ _NOT_DRAWN = '<p class="note">Nothing was measured that could be drawn here.</p>
 
 def render_page(report: BenchReport) -> str:
     """Return the whole page as text."""
-    parts = (_head, _throughput, _latency, _lag, _table, _foot)
-    body = "\n".join(part(report) for part in parts)
-    return write_document("asynckv bench", __package__, body)
-
-
-def _head(report: BenchReport) -> str:
-    facts = f"{write_run(report)} · {write_machine(report)}"
-    return (
-        f'<h1>asynckv bench</h1>\n<p class="facts">{escape(facts)}</p>\n'
-        f'<p class="summary" id="summary">{escape(write_summary(report))}</p>\n'
+    rounds = max((row.rounds for row in report.rows), default=0)
+    head = write_head("asynckv bench", write_facts(report))
+    sections = "\n".join(map(_section, plots_of(report)))
+    body = (
+        f'{head}\n<p class="summary" id="summary">{escape(write_summary(report))}</p>\n'
         '<p class="note">Every figure was measured in rounds, each between two turns '
         "of its baseline. Read the comparisons: absolute figures drift. Void rows, and "
         "hollow points, do not count: the baseline did not agree with itself, or the "
-        "rounds not with each other.</p>"
+        f"rounds not with each other.</p>\n{sections}\n{_table(report)}\n"
+        f"<footer>Written by <code>asynckv bench</code> after {report.seconds:.0f} s, "
+        f"{rounds} rounds a case.</footer>"
     )
+    return write_document("asynckv bench", __package__, body)
 
 
-def _key(*entries: tuple[str, str]) -> str:
-    items = "".join(
-        f'<li style="--swatch: var(--{kind})">{escape(name)}</li>'
-        for name, kind in entries
+def _section(plot: Plot) -> str:
+    entries = (
+        f'<li style="--swatch: var(--{line.kind})">{escape(line.name)}</li>'
+        for line in plot.lines
+        if not line.kind.endswith("thin")
     )
-    return f'<ul class="key">{items}</ul>'
-
-
-def _throughput(report: BenchReport) -> str:
-    title = "Throughput against size"
-    lines = throughput_lines(report)
-    key = _key(*((line.name, line.kind) for line in lines))
-    drawn = draw_lines(
-        title, lines, "GB/s", lambda x: write_nbytes(int(x)), "bytes of an entry"
-    )
-    note = (
-        '<p class="note">Higher is better. An entry is found, lent, moved and '
-        "acknowledged: for a small one that takes longer than its bytes do.</p>"
-    )
-    return f"<h2>{title}</h2>\n{note}{key}\n{drawn or _NOT_DRAWN}"
-
-
-def _latency(report: BenchReport) -> str:
-    key = _key(("asynckv", "ours"), ("bare asyncio streams", "raw"))
-    title = "Latency against outstanding requests"
-    drawn = draw_lines(
-        title,
-        latency_lines(report),
-        "ms",
-        lambda x: f"{x:,.0f}",
-        "requests outstanding",
-    )
-    note = (
-        '<p class="note">Lower is better. Half of the requests took less than the line '
-        "(p50), 99% less than the dashed line (p99).</p>"
-    )
-    return f"<h2>{title}</h2>\n{note}{key}\n{drawn or _NOT_DRAWN}"
-
-
-def _lag(report: BenchReport) -> str:
-    found = lag_bars(report)
-    key = _key(*((bars.name, bars.kind) for bars in found))
-    drawn = draw_histograms("Loop lag", found, "ms")
-    note = (
-        '<p class="note">How late the event loop ran what was due every 1 ms. Further '
-        "left is better.</p>"
-    )
-    return f"<h2>Loop lag</h2>\n{note}{key}\n{drawn or _NOT_DRAWN}"
+    key = f'<ul class="key">{"".join(entries)}</ul>'
+    return write_section(plot.title, plot.note, key, draw_plot(plot) or _NOT_DRAWN)
 
 
 def _table(report: BenchReport) -> str:
-    rows = "\n".join(_table_row(row) for row in report.rows)
-    head = "".join(
-        f"<th>{name}</th>"
-        for name in ("case", "asynckv", "beside, in the same rounds", "")
-    )
-    return (
-        '<h2>All rows</h2>\n<p class="note">Medians of the rounds [least-most].</p>\n'
-        f'<table id="rows"><thead><tr>{head}</tr></thead>\n'
-        f"<tbody>\n{rows}\n</tbody></table>"
+    names = ("case", "asynckv", "beside, in the same rounds", "")
+    head = "".join(f"<th>{name}</th>" for name in names)
+    rows = "\n".join(map(_table_row, report.rows))
+    return write_section(
+        "All rows",
+        "Medians of the rounds [least-most].",
+        f'<table id="rows"><thead><tr>{head}</tr></thead>',
+        f"<tbody>\n{rows}\n</tbody></table>",
     )
 
 
 def _table_row(row: Row) -> str:
     beside = [
-        f'<span class="{_direction(row, one)}">'
-        f"{escape(write_comparison(row.subject, one))}</span>"
+        (_direction(row.subject, one), write_comparison(row.subject, one))
         for one in row.baselines
     ]
     if cpu := write_cpu(row):
-        beside.append(f'<span class="cpu">{escape(cpu)}</span>')
+        beside.append(("cpu", cpu))
+    lines = (f'<span class="{kind}">{escape(words)}</span>' for kind, words in beside)
     return (
         f'<tr class="{row.verdict}"><th scope="row">{escape(row.subject.title)}</th>'
         f'<td class="value">{escape(write_value(row))}</td>'
-        f"<td>{'<br>'.join(beside)}</td>"
+        f"<td>{'<br>'.join(lines)}</td>"
         f'<td class="{row.verdict}">{escape(write_verdict(row))}</td></tr>'
     )
 
 
-def _direction(row: Row, baseline: Baseline) -> str:
-    return "better" if speedup_of(row.subject, baseline).median >= 1 else "worse"
-
-
-def _foot(report: BenchReport) -> str:
-    rounds = max((row.rounds for row in report.rows), default=0)
-    return (
-        f"<footer>Written by <code>asynckv bench</code> after {report.seconds:.0f} s, "
-        f"{rounds} rounds a case.</footer>"
-    )
+def _direction(subject: Subject, baseline: Baseline) -> str:
+    return "better" if speedup_of(subject, baseline).median >= 1 else "worse"

@@ -25,13 +25,11 @@ from asynckv.abc import KVLookupBuffer
 from asynckv.buffers.remote.peer import Peer, connect
 from asynckv.cli.bench.baselines import (
     MEETING_KEY,
+    Baselines,
     Meeting,
-    RawConnection,
-    RawStreams,
-    StreamsConnection,
     meeting_from,
+    open_baselines,
 )
-from asynckv.cli.bench.echo import EchoConnection
 from asynckv.cli.bench.settings import Settings
 from asynckv.errors import ConfigError
 from asynckv.links.address import LOOPBACK, parse_url
@@ -166,7 +164,7 @@ class Rig:
     """The measuring side, connected. Made by :func:`open_rig`.
 
     What blocks runs in one thread by :meth:`in_thread`, so that the link stays
-    alive beside a baseline that takes its time. Without ``sockets`` the other side
+    alive beside a baseline that takes its time. Without ``baselines`` the other side
     is a server that is no bench: nothing of it is there but its lookup buffer.
     """
 
@@ -174,50 +172,27 @@ class Rig:
         self,
         peer: Peer,
         lanes: int,
-        sockets: tuple[RawStreams, StreamsConnection, EchoConnection] | None,
+        baselines: Baselines | None,
         thread: concurrent.futures.Executor,
     ) -> None:
         self.peer = peer
         self.lanes = lanes
-        self._sockets = sockets
+        self.is_bench = baselines is not None
         # What an interrupted bench has left at the server is not this one's.
         self.prefix = [secrets.randbits(48)]
+        self._baselines = baselines
         self._thread = thread
         self._numbers = itertools.count(1)
 
     @property
-    def is_bench(self) -> bool:
-        """Whether the other side has sockets for baselines."""
-        return self._sockets is not None
-
-    @property
-    def raw_streams(self) -> RawStreams:
-        """As many raw sockets as the link has lanes.
+    def baselines(self) -> Baselines:
+        """The connections beside the link, with as many raw sockets as it has lanes.
 
         :raises ConfigError: the other side is no bench
         """
-        return self._all()[0]
-
-    @property
-    def streams(self) -> StreamsConnection:
-        """The bare asyncio streams.
-
-        :raises ConfigError: the other side is no bench
-        """
-        return self._all()[1]
-
-    @property
-    def echo(self) -> EchoConnection:
-        """The bare asyncio echo.
-
-        :raises ConfigError: the other side is no bench
-        """
-        return self._all()[2]
-
-    @property
-    def raw(self) -> RawConnection:
-        """The one raw socket of what needs but one."""
-        return self.raw_streams.first
+        if self._baselines is None:
+            raise ConfigError("the other side is no bench: it has no raw sockets")
+        return self._baselines
 
     @property
     def lookup(self) -> KVLookupBuffer:
@@ -241,13 +216,8 @@ class Rig:
         """Return the CPU seconds of this process and of the peer's; 0 if untold."""
         if not self.is_bench:
             return 0.0
-        theirs_s = await self.in_thread(self.raw.cpu_s)
+        theirs_s = await self.in_thread(self.baselines.raw.cpu_s)
         return theirs_s + time.process_time()
-
-    def _all(self) -> tuple[RawStreams, StreamsConnection, EchoConnection]:
-        if self._sockets is None:
-            raise ConfigError("the other side is no bench: it has no raw sockets")
-        return self._sockets
 
 
 @contextlib.asynccontextmanager
@@ -272,24 +242,13 @@ async def open_rig(url: str, settings: Settings) -> AsyncIterator[Rig]:
         )
         thread = concurrent.futures.ThreadPoolExecutor(1, "bench")
         stack.callback(thread.shutdown, wait=False)
-        loop = asyncio.get_running_loop()
-        lanes = (await peer.link()).lanes
-        meeting = await _meet(peer)
-        if meeting is None:
+        lanes, baselines = (await peer.link()).lanes, None
+        if (meeting := await _meet(peer)) is not None:
+            opening = open_baselines(host, meeting, lanes, thread)
+            baselines = await stack.enter_async_context(opening)
+        else:
             await peer.lookup.peek([secrets.randbits(48)])  # refused if there is none
-            yield Rig(peer, lanes, None, thread)
-            return
-        raw_streams = await loop.run_in_executor(
-            thread, RawStreams, host, meeting.raw_port, meeting.token, lanes
-        )
-        stack.callback(raw_streams.close)
-        streams = await StreamsConnection.open(
-            host, meeting.streams_port, meeting.token
-        )
-        stack.callback(streams.close)
-        echo = await EchoConnection.open(host, meeting.echo_port, meeting.token)
-        stack.callback(echo.close)
-        yield Rig(peer, lanes, (raw_streams, streams, echo), thread)
+        yield Rig(peer, lanes, baselines, thread)
 
 
 async def _meet(peer: Peer) -> Meeting | None:

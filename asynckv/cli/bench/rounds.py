@@ -1,13 +1,15 @@
 """Paired rounds: each measures every baseline, asynckv, and every baseline again.
 
-So what disturbs the one disturbs the others, and a baseline is compared with itself
-in the very rounds that it is the measure of. From rounds comes a row: ratios round by
-round, A/A, and whether the row counts.
+What is small takes turns with its baseline every ten calls. So what disturbs the one
+disturbs the others, and a baseline is compared with itself in the very rounds that it
+is the measure of. From rounds comes a row: ratios round by round, A/A, and whether the
+row counts.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import statistics
 import time
@@ -28,19 +30,23 @@ from asynckv.cli.bench.wording import write_void
 __all__ = (
     "A_A_BOUNDS",
     "MAX_SPREAD",
+    "ROUNDS",
     "Case",
     "CpuClock",
     "Measurement",
     "Round",
     "Sample",
-    "failed_row",
     "judge",
     "measure",
-    "measure_round",
+    "measure_between",
+    "measure_in_turns",
 )
 
 
+ROUNDS: Final = 6
+"""Even, so that each turn of a baseline comes first as often as second."""
 _LEAST_ROUNDS = 2
+_TURN = 10
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,53 +59,88 @@ class Sample:
     cpu_s: float = 0.0
 
 
-Measurement = Callable[[], Awaitable[Sample]]
-CpuClock = Callable[[], Awaitable[float]]
-"""CPU seconds that both processes have used, together."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Case:
-    """How to measure one subject once, and each of its baselines once.
-
-    The first baseline decides whether the row is void; against a server that is no
-    bench there may be none. ``edges`` are those of a histogram over single calls, if
-    it has one. Where single calls take turns, ``together`` measures a round of both.
-    """
-
-    ours: Measurement
-    baselines: Mapping[str, Measurement]
-    edges: tuple[float, ...] = ()
-    together: Callable[[], Awaitable[Round]] | None = None
-
-
 @dataclasses.dataclass(frozen=True)
 class Round:
-    """One paired round: asynckv between the two turns of each baseline."""
+    """One paired round: asynckv between the two turns of each baseline.
+
+    The first baseline decides whether the row is void; against a server that is no
+    bench there may be none.
+    """
 
     ours: Sample
     baselines: Mapping[str, tuple[Sample, Sample]]
 
 
-async def measure_round(case: Case, cpu: CpuClock) -> Round:
-    """Measure a case once. A cancelled call leaves nothing under way."""
-    if case.together is not None:
-        return await case.together()
-    before = {
-        name: await _metered(baseline, cpu) for name, baseline in case.baselines.items()
-    }
-    ours = await _metered(case.ours, cpu)
-    after = {
-        name: await _metered(case.baselines[name], cpu)
-        for name in reversed(list(case.baselines))
-    }
-    return Round(ours, {name: (before[name], after[name]) for name in before})
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """How to measure one round of a subject.
+
+    A cancelled call leaves nothing under way. ``edges`` are those of a histogram over
+    single calls, if it has one.
+    """
+
+    measure_round: Callable[[], Awaitable[Round]]
+    edges: tuple[float, ...] = ()
+
+
+Measurement = Callable[[], Awaitable[Sample]]
+CpuClock = Callable[[], Awaitable[float]]
+"""CPU seconds that both processes have used, together."""
+
+
+async def measure_between(
+    ours: Measurement, baselines: Mapping[str, Measurement], cpu: CpuClock
+) -> Round:
+    """Measure every baseline, asynckv, and every baseline again, the last one first."""
+
+    async def metered(measurement: Measurement) -> Sample:
+        before_s = await cpu()
+        sample = await measurement()
+        return dataclasses.replace(sample, cpu_s=await cpu() - before_s)
+
+    names = list(baselines)
+    before = {name: await metered(baselines[name]) for name in names}
+    found = await metered(ours)
+    after = {name: await metered(baselines[name]) for name in reversed(names)}
+    return Round(found, {name: (before[name], after[name]) for name in names})
+
+
+async def measure_in_turns(
+    calls: int,
+    ours: Callable[[], Awaitable[object]],
+    baselines: Mapping[str, Callable[[], Awaitable[object]]],
+    sample: Callable[[Sequence[float]], Sample],
+) -> Round:
+    """Make so many calls, ten of a baseline before each ten and after the last ones.
+
+    Both find the processor, awake or not, and its caches as the other leaves them. Of
+    the baseline's turns every other one is its first, and ``sample`` makes the seconds
+    of single calls one measurement.
+    """
+    taken: list[float] = []
+    beside = {name: (list[float](), list[float]()) for name in baselines}
+    for number in itertools.count():
+        for name, call in baselines.items():
+            await _timed(_TURN, call, beside[name][number % 2])
+        if len(taken) >= calls:
+            break
+        await _timed(min(_TURN, calls - len(taken)), ours, taken)
+    pairs = {name: (sample(one), sample(two)) for name, (one, two) in beside.items()}
+    return Round(sample(taken), pairs)
+
+
+async def _timed(
+    count: int, call: Callable[[], Awaitable[object]], taken: list[float]
+) -> None:
+    for _ in range(count):
+        began_s = time.perf_counter()
+        await call()
+        taken.append(time.perf_counter() - began_s)
 
 
 async def measure(
     case: Case,
     rounds: int,
-    cpu: CpuClock,
     done: Callable[[int], None],
     *,
     seconds: float | None = None,
@@ -123,14 +164,8 @@ async def measure(
 
     while not is_enough():
         done(len(found) if seconds is None else int(clock() - began_s))
-        found.append(await measure_round(case, cpu))
+        found.append(await case.measure_round())
     return found[1:]  # the first touches new memory
-
-
-async def _metered(measurement: Measurement, cpu: CpuClock) -> Sample:
-    before_s = await cpu()
-    sample = await measurement()
-    return dataclasses.replace(sample, cpu_s=await cpu() - before_s)
 
 
 A_A_BOUNDS: Final = (0.85, 1.15)
@@ -172,11 +207,6 @@ def _why_void(ours: Measured, baselines: Sequence[Baseline]) -> str:
     if factor > MAX_SPREAD:
         return f"rounds differ by a factor of {factor:.1f}"
     return ""
-
-
-def failed_row(subject: Subject, reason: str) -> Row:
-    """Return the row of a case that could not be measured."""
-    return Row(subject, verdict="failed", reason=reason)
 
 
 def _baseline(name: str, rounds: Sequence[Round], edges: Sequence[float]) -> Baseline:

@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Final
 
 from asynckv.cli.bench.report import Baseline, BenchReport, Row, Spread, Subject
 
 __all__ = (
     "speedup_of",
-    "write_bin",
     "write_comparison",
     "write_cpu",
     "write_direction",
     "write_duration",
-    "write_machine",
-    "write_median",
+    "write_facts",
     "write_nbytes",
     "write_number",
-    "write_run",
     "write_spread",
     "write_summary",
     "write_value",
@@ -63,18 +59,16 @@ def write_spread(spread: Spread) -> str:
     return f"{write_number(spread.median)} [{least}-{most}]"
 
 
-def write_value(row: Row) -> str:
-    """Write what asynckv reached, with its unit; nothing for a row that failed."""
+def write_value(row: Row, *, in_short: bool = False) -> str:
+    """Write what asynckv reached, with its unit; nothing for a row that failed.
+
+    ``in_short`` it is the median alone.
+    """
     if row.ours is None:
         return ""
-    return f"{write_spread(row.ours.value)} {row.subject.unit}"
-
-
-def write_median(row: Row) -> str:
-    """Write what asynckv reached, without its spread."""
-    if row.ours is None:
-        return ""
-    return f"{write_number(row.ours.value.median)} {row.subject.unit}"
+    value = row.ours.value
+    words = write_number(value.median) if in_short else write_spread(value)
+    return f"{words} {row.subject.unit}"
 
 
 def speedup_of(subject: Subject, baseline: Baseline) -> Spread:
@@ -144,42 +138,24 @@ def _times(factor: float) -> str:
 
 def write_cpu(row: Row) -> str:
     """Write CPU seconds a GB, the first baseline's beside asynckv's, if both moved."""
-    if row.ours is None or row.ours.cpu_s_per_gb is None:
-        return ""
-    theirs = row.baselines[0].measured.cpu_s_per_gb if row.baselines else None
-    if theirs is None:
-        return ""
-    name, ours = row.baselines[0].name, row.ours.cpu_s_per_gb
-    return f"CPU: {ours:.2f} s a GB; {name}: {theirs:.2f} s"
+    ours = row.ours.cpu_s_per_gb if row.ours is not None else None
+    for first in row.baselines[:1]:
+        theirs = first.measured.cpu_s_per_gb
+        if ours is not None and theirs is not None:
+            return f"CPU: {ours:.2f} s a GB; {first.name}: {theirs:.2f} s"
+    return ""
 
 
-def write_run(report: BenchReport) -> str:
-    """Write when it was, and over which link."""
+def write_facts(report: BenchReport) -> str:
+    """Write when it was, over which link, and where the measuring side ran."""
     where = "to a process of this machine" if report.own_server else "to a given URL"
-    return (
-        f"asynckv {report.version} · {report.began} · {where} · {report.scheme}, "
-        f"{report.transport}, digest {report.digest}, lanes {report.lanes}"
-    )
-
-
-def write_machine(report: BenchReport) -> str:
-    """Write where the measuring side ran."""
     machine = report.machine
     return (
+        f"asynckv {report.version} · {report.began} · {where} · {report.scheme}, "
+        f"{report.transport}, digest {report.digest}, lanes {report.lanes} · "
         f"{machine.processor}, {machine.cores} cores, load {machine.load_before:.1f}"
         f" before · {machine.system} · Python {machine.python}, torch {machine.torch}"
     )
-
-
-def write_bin(edges: Sequence[float], index: int) -> str:
-    """Write where a bin of a histogram begins and ends; the last one is open.
-
-    >>> write_bin((0.0, 0.5, 1000.0), 0), write_bin((0.0, 0.5, 1000.0), 1)
-    ('0-0.5', '0.5+')
-    """
-    if index == len(edges) - 2:
-        return f"{edges[index]:g}+"
-    return f"{edges[index]:g}-{edges[index + 1]:g}"
 
 
 def write_summary(report: BenchReport) -> str:

@@ -28,6 +28,8 @@ from asynckv.cli.document import (
     draw_text,
     picture_of,
     write_document,
+    write_head,
+    write_section,
 )
 
 __all__ = (
@@ -240,12 +242,9 @@ def _head(report: DemoReport) -> str:
     )
     problems = "".join(f"<li>{escape(problem)}</li>" for problem in report.problems)
     listed = f'<ul class="problems">{problems}</ul>' if problems else ""
-    return (
-        "<h1>Prefill here, decode there</h1>\n"
-        f'<p class="facts">{escape(facts)}</p>\n'
-        f'<p class="facts">{escape(where)}</p>\n'
-        f'<p class="verdict{"" if good else " bad"}" id="verdict">{words}</p>{listed}'
-    )
+    head = write_head("Prefill here, decode there", facts, where)
+    kind = "verdict" if good else "verdict bad"
+    return f'{head}\n<p class="{kind}" id="verdict">{words}</p>{listed}'
 
 
 def _first_token(report: DemoReport) -> str:
@@ -257,10 +256,7 @@ def _first_token(report: DemoReport) -> str:
         "is free for others meanwhile. Layer by layer, the KV moves during the compute."
     )
     bars = draw_bars(first_token_bars(report))
-    return (
-        "<h2>Time to first token</h2>\n"
-        f'<p class="note">{note}</p>\n{_STAGES_KEY}\n{bars}'
-    )
+    return write_section("Time to first token", note, _STAGES_KEY, bars)
 
 
 def _second(report: DemoReport) -> str:
@@ -270,10 +266,11 @@ def _second(report: DemoReport) -> str:
         f"decoder takes it and computes only the other {second.prompt_positions:,} "
         "positions. It was recomputed before and after; the faster counts."
     )
-    return (
-        "<h2>A second request on the same document</h2>\n"
-        f'<p class="note">{note}</p>\n{draw_bars(second_request_bars(second))}\n'
-        f'<p id="fall">{write_fall(second)}.</p>'
+    return write_section(
+        "A second request on the same document",
+        note,
+        draw_bars(second_request_bars(second)),
+        f'<p id="fall">{write_fall(second)}.</p>',
     )
 
 
@@ -285,11 +282,12 @@ def _timelines(report: DemoReport) -> str:
         "Keys and values of a layer exist before its attention and MLP are computed: "
         "so it can be in the decoder before its own compute ends."
     )
-    parts = [f'<h2>Where the time goes</h2>\n<p class="note">{note}</p>\n{_ROWS_KEY}']
-    for one in handed:
-        title = f"{one.title}: {write_tail(one)}"
-        parts.append(f"<h3>{escape(title)}</h3>\n{draw_timeline(one, span_s)}")
-    return "\n".join(parts)
+    timelines = (
+        f"<h3>{escape(f'{one.title}: {write_tail(one)}')}</h3>\n"
+        f"{draw_timeline(one, span_s)}"
+        for one in handed
+    )
+    return write_section("Where the time goes", note, _ROWS_KEY, *timelines)
 
 
 def _backpressure(report: DemoReport) -> str:

@@ -22,7 +22,6 @@ from asynckv.cli.bench.report import (
     Unit,
 )
 from asynckv.cli.bench.rig import Rig, open_rig
-from asynckv.cli.bench.rounds import failed_row
 from asynckv.cli.bench.server import serving
 from asynckv.cli.bench.settings import Settings
 
@@ -103,9 +102,15 @@ def sample_report(void_row: Row) -> BenchReport:
     rows = (
         row("entry", "throughput", "GB/s", 2**26, raw, copied),
         void_row,
-        row("many", "concurrency", "requests/s", 2**14, baseline("streams", 9e3, 0.6)),
+        row(
+            "many",
+            "concurrency",
+            "requests/s",
+            2**14,
+            baseline("bare asyncio streams", 9e3, 0.6),
+        ),
         row("lag", "lag", "ms", 2**26, baseline("idle loop", 0.3, 9.0)),
-        failed_row(lost, "PeerLost: the peer is gone"),
+        Row(lost, "failed", reason="PeerLost: the peer is gone"),
     )
     return BenchReport(
         format=FORMAT,

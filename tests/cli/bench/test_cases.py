@@ -8,7 +8,8 @@ import pytest
 from asynckv.cli.bench.baselines import name_of_streams
 from asynckv.cli.bench.cases import (
     EDGES_MS,
-    open_fetching,
+    case_of_shape,
+    catalogue,
     open_lag,
     open_moving,
     open_outstanding,
@@ -20,28 +21,90 @@ from asynckv.cli.bench.cases import (
 )
 from asynckv.cli.bench.report import Subject
 from asynckv.cli.bench.rig import Rig, make_memory
-from asynckv.cli.bench.rounds import Case
+from asynckv.cli.bench.rounds import Case, Sample
 
 Counter = Callable[[], Awaitable[int]]
 SUBJECT = Subject("small", "small", "blocks", "GB/s", True, 70_000, 3)
+FETCH = Subject("fetch", "fetch", "latency", "us", False, 70_000)
+PING = Subject("ping", "ping", "latency", "us", False, 64)
+PAIRS = Subject("pairs", "pairs", "rate", "pairs/s", True, 64)
+
+
+def asking(outstanding: int) -> Subject:
+    return Subject(
+        "n", "n", "concurrency", "requests/s", True, 100, outstanding=outstanding
+    )
+
+
+async def measured(case: Case) -> dict[str, Sample]:
+    """What one round finds: asynckv first, and of each baseline the first turn."""
+    found = await case.measure_round()
+    beside = {name: first for name, (first, _) in found.baselines.items()}
+    samples = {"asynckv": found.ours, **beside}
+    assert min(sample.value for sample in samples.values()) > 0
+    return samples
+
+
+CASES = {one.subject.case: one.subject for one in catalogue(quick=False)}
+
+
+def test_every_promised_case_is_there() -> None:
+    sizes = [2**10 * size for size in (64, 256, 1024, 4096, 16 * 1024, 64 * 1024)]
+    assert list(CASES) == [
+        *(f"entry-{size}" for size in sizes),
+        *("layers", "small"),
+        *(f"scattered-{size}" for size in (4096, 8192, 18432, 65536, 2 * 2**20)),
+        *("ping", "fetch"),
+        *(f"outstanding-{number}" for number in (1, 10, 100, 1000)),
+        *("tail", "pairs", "lag"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("case", "title"),
+    [
+        ("layers", "1 GiB as 64 layers of 16 MiB"),
+        ("small", "10,000 tensors of 4 KiB"),
+        ("entry-67108864", "64 MiB entry"),
+        ("scattered-18432", "1,820 scattered blocks of 18 KiB"),
+        ("outstanding-1000", "16 KiB requests, 1,000 outstanding"),
+        ("tail", "layer-wise tail of 32 layers of 4 MiB"),
+        ("lag", "loop lag p99 while entries of 64 MiB move"),
+    ],
+)
+def test_titles_say_what_moves(case: str, title: str) -> None:
+    assert CASES[case].title == title
+
+
+def test_quick_cases_are_some_of_all_cases_but_tiny() -> None:
+    quick = [one.subject for one in catalogue(quick=True)]
+    assert {one.case for one in quick} <= set(CASES)
+    assert max(one.parts * one.part_nbytes for one in quick) <= 4 * 2**20
+
+
+@pytest.mark.parametrize(
+    ("shape", "title"),
+    [((1, 1024), "1 tensor of 1 KiB"), ((2000, 2**20), "2,000 tensors of 1 MiB")],
+)
+def test_a_shape_of_one_s_own_is_a_case(shape: tuple[int, int], title: str) -> None:
+    subject = case_of_shape(shape, quick=False).subject
+    assert (subject.case, subject.title) == ("shape-{}x{}".format(*shape), title)
 
 
 @pytest.mark.parametrize("scattered", [False, True])
 async def test_every_contender_moves_all_bytes_so_many_times(
     rig: Rig, scattered: bool
 ) -> None:
-    async with open_moving(rig, SUBJECT, repeats=2, scattered=scattered) as case:
-        samples = [await case.ours()]
-        samples += [await one() for one in case.baselines.values()]
+    async with open_moving(rig, SUBJECT, 2, scattered=scattered) as case:
+        samples = await measured(case)
     streams = min(rig.lanes, 1 if scattered else 3)
     raw = [name_of_streams(streams), name_of_streams(1)]
-    assert list(case.baselines) == [*dict.fromkeys(raw), "memcpy"]
-    assert {sample.nbytes for sample in samples} == {420_000}
-    assert min(sample.value for sample in samples) > 0
+    assert list(samples) == ["asynckv", *dict.fromkeys(raw), "memcpy"]
+    assert {sample.nbytes for sample in samples.values()} == {420_000}
 
 
 async def test_a_case_takes_its_entry_away_with_it(rig: Rig, any_left: Counter) -> None:
-    async with open_moving(rig, SUBJECT, repeats=1):
+    async with open_moving(rig, SUBJECT, 1):
         assert await any_left() == 1
     assert await any_left() == 0
 
@@ -49,11 +112,12 @@ async def test_a_case_takes_its_entry_away_with_it(rig: Rig, any_left: Counter) 
 async def test_a_server_that_is_no_bench_has_each_entry_taken_for_good(
     plain_rig: Rig,
 ) -> None:
-    async with open_moving(plain_rig, SUBJECT, repeats=7) as case:
-        assert list(case.baselines) == ["memcpy"]
-        assert (await case.ours()).nbytes == 7 * 210_000
-    async with open_fetching(plain_rig, SUBJECT, 3) as case:
-        assert (len((await case.ours()).calls), case.baselines) == (3, {})
+    async with open_moving(plain_rig, SUBJECT, 7) as case:
+        samples = await measured(case)
+    assert list(samples) == ["asynckv", "memcpy"]
+    assert samples["asynckv"].nbytes == 7 * 210_000
+    async with open_moving(plain_rig, FETCH, 3) as case:
+        assert list(await measured(case)) == ["asynckv"]
     assert await plain_rig.lookup.peek(plain_rig.prefix) == 0
 
 
@@ -67,46 +131,23 @@ async def test_a_pull_lands_in_the_memory_and_leaves_the_entry(rig: Rig) -> None
 
 
 async def test_each_fetch_is_timed(rig: Rig) -> None:
-    async with open_fetching(rig, SUBJECT, 3) as case:
-        ours, raw = await case.ours(), await case.baselines["raw TCP, 1 stream"]()
-    assert (len(ours.calls), len(raw.calls)) == (3, 3)
+    async with open_moving(rig, FETCH, 3) as case:
+        samples = await measured(case)
+    assert {name: len(one.calls) for name, one in samples.items()} == {
+        "asynckv": 3,
+        "raw TCP, 1 stream": 3,
+    }
+    ours = samples["asynckv"]
     assert ours.value == sorted(ours.calls)[1]
 
 
-async def calls_of(case: Case) -> list[int]:
-    """How many calls each contender timed, asynckv first."""
-    if case.together is None:
-        samples = [await case.ours()]
-        samples += [await one() for one in case.baselines.values()]
-    else:
-        found = await case.together()
-        samples = [
-            found.ours,
-            *(one for pair in found.baselines.values() for one in pair),
-        ]
-    assert min(sample.value for sample in samples) > 0
-    return [len(sample.calls) for sample in samples]
-
-
-PING = Subject("ping", "ping", "latency", "us", False, 64)
-PAIRS = Subject("pairs", "pairs", "rate", "pairs/s", True, 64)
-
-
-def asking(outstanding: int) -> Subject:
-    return Subject(
-        "n", "n", "concurrency", "requests/s", True, 100, outstanding=outstanding
-    )
-
-
 @pytest.mark.parametrize(
-    ("opening", "subject", "count", "beside"),
+    ("opening", "subject", "count", "name", "beside"),
     [
-        (open_ping, PING, 25, [20, 20]),
-        (open_pairs, PAIRS, 4, [10, 10]),
-        *(
-            (open_outstanding, asking(outstanding), 7, [7])
-            for outstanding in (1, 3, 100)
-        ),
+        (open_ping, PING, 25, "bare asyncio echo", 20),
+        (open_pairs, PAIRS, 4, "two bare asyncio echoes", 10),
+        *((open_outstanding, asking(n), 7, "bare asyncio streams", 7) for n in (1, 3)),
+        (open_outstanding, asking(100), 7, "bare asyncio streams", 7),
     ],
 )
 async def test_as_many_calls_are_made_as_are_timed_and_no_entry_is_left(
@@ -115,11 +156,13 @@ async def test_as_many_calls_are_made_as_are_timed_and_no_entry_is_left(
     opening: Any,
     subject: Subject,
     count: int,
-    beside: list[int],
+    name: str,
+    beside: int,
 ) -> None:
     async with opening(rig, subject, count) as case:
-        assert await calls_of(case) == [count, *beside]
-        assert (await case.ours()).value > 0  # by itself, too
+        samples = await measured(case)
+    calls = {name: len(sample.calls) for name, sample in samples.items()}
+    assert calls == {"asynckv": count, name: beside}
     assert await any_left() == 0
 
 
@@ -131,7 +174,8 @@ async def test_a_server_that_is_no_bench_is_asked_with_nothing_beside_it(
     plain_rig: Rig, opening: Any, subject: Subject
 ) -> None:
     async with opening(plain_rig, subject, 5) as case:
-        assert await calls_of(case) == [5]
+        samples = await measured(case)
+    assert {name: len(one.calls) for name, one in samples.items()} == {"asynckv": 5}
     assert await plain_rig.lookup.peek(plain_rig.prefix) == 0
 
 
@@ -144,25 +188,25 @@ async def test_payload_moves_for_as_long_as_the_ticker_runs(
 ) -> None:
     subject = Subject("lag", "lag", "lag", "ms", False, 70_000, 2)
     async with open_lag(rig, subject, 5) as case:
-        ours, idle = await case.ours(), await case.baselines["idle loop"]()
+        samples = await measured(case)
+    ours, idle = samples["asynckv"], samples["idle loop"]
     assert (len(ours.calls), len(idle.calls)) == (5, 5)
     assert ours.nbytes >= 140_000
     assert idle.nbytes == 0
     assert ours.value == max(ours.calls)
+    assert case.edges == EDGES_MS == tuple(sorted(set(EDGES_MS)))
     assert await any_left() == 0
-
-
-def test_the_bins_grow() -> None:
-    assert list(EDGES_MS) == sorted(set(EDGES_MS))
 
 
 async def test_every_layer_arrives_and_leaves_nothing_behind(
     rig: Rig, any_left: Counter
 ) -> None:
     subject = Subject("tail", "tail", "tail", "ms", False, 70_000, 3)
-    async with open_tail(rig, subject, 0.0) as case:
-        ours = await case.ours()
-        raw, bulk = [await one() for one in case.baselines.values()]
-    assert (ours.nbytes, raw.nbytes, bulk.nbytes) == (210_000, 70_000, 210_000)
-    assert min(ours.value, raw.value, bulk.value) > 0
+    async with open_tail(rig, subject, 0) as case:
+        samples = await measured(case)
+    assert {name: sample.nbytes for name, sample in samples.items()} == {
+        "asynckv": 210_000,
+        "one layer over raw TCP": 70_000,
+        "asynckv in bulk": 210_000,
+    }
     assert await any_left() == 0

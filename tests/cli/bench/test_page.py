@@ -10,17 +10,14 @@ import msgspec
 import pytest
 
 from asynckv.cli.bench.page import (
-    Bars,
     Line,
+    Plot,
     Point,
-    draw_histograms,
-    draw_lines,
-    lag_bars,
-    latency_lines,
+    draw_plot,
+    plots_of,
     render_page,
-    throughput_lines,
 )
-from asynckv.cli.bench.report import BenchReport, Histogram, Spread
+from asynckv.cli.bench.report import BenchReport, Spread
 
 LookAt = Callable[..., dict[str, Any]]
 
@@ -52,6 +49,7 @@ def test_the_page_refers_to_nothing_outside_itself(sample_report: BenchReport) -
         (">bytes of an entry (log scale)<", None),
         (">ms (log scale)<", None),
         (">requests outstanding (log scale)<", None),
+        (">% of all ticks (log scale)<", None),
         ('class="ours dot"', 1),
         ('class="raw dot"', 1),
     ],
@@ -84,16 +82,22 @@ def test_a_browser_shows_the_page(
     assert (ink - paper if dark else paper - ink) > 500
 
 
+def lines_of(report: BenchReport, plot: int) -> dict[str, list[tuple[float, float]]]:
+    """Return places and medians of each line of one plot."""
+    return {
+        f"{line.name}, {line.kind}": [(p.x, p.value.median) for p in line.points]
+        for line in plots_of(report)[plot].lines
+    }
+
+
 def test_throughput_is_drawn_beside_raw_tcp_and_memcpy(
     sample_report: BenchReport,
 ) -> None:
-    lines = throughput_lines(sample_report)
-    assert [line.name for line in lines] == ["asynckv", "raw TCP", "memcpy"]
-    assert [[point.x for point in line.points] for line in lines] == [
-        [2**20, 2**26],
-        [2**20, 2**26],
-        [2**26],
-    ]
+    assert lines_of(sample_report, 0) == {
+        "asynckv, ours": [(2**20, 3.0), (2**26, 3.0)],
+        "raw TCP, raw": [(2**20, 3.5), (2**26, 3.3)],
+        "memcpy, copy": [(2**26, 16.0)],
+    }
 
 
 def test_of_several_raw_baselines_the_first_is_drawn(
@@ -104,91 +108,98 @@ def test_of_several_raw_baselines_the_first_is_drawn(
     one_stream = msgspec.structs.replace(first, name="raw TCP, 1 stream", is_void=True)
     row = msgspec.structs.replace(entry, baselines=(first, one_stream))
     report = msgspec.structs.replace(sample_report, rows=(row,))
-    (point,) = throughput_lines(report)[1].points
+    (point,) = plots_of(report)[0].lines[1].points
     assert point.is_sure
 
 
 def test_points_of_void_rows_are_not_sure(sample_report: BenchReport) -> None:
-    ours = throughput_lines(sample_report)[0]
+    ours = plots_of(sample_report)[0].lines[0]
     assert [point.is_sure for point in ours.points] == [False, True]
 
 
 def test_each_contender_has_its_median_and_its_tail(sample_report: BenchReport) -> None:
-    lines = latency_lines(sample_report)
-    assert [line.name for line in lines] == [
-        "asynckv, p50",
-        "asynckv, p99",
-        "streams, p50",
-        "streams, p99",
-    ]
-    assert [line.points[0].value.median for line in lines] == [0.21, 0.42, 0.21, 0.42]
+    assert lines_of(sample_report, 1) == {
+        "asynckv, ours": [(1, 0.21)],
+        "asynckv, ours thin": [(1, 0.42)],
+        "bare asyncio streams, raw": [(1, 0.21)],
+        "bare asyncio streams, raw thin": [(1, 0.42)],
+    }
 
 
-def test_lag_is_drawn_busy_and_idle(sample_report: BenchReport) -> None:
-    names = [bars.name for bars in lag_bars(sample_report)]
-    assert names == ["while payload moves", "idle loop"]
+def test_of_lag_the_share_of_ticks_is_drawn_that_were_so_late_or_later(
+    sample_report: BenchReport,
+) -> None:
+    assert lines_of(sample_report, 2) == {
+        "asynckv, ours": [(1.0, 4.0), (10.0, 0.2)],
+        "idle loop, raw": [(1.0, 0.2), (10.0, 0.02)],
+    }
+
+
+def test_what_never_came_so_late_is_no_point(sample_report: BenchReport) -> None:
+    lag = sample_report.rows[3]
+    assert lag.ours is not None and lag.ours.histogram is not None
+    histogram = msgspec.structs.replace(lag.ours.histogram, counts=(9, 1, 0))
+    ours = msgspec.structs.replace(lag.ours, histogram=histogram)
+    rows = (msgspec.structs.replace(lag, ours=ours),)
+    report = msgspec.structs.replace(sample_report, rows=rows)
+    assert lines_of(report, 2)["asynckv, ours"] == [(1.0, 10.0)]
 
 
 def test_a_report_without_rows_has_no_points(sample_report: BenchReport) -> None:
     report = msgspec.structs.replace(sample_report, rows=())
-    lines = throughput_lines(report) + latency_lines(report)
-    assert not any(line.points for line in lines)
-    assert lag_bars(report) == []
+    assert not any(line.points for plot in plots_of(report) for line in plot.lines)
 
 
 def point(x: float, value: float, *, is_sure: bool = True) -> Point:
     return Point(x, Spread(value, value / 2, value * 2), is_sure)
 
 
-def circles(svg: str) -> list[tuple[str, float, float]]:
+def draw(*points: Point) -> str:
+    lines = (Line("a", "ours", points),)
+    return draw_plot(
+        Plot(title="t", note="", unit="us", x_title="x", write_x=str, lines=lines)
+    )
+
+
+def circles(*points: Point) -> list[tuple[str, float, float]]:
     pattern = r'<circle class="([^"]*)" cx="([\d.]+)%" cy="([\d.]+)"'
-    return [(kind, float(x), float(y)) for kind, x, y in re.findall(pattern, svg)]
+    found = re.findall(pattern, draw(*points))
+    return [(kind, float(x), float(y)) for kind, x, y in found]
 
 
 def test_larger_values_are_drawn_further_right_and_higher() -> None:
-    svg = draw_lines(
-        "t", [Line("a", "ours", [point(1, 1), point(10, 5)])], "us", str, "x"
-    )
-    (_, x1, y1), (_, x2, y2) = circles(svg)
+    (_, x1, y1), (_, x2, y2) = circles(point(1, 1), point(10, 5))
     assert x2 > x1
     assert y2 < y1
 
 
 def test_equal_factors_are_equal_distances() -> None:
-    points = [point(1, 1), point(10, 10), point(100, 100)]
-    svg = draw_lines("t", [Line("a", "ours", points)], "us", str, "x")
-    places = circles(svg)
+    places = circles(point(1, 1), point(10, 10), point(100, 100))
     assert places[1][1] - places[0][1] == pytest.approx(places[2][1] - places[1][1])
     assert places[0][2] - places[1][2] == pytest.approx(places[1][2] - places[2][2])
 
 
+def test_every_decade_has_its_line() -> None:
+    svg = draw(point(1, 1), point(10, 100))
+    assert svg.count('class="grid"') == 5
+    assert re.findall(r'dx="-10"[^>]*>([^<]+)<', svg) == [
+        "0.1",
+        "1",
+        "10",
+        "100",
+        "1,000",
+    ]
+
+
 def test_a_void_point_is_hollow_and_says_so() -> None:
-    line = Line("a", "ours", [point(1, 1), point(2, 1, is_sure=False)])
-    svg = draw_lines("t", [line], "us", str, "x")
-    assert [kind for kind, _, _ in circles(svg)] == ["ours dot sure", "ours dot"]
-    assert svg.count("(void)") == 1
+    points = point(1, 1), point(2, 1, is_sure=False)
+    assert [kind for kind, _, _ in circles(*points)] == ["ours dot sure", "ours dot"]
+    assert draw(*points).count("(void)") == 1
 
 
 def test_nothing_is_drawn_of_nothing() -> None:
-    assert draw_lines("t", [Line("a", "ours", [])], "us", str, "x") == ""
-    assert draw_histograms("t", [], "ms") == ""
+    assert draw() == ""
 
 
 def test_one_size_alone_can_be_drawn() -> None:
-    assert circles(
-        draw_lines("t", [Line("a", "ours", [point(7, 0.0)])], "us", str, "x")
-    )
-
-
-def test_a_bar_is_as_high_as_its_share_and_never_invisible() -> None:
-    found = Histogram((0.0, 1.0, 2.0, 9.0), (9999, 1, 0))
-    svg = draw_histograms("lag", [Bars("idle", "raw", found)], "ms")
-    heights = [float(h) for h in re.findall(r'<rect [^>]*height="([\d.]+)"', svg)]
-    assert heights[0] > 100 * heights[1] > 0
-    assert heights[1:] == [1.5, 0.0]
-
-
-def test_histograms_of_different_edges_are_not_compared() -> None:
-    one, other = Histogram((0.0, 1.0), (1,)), Histogram((0.0, 2.0), (1,))
-    with pytest.raises(ValueError, match="edges"):
-        draw_histograms("lag", [Bars("a", "raw", one), Bars("b", "ours", other)], "ms")
+    assert circles(point(7, 0.0))

@@ -12,16 +12,17 @@ from asynckv.cli.bench.settings import Settings
 
 async def test_a_rig_reaches_buffer_and_baselines(rig: Rig) -> None:
     assert await rig.lookup.peek(rig.prefix) == 0
-    assert len(await rig.in_thread(rig.raw.ping, 2)) == 2
-    assert len(await rig.streams.exchange(2, 1, 10)) == 2
-    assert await rig.echo.ping(b"there and back") == b"there and back"
+    target = [memoryview(bytearray(10))]
+    assert await rig.in_thread(rig.baselines.raw.pull, target) > 0
+    assert len(await rig.baselines.streams.exchange(2, 1, 10)) == 2
+    assert await rig.baselines.echo.ping(b"there and back") == b"there and back"
 
 
 @pytest.mark.parametrize("lanes", [1, 3])
 async def test_there_are_as_many_raw_streams_as_lanes(lanes: int) -> None:
     async with serving("tcp://127.0.0.1:0", Settings(lanes=3)) as url:
         async with open_rig(url, Settings(lanes=lanes)) as rig:
-            assert (rig.lanes, len(rig.raw_streams)) == (lanes, lanes)
+            assert (rig.lanes, len(rig.baselines.raw)) == (lanes, lanes)
 
 
 async def test_cpu_seconds_grow(rig: Rig) -> None:
@@ -45,7 +46,7 @@ async def test_any_server_of_a_lookup_buffer_will_do_without_raw_sockets(
     assert await plain_rig.lookup.peek(plain_rig.prefix) == 0
     assert await plain_rig.cpu_s() == 0.0
     with pytest.raises(asynckv.ConfigError, match="no bench"):
-        plain_rig.raw  # noqa: B018
+        plain_rig.baselines  # noqa: B018
 
 
 async def test_a_server_without_a_lookup_buffer_is_refused() -> None:

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 
 from asynckv.cli.bench.report import Spread, Subject
@@ -8,9 +10,10 @@ from asynckv.cli.bench.rounds import (
     Measurement,
     Round,
     Sample,
-    failed_row,
     judge,
     measure,
+    measure_between,
+    measure_in_turns,
 )
 
 
@@ -30,17 +33,23 @@ async def no_cpu() -> float:
     return 0.0
 
 
+def case_of(ours: Measurement, **baselines: Measurement) -> Case:
+    return Case(lambda: measure_between(ours, baselines, no_cpu))
+
+
 async def test_asynckv_is_measured_between_two_turns_of_each_baseline() -> None:
     order: list[str] = []
-    baselines = {"raw": noting("raw", order), "copy": noting("copy", order)}
-    await measure(Case(noting("ours", order), baselines), 0, no_cpu, no_progress)
+    case = case_of(
+        noting("ours", order), raw=noting("raw", order), copy=noting("copy", order)
+    )
+    await measure(case, 0, no_progress)
     assert order == ["raw", "copy", "ours", "copy", "raw"]
 
 
 async def test_the_first_round_does_not_count() -> None:
     order: list[str] = []
-    case = Case(noting("ours", order), {"raw": noting("raw", order)})
-    rounds = await measure(case, 2, no_cpu, no_progress)
+    case = case_of(noting("ours", order), raw=noting("raw", order))
+    rounds = await measure(case, 2, no_progress)
     assert [one.ours.value for one in rounds] == [5.0, 8.0]
     first, second = rounds[0].baselines["raw"]
     assert (first.value, second.value) == (4.0, 6.0)
@@ -56,12 +65,7 @@ async def test_for_so_many_seconds_rounds_are_even_and_at_least_two() -> None:
 
     async def rounds_in(seconds: float) -> int:
         found = await measure(
-            Case(slow, {}),
-            99,
-            no_cpu,
-            told.append,
-            seconds=seconds,
-            clock=lambda: now[0],
+            case_of(slow), 99, told.append, seconds=seconds, clock=lambda: now[0]
         )
         return len(found)
 
@@ -79,26 +83,31 @@ async def test_each_measurement_is_charged_its_own_cpu() -> None:
         clock[0] += 2.0
         return Sample(1.0)
 
-    case = Case(busy, {"raw": noting("raw", [])})
-    (only,) = await measure(case, 1, cpu, no_progress)
+    only = await measure_between(busy, {"raw": noting("raw", [])}, cpu)
     assert (only.ours.cpu_s, only.baselines["raw"][0].cpu_s) == (2.0, 0.0)
 
 
 async def test_progress_is_told_between_rounds() -> None:
     told: list[int] = []
-    case = Case(noting("ours", []), {})
-    await measure(case, 3, no_cpu, told.append)
+    await measure(case_of(noting("ours", [])), 3, told.append)
     assert told == [0, 1, 2, 3]
 
 
-async def test_what_takes_turns_is_measured_together() -> None:
-    both = Round(Sample(1.0), {"echo": (Sample(2.0), Sample(3.0))})
+@pytest.mark.parametrize("is_alone", [False, True])
+async def test_calls_take_turns_and_the_baseline_is_first_and_last(
+    is_alone: bool,
+) -> None:
+    order: list[str] = []
+    bare = {} if is_alone else {"bare": noting("b", order)}
 
-    async def together() -> Round:
-        return both
+    def count(calls: Sequence[float]) -> Sample:
+        return Sample(len(calls))
 
-    case = Case(noting("never", []), {}, together=together)
-    assert await measure(case, 2, no_cpu, no_progress) == [both, both]
+    found = await measure_in_turns(25, noting("o", order), bare, count)
+    beside = "" if is_alone else "b" * 10
+    assert "".join(order) == f"{beside}{'o' * 10}" * 2 + f"{beside}ooooo{beside}"
+    pairs = {} if is_alone else {"bare": (Sample(20), Sample(20))}
+    assert found == Round(Sample(25), pairs)
 
 
 SUBJECT = Subject("entry", "an entry", "throughput", "GB/s", True, 1000)
@@ -180,13 +189,3 @@ def test_a_row_without_a_baseline_is_judged_by_its_own_rounds() -> None:
     steady = [Round(Sample(value), {}) for value in (1.0, 2.0)]
     assert judge(SUBJECT, steady).verdict == "ok"
     assert judge(SUBJECT, [*steady, Round(Sample(9.0), {})]).verdict == "void"
-
-
-def test_a_failed_row_has_its_reason_and_no_figures() -> None:
-    row = failed_row(SUBJECT, "gone")
-    assert (row.verdict, row.reason, row.ours, row.baselines) == (
-        "failed",
-        "gone",
-        None,
-        (),
-    )

@@ -40,7 +40,6 @@ async def test_who_is_let_in_learns_where_the_baselines_are() -> None:
             found = await peer.store.get(MEETING_KEY)
     assert found is not None
     meeting = meeting_from(found)
-    assert meeting.raw_port != meeting.streams_port
     assert any(meeting.token)
 
 
@@ -53,7 +52,7 @@ async def test_beyond_this_host_it_asks_for_protection() -> None:
 async def check_pings(url: str, settings: Settings) -> None:
     """The raw baseline is where the bench says, and lets us in."""
     async with open_rig(url, settings) as rig:
-        assert len(await rig.in_thread(rig.raw.ping, 1)) == 1
+        assert (await rig.in_thread(rig.baselines.raw.cpu_s)) > 0
 
 
 async def test_a_bench_runs_over_tls(authority: Authority) -> None:

@@ -1,4 +1,4 @@
-"""The other process of ``asynckv bench --device``: entries of the same GPU.
+"""The other process of ``benchmarks.devices``: entries of the same GPU.
 
 It prints two URLs: of a buffer on the GPU, in which one entry waits, and of one in host
 memory, into which parts of a tensor of the GPU are copied as fast as they are taken. It

@@ -1,13 +1,15 @@
-"""``asynckv bench --device cuda``: copies to, from and within one GPU of this machine.
+"""Copies to, from and within one GPU of this machine.
 
 Each figure stands beside what CUDA itself does in the same round. Another process,
-:mod:`asynckv.cli.bench.device_server`, has the entries that are handed over; what NCCL
-does between two GPUs is not measured here.
+:mod:`benchmarks.pairing.gpu_serving`, has the entries that are handed over; what NCCL
+does between two GPUs is not measured here. Without a GPU it says what is missing.
+
+    PYTHONPATH=tests python -m benchmarks.devices [--device cuda] [--quick]
 """
 
 from __future__ import annotations
 
-import asyncio
+import argparse
 import contextlib
 import dataclasses
 import functools
@@ -21,11 +23,11 @@ import numpy
 import torch
 
 import asynckv
-from asynckv.cli.bench.cases import tick
-from asynckv.cli.bench.device_server import TOKENS, content_of
+from asynckv.cli.bench.cases import tick, tick_beside
 from asynckv.cli.bench.report import percentile
 from asynckv.cli.bench.rig import WrongBytes
 from asynckv.cli.bench.server import own_child
+from asynckv.cli.process import run
 from asynckv.devices.copying import CopyPool
 from asynckv.devices.cuda import CudaApi
 from asynckv.devices.lanes import DeviceLanes, DeviceRows
@@ -35,11 +37,13 @@ from asynckv.errors import GPUUnavailable
 from asynckv.links.sockets import in_thread
 from asynckv.transports.nccl.api import NcclApi, open_nccl
 from asynckv.types import TensorSpec
+from benchmarks.pairing.gpu_serving import TOKENS, content_of
 
 __all__ = (
     "DevicePair",
     "DeviceRow",
     "device_number",
+    "main",
     "open_device_pair",
     "run_device_bench",
 )
@@ -197,7 +201,7 @@ async def run_device_bench(
     pool = opened.make_pool()
     parts = max(blocks // _BLOCKS_A_PART, 4)
     numbers = tuple(str(number) for number in (device.index, bench.nbytes, parts))
-    child = child or ("-m", "asynckv.cli.bench.device_server", *numbers)
+    child = child or ("-m", "benchmarks.pairing.gpu_serving", *numbers)
     try:
         for measure in (bench.within, bench.gathered):
             told(await in_thread(measure))
@@ -376,14 +380,30 @@ async def _lag(
     doing: str, ticks: int, do: Callable[[], Awaitable[object]]
 ) -> DeviceRow:
     idle_ms = await tick(ticks)
-    ticker = asyncio.create_task(tick(ticks), name="ticker of the bench")
-    try:
-        while not ticker.done():
-            await do()
-    finally:
-        ticker.cancel()
-        await asyncio.wait({ticker})
-    late_ms = percentile(ticker.result(), 0.99)
-    most_ms = max(ticker.result()) - max(idle_ms)
+    busy_ms, _ = await tick_beside(ticks, do)
+    late_ms = percentile(busy_ms, 0.99)
+    most_ms = max(busy_ms) - max(idle_ms)
     name = f"loop lag {doing}, p99 (max {most_ms:+.1f} ms)"
     return DeviceRow(name, "ms", late_ms, percentile(idle_ms, 0.99), "idle loop")
+
+
+def _print_row(row: DeviceRow) -> None:
+    print(row.line(), flush=True)
+
+
+def main() -> None:
+    """Measure and print; say what is missing where there is no GPU."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--quick", action="store_true")
+    given = parser.parse_args()
+    blocks, ticks = (256, 200) if given.quick else (16_384, 2000)
+    try:
+        device = Device(device_number(given.device))
+        run(run_device_bench(device, _print_row, blocks=blocks, ticks=ticks))
+    except GPUUnavailable as exc:
+        print(f"nothing was measured: {exc}")
+
+
+if __name__ == "__main__":
+    main()

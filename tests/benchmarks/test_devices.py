@@ -7,14 +7,6 @@ import pytest
 import torch
 
 import asynckv
-from asynckv.cli.bench.command import bench
-from asynckv.cli.bench.device import (
-    DevicePair,
-    DeviceRow,
-    device_number,
-    run_device_bench,
-)
-from asynckv.cli.bench.device_server import TOKENS, content_of
 from asynckv.cli.bench.rig import WrongBytes
 from asynckv.cli.bench.server import own_child
 from asynckv.devices.cupy import open_cuda
@@ -22,6 +14,14 @@ from asynckv.devices.names import Device
 from asynckv.errors import GPUUnavailable
 from asynckv.testing.expectations import is_same
 from asynckv.transports.nccl.api import open_nccl
+from benchmarks.devices import (
+    DevicePair,
+    DeviceRow,
+    device_number,
+    main,
+    run_device_bench,
+)
+from benchmarks.pairing.gpu_serving import TOKENS, content_of
 from harness.fake_devices import fake_device
 from harness.gpu_processes import BEGIN
 
@@ -44,7 +44,8 @@ def test_without_cupy_the_bench_says_what_to_install(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(sys.modules, "cupy", None)
-    assert bench(device="cuda", loop="asyncio") == 1
+    monkeypatch.setattr(sys, "argv", ["devices"])
+    main()
     said = capsys.readouterr().out
     assert "CuPy is not installed" in said and "pip install" in said
 
@@ -55,7 +56,7 @@ def test_a_row_says_its_ratio() -> None:
 
 
 CHILD = """
-from asynckv.cli.bench.device_server import serve_gpu
+from benchmarks.pairing.gpu_serving import serve_gpu
 asyncio.run(serve_gpu(open_device(), int(sys.argv[2]), int(sys.argv[3])))
 """
 
@@ -121,7 +122,7 @@ async def test_parts_are_counted() -> None:
 
 
 CODE = """
-from asynckv.cli.bench.device_server import serve_gpu
+from benchmarks.pairing.gpu_serving import serve_gpu
 asyncio.run(serve_gpu(open_device(), 2**20, 4))
 """
 
