@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from functools import partial
 from typing import Any
 
@@ -49,6 +49,7 @@ from asynckv.transfers.targets import HostTarget
 from asynckv.waits.replies import Watchers
 
 __all__ = (
+    "ServedFar",
     "ServedGet",
     "ServedPin",
     "ServedPut",
@@ -161,6 +162,52 @@ class ServedPin:
         self._charged = 0
 
 
+class ServedFar:
+    """A request for values that are not all in memory: they are brought there first.
+
+    ``answer`` is called then, and returns who has the stream from there on, if anybody.
+    """
+
+    def __init__(
+        self,
+        service: StoreService,
+        stream: LinkStream,
+        keys: Sequence[str],
+        answer: Callable[[], Awaitable[StreamHandler]],
+    ) -> None:
+        self._stream = stream
+        self._answer = answer
+        self._next: StreamHandler | None = None
+        nbytes = REQUEST_NBYTES + sum(len(key.encode()) for key in keys)
+        self._task = service.run_kept(
+            service.kept.queries, nbytes, self._run, "values from below memory"
+        )
+        service.under_way.add(self._task)
+        self._task.add_done_callback(service.ended)
+
+    def on_frame(self, frame: Frame, body: bytes) -> None:
+        if self._next is not None:
+            self._next.on_frame(frame, body)
+        elif isinstance(frame, Cancel):
+            self._task.cancel()
+            self._stream.send(Cancelled())
+            self._stream.close()
+        else:
+            raise RemoteProtocolError(f"no {type(frame).__name__} belongs here")
+
+    def on_lost(self, error: PeerLost) -> None:
+        self._task.cancel()
+        if self._next is not None:
+            self._next.on_lost(error)
+
+    async def _run(self) -> None:
+        try:
+            self._next = await self._answer()
+        except Exception as exc:  # noqa: BLE001 - whoever asked is told
+            self._stream.send(to_failure(exc))
+            self._stream.close()
+
+
 class ServedPut:
     """One remote put: received straight into the store's memory."""
 
@@ -261,6 +308,14 @@ class StoreService(Service):
                 return answer_at_once(stream, Result(int(was_there)))
             case Put():
                 return ServedPut(self, stream, frame, body)
+        keys = (frame.key,) if isinstance(frame, Get) else frame.keys
+        if self.values.below is None or all(self.values.has(keys, fingerprint)):
+            return self._answer(stream, frame)
+        return ServedFar(self, stream, keys, partial(self._bring, stream, frame, keys))
+
+    def _answer(self, stream: LinkStream, frame: Get | Pin | Contains) -> StreamHandler:
+        """Answer by what is in memory."""
+        match frame:
             case Get(key=key):
                 pinned = self._lookup(key)
                 if pinned is None:
@@ -268,9 +323,23 @@ class StoreService(Service):
                 return ServedGet(self, stream, pinned)
             case Pin():
                 return ServedPin(self, stream, frame.keys)
-            case _:
-                flags = self.values.has(frame.keys, fingerprint)
+            case Contains():
+                flags = self.values.has(frame.keys, self.link.fingerprint)
                 return answer_at_once(stream, Result(sum(flags), flags))
+
+    async def _bring(
+        self,
+        stream: LinkStream,
+        frame: Get | Pin | Contains,
+        keys: Sequence[str],
+    ) -> StreamHandler:
+        """Answer by what is below memory, too."""
+        fingerprint = self.link.fingerprint
+        if isinstance(frame, Contains):
+            flags = await self.values.has_anywhere(keys, fingerprint)
+            return answer_at_once(stream, Result(sum(flags), flags))
+        await self.values.bring([(key, fingerprint) for key in keys])
+        return self._answer(stream, frame)
 
     def run_put(
         self, run: Callable[[], Coroutine[Any, Any, None]], key: str, nbytes: int

@@ -1,0 +1,133 @@
+"""A store on tiers, served: its peers find what memory has dropped."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable, Coroutine
+from typing import Any
+
+import pytest
+import torch
+
+import asynckv
+from asynckv.abc import KVStoreBuffer
+from asynckv.errors import PeerLost
+from asynckv.stores.tiered import TieredStore
+from asynckv.testing.blocked import until
+from asynckv.testing.cancellation import CancelMode, Outcome, sweep_cancellation
+from asynckv.testing.expectations import CANCEL_MODES, noise
+from asynckv.testing.store_checks import CANCELLING_CHECKS, STORING_CHECKS, StoreCheck
+from harness.tiers import DictTier
+
+MIB = 2**20
+VALUE = noise(300_000, 1)
+
+
+@pytest.fixture
+def tier() -> DictTier:
+    return DictTier()
+
+
+@contextlib.asynccontextmanager
+async def served(
+    tier: DictTier, max_bytes: int = MIB
+) -> AsyncIterator[tuple[asynckv.Peer, TieredStore]]:
+    async with (
+        TieredStore(max_bytes, [tier], drain_s=0.2) as store,
+        asynckv.serve("tcp://127.0.0.1:0", store=store) as server,
+        asynckv.connect(server.url) as peer,
+    ):
+        yield peer, store
+
+
+async def put_far(peer: asynckv.Peer, store: TieredStore) -> None:
+    """Put a value which only the tier has then."""
+    await peer.store.put("a", VALUE)
+    await store.flush()
+    await peer.store.put("filler", noise(store.statistics().max_bytes, 2))
+    await peer.store.delete("filler")
+    await store.flush()
+
+
+@pytest.mark.parametrize(
+    "check", [*STORING_CHECKS, *CANCELLING_CHECKS], ids=lambda check: check.__name__
+)
+async def test_it_keeps_what_a_store_buffer_keeps(
+    check: StoreCheck, tier: DictTier
+) -> None:
+    async with served(tier, 16 * MIB) as (peer, store):
+        await check(peer.store, store)
+
+
+async def get(store: KVStoreBuffer) -> None:
+    value = await store.get("a")
+    assert value is not None
+    assert torch.equal(value, VALUE)
+
+
+async def pin(store: KVStoreBuffer) -> None:
+    async with store.pin(["b", "a"]) as has:
+        assert has == (False, True)
+
+
+async def contains(store: KVStoreBuffer) -> None:
+    assert await store.contains(["b", "a"]) == (False, True)
+
+
+async def match_prefix(store: KVStoreBuffer) -> None:
+    assert await store.match_prefix(["a", "b"]) == 1
+
+
+Ask = Callable[[KVStoreBuffer], Coroutine[Any, Any, None]]
+ASKS = (get, pin, contains, match_prefix)
+
+
+@pytest.mark.parametrize("ask", ASKS)
+async def test_a_peer_finds_what_only_a_tier_has(ask: Ask, tier: DictTier) -> None:
+    async with served(tier) as (peer, store):
+        await put_far(peer, store)
+        await ask(peer.store)
+
+
+@pytest.mark.parametrize("ask", ASKS)
+async def test_a_question_about_far_values_may_be_cancelled_anywhere(
+    ask: Ask, tier: DictTier
+) -> None:
+    async with served(tier) as (peer, store):
+
+        async def check(k: int, mode: CancelMode, outcome: Outcome[None]) -> None:
+            await get(peer.store)
+            await peer.store.delete("a")
+            await store.flush()
+            await until(lambda: store.statistics().used_bytes == 0)
+
+        await sweep_cancellation(
+            lambda: ask(peer.store),
+            check,
+            before=lambda: put_far(peer, store),
+            modes=CANCEL_MODES,
+        )
+
+
+async def test_a_link_that_is_lost_while_a_value_is_brought_harms_nobody_else(
+    tier: DictTier,
+) -> None:
+    async with served(tier) as (peer, store):
+        await put_far(peer, store)
+        tier.hold("fetch")
+        getting = asyncio.create_task(peer.store.get("a"))
+        await until(lambda: tier.calls["fetch"] == 1)
+        peer.abort()
+        with pytest.raises((PeerLost, asynckv.BufferClosed)):
+            await getting
+        tier.let_go("fetch")
+        await get(store)
+        await until(lambda: store.statistics().pinned_bytes == 0)
+
+
+async def test_many_peers_that_miss_one_key_are_one_fetch(tier: DictTier) -> None:
+    async with served(tier) as (peer, store):
+        await put_far(peer, store)
+        await asyncio.gather(*(get(peer.store) for _ in range(50)))
+        assert tier.calls["fetch"] == 1
