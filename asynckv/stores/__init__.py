@@ -2,4 +2,20 @@
 
 from __future__ import annotations
 
-__all__: tuple[str, ...] = ()
+from asynckv.stores.below import FlushResult
+from asynckv.stores.client import TierStatistics
+from asynckv.stores.tiered import (
+    PrefixMatch,
+    TieredStatistics,
+    TieredStore,
+    open_tier,
+)
+
+__all__ = (
+    "FlushResult",
+    "PrefixMatch",
+    "TierStatistics",
+    "TieredStatistics",
+    "TieredStore",
+    "open_tier",
+)
