@@ -93,6 +93,7 @@ async def test_parts_of_a_transfer_land_in_order() -> None:
             near.send(1, part, bytes(2**20))
         for landing in landings:
             await landing
+        await until(lambda: len(order) == 8)
         assert order == list(range(8))
 
 
