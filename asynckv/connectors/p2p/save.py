@@ -10,13 +10,13 @@ from typing import Any, Final
 import torch
 
 from asynckv.abc import InsertWriter
-from asynckv.connectors.caches import BlockMoves
+from asynckv.connectors.caches import BlockMoves, StagedCopy, Staging
 from asynckv.connectors.engine import HEADER, EntryHeader, KVEngine
 from asynckv.connectors.options import ConnectorOptions
 from asynckv.connectors.p2p.entries import (
     Target,
 )
-from asynckv.connectors.p2p.gpu_layers import GpuLayers, StagedCopy, Staging
+from asynckv.connectors.p2p.gpu_layers import GpuLayers
 from asynckv.connectors.p2p.routes import P2PNotifications, P2PRoutes
 from asynckv.connectors.requests import SaveRequest
 from asynckv.connectors.transfers import Transfers, TransferState, reason_of

@@ -16,9 +16,8 @@ from asynckv.abc import (
     SupportsLayerwise,
 )
 from asynckv.config import KVTransferConfig
-from asynckv.connectors.caches import PagedCaches
+from asynckv.connectors.caches import PagedCaches, Staging
 from asynckv.connectors.engine import KVEngine
-from asynckv.connectors.p2p.gpu_layers import Staging
 from asynckv.connectors.p2p.load import P2PLoading
 from asynckv.connectors.p2p.routes import P2PNotifications, P2PRoutes
 from asynckv.connectors.p2p.save import P2PSaving

@@ -21,10 +21,15 @@ from asynckv.abc import BlockIds, KVConnectorMetadata, KVStoreBuffer
 from asynckv.config import KVTransferConfig
 from asynckv.connectors.caches import BlockMoves, PagedCaches
 from asynckv.connectors.connections import StoreConnection
-from asynckv.connectors.engine import KVEngine, rank_block_keys
+from asynckv.connectors.engine import (
+    SHAPE_KEY,
+    KVEngine,
+    StoredShape,
+    namespace_of,
+    rank_block_keys,
+)
 from asynckv.connectors.options import ConnectorOptions
 from asynckv.connectors.requests import StoreMetadata, StoreRequest
-from asynckv.connectors.store.lookup import SHAPE_KEY, StoredShape, namespace_of
 from asynckv.connectors.transfers import TransferCounters, Transfers, reason_of
 from asynckv.connectors.worker import CacheWorker
 from asynckv.devices.cuda import Event

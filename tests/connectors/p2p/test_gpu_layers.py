@@ -13,8 +13,8 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 import pytest
 import torch
 
-from asynckv.connectors.caches import BlockMoves, PagedCaches
-from asynckv.connectors.p2p.gpu_layers import GpuLayers, LayerGathering, Staging
+from asynckv.connectors.caches import BlockMoves, PagedCaches, Staging
+from asynckv.connectors.p2p.gpu_layers import GpuLayers, LayerGathering
 from asynckv.devices.arena import DeviceArena
 from asynckv.devices.copying import CopyPool
 from asynckv.devices.cuda import Event

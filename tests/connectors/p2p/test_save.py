@@ -11,10 +11,9 @@ import torch
 
 from asynckv.abc import InsertWriter
 from asynckv.buffers.lookup import LookupBuffer
-from asynckv.connectors.caches import BlockMoves, PagedCaches
+from asynckv.connectors.caches import BlockMoves, PagedCaches, Staging
 from asynckv.connectors.engine import EntryHeader, NotSaved
 from asynckv.connectors.p2p.entries import Target, report_failure
-from asynckv.connectors.p2p.gpu_layers import Staging
 from asynckv.connectors.p2p.save import P2PSave
 from asynckv.connectors.requests import SaveRequest
 from asynckv.devices.copying import CopyPool

@@ -14,10 +14,9 @@ import torch
 
 from asynckv.abc import InsertWriter
 from asynckv.buffers.lookup import LookupBuffer
-from asynckv.connectors.caches import BlockMoves, PagedCaches
+from asynckv.connectors.caches import BlockMoves, PagedCaches, Staging
 from asynckv.connectors.engine import EntryHeader
 from asynckv.connectors.options import Direction
-from asynckv.connectors.p2p.gpu_layers import Staging
 from asynckv.connectors.p2p.save import BlockRelease, P2PSave, P2PSaving
 from asynckv.connectors.p2p.worker import P2PWorker
 from asynckv.connectors.requests import SaveRequest

@@ -19,10 +19,14 @@ from asynckv.buffers.serve import serve
 from asynckv.buffers.store import StoreBuffer
 from asynckv.config import KVRole, KVTransferConfig
 from asynckv.connectors.caches import BlockMoves, PagedCaches
-from asynckv.connectors.engine import KVEngine, prefix_block_keys, rank_block_keys
+from asynckv.connectors.engine import (
+    KVEngine,
+    namespace_of,
+    prefix_block_keys,
+    rank_block_keys,
+)
 from asynckv.connectors.requests import StoreMetadata, StoreRequest
 from asynckv.connectors.store import worker as store_saving
-from asynckv.connectors.store.lookup import namespace_of
 from asynckv.connectors.store.scheduler import StoreScheduler
 from asynckv.connectors.store.worker import (
     PackedBlocks,
