@@ -31,7 +31,12 @@ from asynckv.connectors.p2p.entries import (
 )
 from asynckv.connectors.p2p.routes import P2PNotifications, P2PRoutes
 from asynckv.connectors.requests import LoadRequest
-from asynckv.connectors.transfers import Transfers, TransferState, reason_of
+from asynckv.connectors.transfers import (
+    PlainTaskGroup,
+    Transfers,
+    TransferState,
+    reason_of,
+)
 from asynckv.devices.cuda import Event
 from asynckv.errors import IncompatiblePeer
 from asynckv.observability.lines import as_line
@@ -111,11 +116,9 @@ class P2PLoad:
         self._expect(reads, sources)
         self.has_begun = True
         try:
-            async with asyncio.TaskGroup() as group:
+            async with PlainTaskGroup() as group:
                 for rank, source in sources.items():
                     group.create_task(self._read(rank, source, reads[rank]))
-        except ExceptionGroup as failed:
-            raise failed.exceptions[0] from None
         finally:
             self.end()
         lacking = [layer for layer, count in self._missing.items() if count]

@@ -20,7 +20,7 @@ from asynckv.connectors.caches import PagedCaches, Staging
 from asynckv.connectors.engine import KVEngine
 from asynckv.connectors.p2p.load import P2PLoading
 from asynckv.connectors.p2p.routes import P2PNotifications, P2PRoutes
-from asynckv.connectors.p2p.save import P2PSaving
+from asynckv.connectors.p2p.saves import P2PSaving
 from asynckv.connectors.requests import P2PMetadata
 from asynckv.connectors.transfers import TransferCounters
 from asynckv.connectors.worker import CacheWorker
@@ -61,7 +61,7 @@ class P2PWorker(CacheWorker, SupportsHandshake, SupportsHeldBlocks, SupportsLaye
 
     It serves its own buffer where it prefills and keeps (``pull``), or where it decodes
     and is sent to (``push``). ``wait_for_save`` waits for blocks, as
-    :class:`~asynckv.connectors.p2p.save.BlockRelease` says, not for peers; a save that
+    :class:`~asynckv.connectors.p2p.saves.BlockRelease` says, not for peers; a save that
     takes ``save_timeout_s`` longer than its step is given up. An engine that holds the
     blocks of saves lets them finish until it wants the blocks. One that failed leaves
     an entry that says why, so that its loads fail at once. A load that hears nothing

@@ -30,7 +30,12 @@ from asynckv.connectors.engine import (
 )
 from asynckv.connectors.options import ConnectorOptions
 from asynckv.connectors.requests import StoreMetadata, StoreRequest
-from asynckv.connectors.transfers import TransferCounters, Transfers, reason_of
+from asynckv.connectors.transfers import (
+    PlainTaskGroup,
+    TransferCounters,
+    Transfers,
+    reason_of,
+)
 from asynckv.connectors.worker import CacheWorker
 from asynckv.devices.cuda import Event
 from asynckv.devices.lanes import DeviceLanes
@@ -374,18 +379,15 @@ class StoreLoading:
                         "any more",
                         reason="evicted",
                     )
-                try:
-                    async with asyncio.TaskGroup() as group:
-                        for index, key in enumerate(keys):
-                            scatter = functools.partial(
-                                packed.scatter,
-                                block_ids=request.block_ids,
-                                index=index,
-                                mark=mark,
-                            )
-                            group.create_task(self._load_block(store, key, scatter))
-                except ExceptionGroup as failed:
-                    raise failed.exceptions[0] from None
+                async with PlainTaskGroup() as group:
+                    for index, key in enumerate(keys):
+                        scatter = functools.partial(
+                            packed.scatter,
+                            block_ids=request.block_ids,
+                            index=index,
+                            mark=mark,
+                        )
+                        group.create_task(self._load_block(store, key, scatter))
 
     async def _load_block(
         self,
