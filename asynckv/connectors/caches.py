@@ -341,9 +341,8 @@ class Staging:
             (layer, n): one for layer in blocks for n, one in blocks[layer].items()
         }
         nbytes = sum(one.nbytes for one in sources.values())
-        if self.used_bytes + nbytes > self.max_bytes:
+        if not self.take(nbytes):
             return None
-        self.used_bytes += nbytes
         try:
             tensors = {name: empty_tensor(one.spec) for name, one in sources.items()}
             await moves.gather(list(sources.values()), list(tensors.values()), mark)
@@ -357,6 +356,13 @@ class Staging:
     def more_room(self) -> asyncio.Event:
         """Set when something is dropped the next time."""
         return self._has_room
+
+    def take(self, nbytes: int) -> bool:
+        """Take so much room, if there is; who gets it releases it. Never waits."""
+        if self.used_bytes + nbytes > self.max_bytes:
+            return False
+        self.used_bytes += nbytes
+        return True
 
     def release(self, nbytes: int) -> None:
         """There is room for so much more. Never waits."""

@@ -30,6 +30,7 @@ __all__ = (
     "TransferState",
     "Transfers",
     "Way",
+    "flat",
     "output_of",
     "reason_of",
     "results_of",
@@ -221,7 +222,7 @@ class ExpectedLoads:
 
     def begin(self, request_id: str, block_ids: BlockIds) -> TransferState | None:
         """A load is ordered; ``None``, and counted, if the request has one."""
-        return self._ledger.begin(request_id, "recv", frozenset(_flat(block_ids)))
+        return self._ledger.begin(request_id, "recv", frozenset(flat(block_ids)))
 
     def abort(self, request_id: str) -> bool:
         """Nobody waits for it; ``True``: its blocks must stay until it has ended."""
@@ -256,7 +257,8 @@ class ExpectedLoads:
         self._aborts.clear()
 
 
-def _flat(block_ids: BlockIds) -> Iterable[int]:
+def flat(block_ids: BlockIds) -> Iterable[int]:
+    """Return the blocks of all groups."""
     return (block for group in block_ids for block in group)
 
 

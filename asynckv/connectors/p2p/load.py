@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import logging
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
@@ -30,13 +29,14 @@ from asynckv.connectors.p2p.entries import (
     open_entry,
 )
 from asynckv.connectors.p2p.routes import P2PNotifications, P2PRoutes
-from asynckv.connectors.requests import LoadRequest
+from asynckv.connectors.requests import LoadRequest, P2PMetadata
 from asynckv.connectors.transfers import (
     PlainTaskGroup,
     Transfers,
     TransferState,
-    reason_of,
+    flat,
 )
+from asynckv.connectors.worker import Loading
 from asynckv.devices.cuda import Event
 from asynckv.errors import IncompatiblePeer
 from asynckv.observability.lines import as_line
@@ -229,14 +229,12 @@ def _set_done(future: asyncio.Future[None]) -> None:
         future.set_result(None)
 
 
-logger = logging.getLogger(__name__)
-
-
-class P2PLoading:
+class P2PLoading(Loading):
     """Begins loads; they fail with the peer that they are from.
 
     ``moves`` returns how blocks move, and raises if there are none yet. An entry that
-    a load has not taken is released.
+    a load has not taken is released. So is what nobody loads: that of a request
+    without blocks.
     """
 
     def __init__(
@@ -249,14 +247,11 @@ class P2PLoading:
         *,
         moves: Callable[[], BlockMoves],
     ) -> None:
+        super().__init__(transfers)
         self.nbytes = 0
         """Of what was loaded."""
         self._engine, self._options, self._moves = engine, options, moves
-        self._routes, self._transfers, self._notifications = (
-            routes,
-            transfers,
-            notifications,
-        )
+        self._routes, self._notifications = routes, notifications
         self._loads: dict[P2PLoad, TransferState] = {}
         self._awaited: list[P2PLoad] = []
         if options.direction == "push":
@@ -268,43 +263,26 @@ class P2PLoading:
         """The loads that the step waits for."""
         return tuple(self._awaited)
 
-    def begin(self, request: LoadRequest) -> None:
-        """Begin a load, or release an entry that nobody needs. Never waits.
-
-        What cannot be begun is said to have failed: others are not less wanted.
-        """
-        try:
-            if request.refusal:
-                self._refuse(request, request.refusal)
-            elif request.block_ids:
-                self._begin(request)
-            else:
-                self._notifications.release(request)
-        except Exception as exc:
-            # Whatever it is: the request would wait for this load for ever.
-            logger.exception("no load of %s began", as_line(request.request_id))
-            if request.block_ids:
-                self._refuse(request, reason_of(exc))
-
-    def abort(self, request_id: str, *, is_wanted: bool) -> None:
-        """End a request's load. Its transfer is released unless it ``is_wanted``."""
+    def begin_all(self, step: P2PMetadata) -> None:
+        super().begin_all(step)
         for load in self._loads:
-            if load.request.request_id == request_id:
-                load.is_wanted = is_wanted
-        self._transfers.cancel(request_id, "recv")
+            load.is_wanted |= load.request.request_id in step.left_to_others
 
     def clear(self) -> None:
         """The step is over: it waits for no load any more."""
         self._awaited.clear()
 
     def _begin(self, request: LoadRequest) -> None:
+        if not request.block_ids:
+            self._notifications.release(request)
+            return
         timeout_s = self._options.load_timeout_s
         load = P2PLoad(self._engine, self._moves(), request, timeout_s)
         state = self._transfers.begin(
             request.request_id,
             "recv",
             lambda: self._load(load),
-            _blocks_of(request),
+            flat(request.block_ids),
             lambda: self._ended(load),
         )
         if state is None:
@@ -312,9 +290,6 @@ class P2PLoading:
         self._loads[load] = state
         if not request.is_async:
             self._awaited.append(load)
-
-    def _refuse(self, request: LoadRequest, reason: str) -> None:
-        self._transfers.refuse(request.request_id, "recv", _blocks_of(request), reason)
 
     def _on_lost(self, identity: str) -> None:
         """What it was to send will not come.
@@ -343,10 +318,6 @@ class P2PLoading:
             self.nbytes += load.nbytes
             if not load.is_wanted:
                 self._notifications.release_all(load.request, load.untaken_sources)
-
-
-def _blocks_of(request: LoadRequest) -> set[int]:
-    return {block for group in request.block_ids for block in group}
 
 
 class Scratch:

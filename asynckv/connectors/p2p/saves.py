@@ -11,7 +11,7 @@ from asynckv.connectors.engine import EntryHeader, KVEngine
 from asynckv.connectors.options import ConnectorOptions
 from asynckv.connectors.p2p.routes import P2PNotifications, P2PRoutes
 from asynckv.connectors.p2p.save import P2PSave, SavePath
-from asynckv.connectors.requests import SaveRequest
+from asynckv.connectors.requests import P2PMetadata, SaveRequest
 from asynckv.connectors.transfers import Transfers, TransferState, reason_of
 from asynckv.devices.cuda import Event
 from asynckv.errors import EntryConflict, GPUFailed
@@ -149,6 +149,13 @@ class P2PSaving:
     def late(self) -> int:
         """How many were given up, as there was no room for them."""
         return self._releasing.late
+
+    def bind(self, step: P2PMetadata) -> None:
+        """A step begins, with these saves, and withdrawals. Never waits."""
+        for request in step.saves:
+            self.begin(request)
+        for request in step.withdrawals:
+            self.withdraw(request)
 
     def begin(self, request: SaveRequest) -> None:
         """Begin to listen for layers, or tell who waits why not. Never waits."""

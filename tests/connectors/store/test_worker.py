@@ -111,7 +111,7 @@ async def test_blocks_that_were_dropped_meanwhile_are_computed(
 
         async def start_late(context: object = None, **kwargs: object) -> None:
             orders = pinned._step
-            for order in orders.loads if orders is not None else ():
+            for order in orders.loads if isinstance(orders, StoreMetadata) else ():
                 for key in order.block_keys[:1]:
                     await store.delete(f"{key}/{namespace_of(pinned.engine)}/0")
             await start_load_kv(context, **kwargs)
