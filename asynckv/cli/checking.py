@@ -11,7 +11,7 @@ from typing import Annotated, Final
 from cyclopts import Parameter
 
 from asynckv.config import KVTransferConfig
-from asynckv.connectors.explain import Explained, explain, explain_options
+from asynckv.connectors.registry import Explained, explain, explain_options
 from asynckv.errors import ConfigError
 
 __all__ = ("check_config",)

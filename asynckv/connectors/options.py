@@ -48,13 +48,11 @@ _VLLM_LAYOUTS: Final = ("LBNHC", "LBHNC", "BLNHC", "BLHNC", "NHD", "HND")
 """Those in which a block of a layer is one run of bytes, as vLLM names them."""
 
 
-class _Extra(msgspec.Struct, frozen=True, kw_only=True):
-    """The options of connectors, as they are written."""
+class _Common(msgspec.Struct, frozen=True, kw_only=True):
+    """The options that are read as they are written."""
 
     listen: str | None = None
-    peers: list[str] | dict[str, str | list[str]] = {}
     direction: Direction = "push"
-    mode: Literal["p2p", "store"] = "p2p"
     store: str | None = None
     layerwise: bool = True
     load_timeout_s: float = 60.0
@@ -63,6 +61,13 @@ class _Extra(msgspec.Struct, frozen=True, kw_only=True):
     ttl_s: float = 600.0
     consumer_tp_size: int | None = None
     consumer_pp_size: int | None = None
+
+
+class _Extra(_Common, frozen=True, kw_only=True):
+    """The options of connectors, as they are written."""
+
+    peers: list[str] | dict[str, str | list[str]] = {}
+    mode: Literal["p2p", "store"] = "p2p"
     push_buffer_size: int | str = "256MiB"
     connectors: list[dict[str, object]] = []
 
@@ -74,7 +79,7 @@ CONNECTOR_OPTIONS: Final = _Extra.__struct_fields__
 """The names that connectors know in ``kv_connector_extra_config``."""
 
 
-class ConnectorOptions(msgspec.Struct, frozen=True, kw_only=True):
+class ConnectorOptions(_Common, frozen=True, kw_only=True):
     """What every connector reads of its configuration.
 
     ``listen`` is where this engine serves, ``peers`` whom it may ever talk to: the
@@ -89,17 +94,7 @@ class ConnectorOptions(msgspec.Struct, frozen=True, kw_only=True):
     that pushes has for each rank that it pushes to, ``kv_buffer_size`` at the most.
     """
 
-    listen: str | None = None
     peers: dict[str, tuple[str, ...]] = {}
-    direction: Direction = "push"
-    store: str | None = None
-    layerwise: bool = True
-    load_timeout_s: float = 60.0
-    lookup_timeout_s: float = 0.25
-    save_timeout_s: float = 10.0
-    ttl_s: float = 600.0
-    consumer_tp_size: int | None = None
-    consumer_pp_size: int | None = None
     push_buffer_bytes: int = 256 * 2**20
     are_peers_named: bool = True
 
@@ -112,22 +107,13 @@ class ConnectorOptions(msgspec.Struct, frozen=True, kw_only=True):
         found, wrong = _read(config)
         if wrong:
             raise ConfigError.of(wrong)
+        common = {name: getattr(found, name) for name in _Common.__struct_fields__}
+        max_bytes = parse_bytes(found.push_buffer_size)
         return cls(
-            listen=found.listen,
+            **common,
             peers=_peers_of(found.peers),
-            direction=found.direction,
             are_peers_named=isinstance(found.peers, dict),
-            store=found.store,
-            layerwise=found.layerwise,
-            load_timeout_s=found.load_timeout_s,
-            lookup_timeout_s=found.lookup_timeout_s,
-            save_timeout_s=found.save_timeout_s,
-            ttl_s=found.ttl_s,
-            consumer_tp_size=found.consumer_tp_size,
-            consumer_pp_size=found.consumer_pp_size,
-            push_buffer_bytes=min(
-                parse_bytes(found.push_buffer_size), config.max_bytes
-            ),
+            push_buffer_bytes=min(max_bytes, config.max_bytes),
         )
 
     def ranks_of(self, peer: str) -> int:

@@ -24,11 +24,13 @@ from asynckv.shielding import wait_shielded
 __all__ = (
     "ExpectedLoads",
     "Phase",
+    "PlainTaskGroup",
     "TransferCounters",
     "TransferLedger",
     "TransferState",
     "Transfers",
     "Way",
+    "flat",
     "output_of",
     "reason_of",
     "results_of",
@@ -220,7 +222,7 @@ class ExpectedLoads:
 
     def begin(self, request_id: str, block_ids: BlockIds) -> TransferState | None:
         """A load is ordered; ``None``, and counted, if the request has one."""
-        return self._ledger.begin(request_id, "recv", frozenset(_flat(block_ids)))
+        return self._ledger.begin(request_id, "recv", frozenset(flat(block_ids)))
 
     def abort(self, request_id: str) -> bool:
         """Nobody waits for it; ``True``: its blocks must stay until it has ended."""
@@ -255,11 +257,22 @@ class ExpectedLoads:
         self._aborts.clear()
 
 
-def _flat(block_ids: BlockIds) -> Iterable[int]:
+def flat(block_ids: BlockIds) -> Iterable[int]:
+    """Return the blocks of all groups."""
     return (block for group in block_ids for block in group)
 
 
 logger = logging.getLogger(__name__)
+
+
+class PlainTaskGroup(asyncio.TaskGroup):
+    """Raises the first error of its tasks as it is, not within a group of errors."""
+
+    async def __aexit__(self, *exc_info: Any) -> None:
+        try:
+            await super().__aexit__(*exc_info)
+        except ExceptionGroup as failed:
+            raise failed.exceptions[0] from None
 
 
 class Transfers:

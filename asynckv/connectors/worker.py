@@ -1,8 +1,9 @@
-"""What workers have in common: the caches of one rank, and what moves its blocks."""
+"""What workers have in common: their steps, and the caches of one rank."""
 
 from __future__ import annotations
 
-from abc import abstractmethod
+import abc
+import logging
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -10,6 +11,7 @@ import anyio
 import torch
 
 from asynckv.abc import (
+    KVConnectorMetadata,
     KVConnectorWorker,
     KVTransferResults,
     SupportsCrossLayerCaches,
@@ -19,13 +21,72 @@ from asynckv.config import KVTransferConfig
 from asynckv.connectors.caches import BlockMoves, PagedCaches
 from asynckv.connectors.engine import KVEngine
 from asynckv.connectors.options import ConnectorOptions
-from asynckv.connectors.transfers import Transfers
+from asynckv.connectors.requests import (
+    LoadRequest,
+    StoreRequest,
+)
+from asynckv.connectors.transfers import Transfers, flat, reason_of
 from asynckv.devices.copying import CopyPool
 from asynckv.devices.cuda import Event
 from asynckv.devices.lanes import DeviceLanes
 from asynckv.loops import LoopBound
+from asynckv.observability.lines import as_line
 
-__all__ = ("CacheWorker",)
+__all__ = ("CacheWorker", "Loading")
+
+logger = logging.getLogger(__name__)
+
+
+class Loading(abc.ABC):
+    """Begins the loads of one rank.
+
+    What cannot be begun is said to have failed: others are not less wanted.
+    """
+
+    def __init__(self, transfers: Transfers) -> None:
+        self._transfers = transfers
+
+    @abc.abstractmethod
+    def _begin(self, request: Any) -> None:
+        """Begin what is not refused. Never waits."""
+
+    def begin_all(self, step: Any) -> None:
+        """Issue the loads of a step, and end those that it aborts. Never waits."""
+        for request in step.loads:
+            self.begin(request)
+        for request_id in step.aborts:
+            self._transfers.cancel(request_id, "recv")
+
+    def begin(self, request: LoadRequest | StoreRequest) -> None:
+        """Begin a load. Never waits, never raises."""
+        refusal = request.refusal
+        try:
+            if not refusal:
+                self._begin(request)
+        except Exception as exc:
+            # Whatever it is: the request would wait for this load for ever.
+            logger.exception("no load of %s began", as_line(request.request_id))
+            refusal = reason_of(exc)
+        if refusal and (request.block_ids or request.refusal):
+            blocks = flat(request.block_ids)
+            self._transfers.refuse(request.request_id, "recv", blocks, refusal)
+
+    @abc.abstractmethod
+    def clear(self) -> None:
+        """The step is over: it waits for no load any more."""
+
+
+class _Saving(Protocol):
+    """Begins the saves of one rank."""
+
+    def bind(self, step: Any) -> None:
+        """A step begins, with these saves. Never waits."""
+
+    def begin_to_wait(self) -> Coroutine[Any, Any, None]:
+        """All is computed; return what waits until the step's blocks are not read."""
+
+    def clear(self) -> None:
+        """The step is over. What is waited for goes on."""
 
 
 class _Connections(Protocol):
@@ -43,12 +104,11 @@ class CacheWorker(
 ):
     """The parent of the workers that move blocks of registered caches themselves."""
 
-    @abstractmethod
-    def begin_to_wait(self) -> Coroutine[Any, Any, None]:
-        """As ``wait_for_save``, of the step that is now, whenever it is awaited."""
+    _loading: Loading
+    _saving: _Saving
 
     @property
-    @abstractmethod
+    @abc.abstractmethod
     def _connections(self) -> _Connections:
         """What is closed when no transfer is under way any more."""
 
@@ -65,6 +125,32 @@ class CacheWorker(
         self._pool = CopyPool(lanes=lanes)
         self._moves: BlockMoves | None = None
         self._transfers = Transfers()
+        self._step: KVConnectorMetadata | None = None
+
+    def bind_connector_metadata(self, metadata: KVConnectorMetadata) -> None:
+        """As the contract says; the saves of the step begin.
+
+        :raises TypeError: it is another connector's
+        :raises RuntimeError: no caches were registered
+        """
+        self._check_loop()
+        if not isinstance(metadata, self.metadata_type):
+            raise TypeError(f"{type(metadata).__name__} is another connector's")
+        self._step = metadata
+        self._saving.bind(metadata)
+
+    def clear_connector_metadata(self) -> None:
+        self._check_loop()
+        self._step = None
+        self._loading.clear()
+        self._saving.clear()
+
+    async def start_load_kv(self, context: object = None, **kwargs: object) -> None:
+        self._check_loop()
+        # Taken, so that a second call in one step is nothing.
+        step, self._step = self._step, None
+        if step is not None:
+            self._loading.begin_all(step)
 
     def register_kv_caches(
         self,
@@ -88,6 +174,11 @@ class CacheWorker(
         self._check_loop()
         if self._moves is not None:
             self._moves.follow(mark)
+
+    def begin_to_wait(self) -> Coroutine[Any, Any, None]:
+        """As ``wait_for_save``, of the step that is now, whenever it is awaited."""
+        self._check_loop()
+        return self._saving.begin_to_wait()
 
     async def wait_for_save(self) -> None:
         await self.begin_to_wait()

@@ -14,7 +14,7 @@ import torch
 
 from asynckv.buffers.store import StoreBuffer
 from asynckv.config import KVTransferConfig
-from asynckv.connectors.engine import KVEngine
+from asynckv.connectors.engine import KVEngine, namespace_of
 from asynckv.connectors.multi import MultiMetadata, MultiWorker
 from asynckv.connectors.options import Direction
 from asynckv.connectors.p2p.worker import P2PWorker
@@ -25,7 +25,6 @@ from asynckv.connectors.requests import (
     StoreMetadata,
     StoreRequest,
 )
-from asynckv.connectors.store.lookup import namespace_of
 from asynckv.connectors.store.worker import StoreWorker
 from asynckv.integrations.bridge.bridge import Bridge
 from asynckv.tensors import copying

@@ -7,7 +7,7 @@ import pytest
 import asynckv
 from asynckv import LookupBuffer, serve
 from asynckv.config import KVRole, KVTransferConfig
-from asynckv.connectors.explain import Explained, explain
+from asynckv.connectors.registry import Explained, explain
 from asynckv.errors import ConfigError
 
 

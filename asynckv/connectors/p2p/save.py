@@ -1,49 +1,159 @@
-"""One prompt's KV on its way out of the blocks of one rank, layer by layer."""
+"""One prompt's KV on its way out of the blocks of one rank, layer by layer.
+
+A layer leaves its blocks by one of three paths: they are lent to whoever sends them; or
+it is gathered in host memory, once for all targets; or in memory of its GPU, for each
+target that something leads to from there. What has not left when the engine wants its
+blocks comes to host memory, whatever its path was.
+"""
 
 from __future__ import annotations
 
 import asyncio
-import logging
-from collections.abc import Callable, Coroutine, Mapping, Sequence, Set
-from typing import Any, Final
+import dataclasses
+import enum
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 
 import torch
 
 from asynckv.abc import InsertWriter
-from asynckv.connectors.caches import BlockMoves
-from asynckv.connectors.engine import HEADER, EntryHeader, KVEngine
-from asynckv.connectors.options import ConnectorOptions
-from asynckv.connectors.p2p.entries import (
-    Target,
-)
-from asynckv.connectors.p2p.gpu_layers import GpuLayers, StagedCopy, Staging
-from asynckv.connectors.p2p.routes import P2PNotifications, P2PRoutes
+from asynckv.connectors.caches import BlockMoves, StagedCopy, Staging
+from asynckv.connectors.engine import HEADER, EntryHeader
+from asynckv.connectors.p2p.entries import Target
 from asynckv.connectors.requests import SaveRequest
-from asynckv.connectors.transfers import Transfers, TransferState, reason_of
+from asynckv.connectors.transfers import PlainTaskGroup
 from asynckv.devices.cuda import Event
-from asynckv.errors import EntryConflict, GPUFailed
-from asynckv.observability.lines import as_line
+from asynckv.shielding import clear_all_frames
 from asynckv.tensors.blocks import KVBlocks
+from asynckv.transfers.routes import StagingWriter
+from asynckv.transfers.source import StagedTensor, release_staged
 from asynckv.types import TensorSpec
 
-__all__ = (
-    "BlockRelease",
-    "P2PSave",
-    "P2PSaving",
-)
+__all__ = ("HostCopies", "P2PSave", "SavePath")
 
 
-logger = logging.getLogger(__name__)
+class SavePath(enum.Enum):
+    """How layers leave their blocks, as long as nobody wants these."""
+
+    LEND = "lend"
+    """The blocks themselves are put. Those of a GPU only where the target has them."""
+    HOST = "host"
+    """Each layer is gathered in host memory as soon as it is computed."""
+    GPU = "gpu"
+    """Each is gathered in memory of its GPU, where a target has room for it there; for
+    the other targets in host memory. There may be so little that it waits."""
+
+
+class HostCopies:
+    """Copies layers to ``staging``, in the order in which they are asked for.
+
+    ``came`` is called with each that is there, or that nobody needs any more. Where
+    there is no room it waits for other layers to be dropped.
+    """
+
+    def __init__(
+        self,
+        moves: BlockMoves,
+        staging: Staging,
+        blocks_of: Callable[[str], dict[str, KVBlocks]],
+        came: Callable[[str], None],
+    ) -> None:
+        self.waits_for_room = False
+        self.may_wait_for_room = True
+        self._moves, self._staging = moves, staging
+        self._blocks_of, self._on_came = blocks_of, came
+        self._asks: asyncio.Queue[tuple[list[str], Event | None]] = asyncio.Queue()
+        self._came: dict[str, asyncio.Event] = {}
+        self._copies: dict[str, StagedCopy] = {}
+        self._dropped: set[str] = set()
+
+    def ask(self, layers: Iterable[str], mark: Event | None) -> None:
+        """Bring these as they are at ``mark``: all of them, once there is room for all.
+
+        Never waits. Again is nothing.
+        """
+        new = [layer for layer in layers if layer not in self._came]
+        if new:
+            self._came |= {layer: asyncio.Event() for layer in new}
+            self._asks.put_nowait((new, mark))
+
+    def is_asked(self, layer: str) -> bool:
+        """Whether it was asked for."""
+        return layer in self._came
+
+    def is_there(self, layer: str) -> bool:
+        """Whether its blocks are not read any more for that."""
+        return layer in self._came and self._came[layer].is_set()
+
+    async def copy_of(self, layer: str) -> StagedCopy:
+        """Return a layer that was asked for, once it is there. Cancelled: no trace.
+
+        :raises KeyError: it was not asked for, or was dropped
+        """
+        await self._came[layer].wait()
+        return self._copies[layer]
+
+    async def run(self) -> None:
+        """Bring what is asked for, until it is cancelled.
+
+        When it ends, in whatever way, no block is read any more.
+
+        :raises TimeoutError: there is no room, and it may not wait for that any more
+        :raises GPUFailed: CUDA failed
+        """
+        while True:
+            await self._bring(*await self._asks.get())
+
+    def drop(self, layer: str | None = None) -> None:
+        """Forget a layer, or all: nobody reads them. Never waits; again is nothing.
+
+        A layer that was not brought yet is not brought any more.
+        """
+        if layer is not None:
+            self._dropped.add(layer)
+            if self.waits_for_room:
+                self._staging.release(0)  # it may be the one that there is no room for
+        for name in [one for one in self._copies if layer in (None, one)]:
+            self._copies.pop(name).drop(name)
+
+    async def _bring(self, layers: list[str], mark: Event | None) -> None:
+        copy = None
+        while copy is None and (left := set(layers) - self._dropped):
+            blocks = {one: self._blocks_of(one) for one in layers if one in left}
+            copy = await self._staging.copy(blocks, self._moves, mark)
+            if copy is None:
+                await self._more_room()
+        for layer in layers:
+            if copy is not None:
+                self._copies[layer] = copy
+            if layer in self._dropped:
+                self.drop(layer)
+            self._came[layer].set()
+            self._on_came(layer)
+
+    async def _more_room(self) -> None:
+        if not self.may_wait_for_room:
+            raise TimeoutError("no room in host memory, and no time to wait")
+        self.waits_for_room = True
+        await self._staging.more_room.wait()
+        self.waits_for_room = False
+
+
+@dataclasses.dataclass(eq=False, slots=True)
+class _Leaving:
+    """One layer on its way to one target: what of it is not put yet, by name."""
+
+    layer: str
+    blocks: dict[str, KVBlocks]
+    staged: list[StagedTensor] = dataclasses.field(default_factory=list)
+    """Its copies on the GPU, if they leave from there."""
 
 
 class P2PSave:
     """Puts each layer into one entry or more, as soon as it is computed.
 
-    The blocks are read until :attr:`released` is set; what was staged before goes on
-    from its copy. Blocks on a GPU are put from copies alone: on that GPU, where
-    something leads from there to a target (``may_lead_to_gpu``), else in ``staging``,
-    as which each layer comes to the host once, however many targets there are. Where
-    the target ``is_on_their_gpu`` they are put as blocks of the host are.
+    The blocks are read until :attr:`released` is set, by each target's own task, or by
+    the one that brings layers to ``staging``; what is there goes on from its copy.
+    ``is_local``: the entry is in a buffer of this process.
     """
 
     def __init__(
@@ -52,517 +162,267 @@ class P2PSave:
         request: SaveRequest,
         header: EntryHeader,
         ttl_s: float,
+        staging: Staging,
         *,
-        staging: Staging | None = None,
+        path: SavePath = SavePath.LEND,
         is_local: bool = False,
-        is_on_their_gpu: bool = False,
-        may_lead_to_gpu: bool = False,
     ) -> None:
         self.request = request
-        self._nbytes = 0
+        self.nbytes = 0
+        """Of what was put."""
         self.released = asyncio.Event()
         self.must_release = False
         self.is_wanted = True
-        self._moves = moves
-        self._caches = caches = moves.caches
-        self._header = header
-        self._ttl_s = ttl_s
-        self._is_local = is_local
-        self._offered: list[str] = []
-        self._queues: list[asyncio.Queue[str]] = []
-        self._not_admitted = 1
-        self._unread = dict.fromkeys(caches.layers, 1)
-        self._readings: set[asyncio.Timeout] = set()
-        self._copy: StagedCopy | None = None
-        self._on_gpu: GpuLayers | None = None
+        self._moves, self._header, self._ttl_s = moves, header, ttl_s
+        self._path, self._is_local = path, is_local
+        self._host = HostCopies(moves, staging, self._blocks, self._on_came)
         self._marks: dict[str, Event | None] = {}
-        self._last_mark: Event | None = None
-        if moves.is_on_gpu and not is_on_their_gpu:
-            self._on_gpu = GpuLayers(
-                *(moves, staging or Staging(0), self._blocks, self._recheck),
-                by_host=not may_lead_to_gpu,
-            )
-
-    @property
-    def nbytes(self) -> int:
-        """Of what was put."""
-        return self._nbytes if self._on_gpu is None else self._on_gpu.nbytes
+        self._offers: list[asyncio.Queue[str]] = []
+        self._needed = dict.fromkeys(moves.caches.layers, 1)
+        """How many targets need a layer's blocks, or its copy in host memory."""
+        self._reads: dict[asyncio.Timeout, str] = {}
+        self._not_admitted = 1
+        self._waiting_for_gpu = 0
 
     @property
     def is_copying(self) -> bool:
         """Whether it waits for nobody any more, but for memory of this process."""
-        if self._on_gpu is None:
-            return self._is_local and not self._not_admitted
-        if self._on_gpu.wait_for_nobody:
+        left = [layer for layer, count in self._needed.items() if count]
+        is_brought = not self._host.waits_for_room and all(
+            map(self._host.is_asked, left)
+        )
+        if self._path is not SavePath.LEND:
+            return is_brought or not (self._not_admitted or self._waits_for_room)
+        if self._is_local and not self._not_admitted:
             return True
-        return not (self._not_admitted or self._on_gpu.wait_for_room)
+        # Who reads what is there all the same is a peer, and may not let go of it.
+        return is_brought and not all(map(self._host.is_there, left))
 
     def lacks_room(self) -> bool:
         """Whether it waits for room in this process."""
-        waits = self._on_gpu is not None and self._on_gpu.wait_for_room
-        return self._is_local and (self._not_admitted > 0 or waits)
+        return self._is_local and (self._not_admitted > 0 or self._waits_for_room)
 
     def offer(self, layer: str, mark: Event | None = None) -> None:
         """The layer is computed at ``mark``: copy it soon. Never waits.
 
         Again is nothing.
         """
-        if layer not in self._caches.layers or layer in self._offered:
+        if layer not in self._needed or layer in self._marks:
             return
-        self._offered.append(layer)
-        self._marks[layer] = self._last_mark = mark
-        if self._on_gpu is not None:
-            self._on_gpu.offer(layer, mark)
-        for queue in self._queues:
-            queue.put_nowait(layer)
+        self._marks[layer] = mark
+        if self._path is SavePath.HOST:
+            self._host.ask((layer,), mark)
+        for offers in self._offers:
+            offers.put_nowait(layer)
 
     def offer_rest(self, mark: Event | None = None) -> None:
         """All layers are computed at ``mark``."""
-        for layer in self._caches.layers:
+        for layer in self._needed:
             self.offer(layer, mark)
 
-    async def run(self, targets: Sequence[Target]) -> None:
-        """Save it all.
+    async def run(
+        self,
+        targets: Sequence[Target],
+        *,
+        prepare: Callable[[], Awaitable[None]] | None = None,
+    ) -> None:
+        """Save it all. No target is looked for before ``prepare`` has returned.
 
         When it ends, in whatever way, the blocks are no longer read; then an entry
         that is not whole is no entry.
         """
         self._not_admitted = len(targets)
-        self._unread = dict.fromkeys(self._caches.layers, len(targets))
-        if self._on_gpu is not None:
-            self._on_gpu.begin(len(targets))
+        self._needed = dict.fromkeys(self._needed, len(targets))
         if not targets:
             return
-        try:
-            async with asyncio.TaskGroup() as group:
-                if self._on_gpu is not None:
-                    group.create_task(self._on_gpu.run())
-                writes = [
-                    group.create_task(self._write(target, self._new_queue()))
-                    for target in targets
-                ]
-                await asyncio.wait(writes)
-                if self._on_gpu is not None:
-                    self._on_gpu.finish()
-        except ExceptionGroup as failed:
-            raise failed.exceptions[0] from None
+        async with PlainTaskGroup() as group:
+            # From the first: a step may want the blocks whatever is waited for.
+            copying = group.create_task(self._host.run())
+            if prepare is not None:
+                await prepare()
+            writes = [group.create_task(self._write(target)) for target in targets]
+            await asyncio.wait(writes)
+            copying.cancel()  # for nobody
 
-    async def stage(self, staging: Staging) -> bool:
-        """Copy what is not put yet, so that the save goes on from there.
+    def move_to_host(self) -> None:
+        """Bring to host memory what has not left. All was offered. Never waits.
 
-        ``False``: there is no room for that. All layers must have been offered. It
-        may be called again. A cancelled call leaves no trace, and reads no block.
+        Again is nothing.
         """
-        if self._copy is not None or self.released.is_set():
-            return True
-        if self._on_gpu is not None:
-            self._on_gpu.move_to_host()
-            return False  # it is being done, if there is room
-        unread = [layer for layer, count in self._unread.items() if count]
-        blocks = {layer: self._blocks(layer) for layer in unread}
-        copy = await staging.copy(blocks, self._moves, self._last_mark)
-        if copy is None:
-            return False
-        if self.released.is_set():
-            copy.drop()
-            return True
-        self._copy = copy
-        for layer in unread:
-            if not self._unread[layer]:
-                copy.drop(layer)
-        for reading in self._readings:
-            reading.reschedule(asyncio.get_running_loop().time())
-        self._recheck()
-        return True
+        left = [layer for layer in self._marks if self._needed[layer]]
+        if self._path is SavePath.LEND:
+            # Nothing leaves meanwhile: half of it would only take room of other saves.
+            # Until there is a copy, what is lent may be put in time.
+            if left:
+                self._host.ask(left, self._marks[left[-1]])
+            return
+        for layer in left:
+            self._host.ask((layer,), self._marks[layer])
+        for layer in filter(self._host.is_asked, self._needed):
+            self._end_reads(layer)
 
     def stop_waiting(self) -> None:
-        """No step waits any longer for room in staging. Never waits."""
-        if self._on_gpu is not None:
-            self._on_gpu.stop_waiting()
+        """No step waits any longer for room. All was offered. Never waits."""
+        self._host.may_wait_for_room = False
+        if self._path is not SavePath.LEND:  # which is copied by now, or leaves
+            self.move_to_host()
 
     def end(self) -> None:
         """It has ended, in whatever way. Never waits."""
         self.released.set()
-        if self._copy is not None:
-            self._copy.drop()
-        if self._on_gpu is not None:
-            self._on_gpu.drop()
+        self._host.drop()
 
-    def _new_queue(self) -> asyncio.Queue[str]:
-        queue: asyncio.Queue[str] = asyncio.Queue()
-        for layer in self._offered:
-            queue.put_nowait(layer)
-        self._queues.append(queue)
-        return queue
+    @property
+    def _waits_for_room(self) -> bool:
+        """Whether copies wait for what has to leave before."""
+        return self._host.waits_for_room or self._waiting_for_gpu > 0
 
     def _blocks(self, layer: str) -> dict[str, KVBlocks]:
-        return self._caches.blocks(layer, self.request.block_ids)
+        return self._moves.caches.blocks(layer, self.request.block_ids)
 
     def _recheck(self) -> None:
         """See whether the blocks are still read, or will be."""
-        if self._on_gpu is not None:
-            is_read = self._on_gpu.are_read
-        else:
-            is_copied = self._copy is not None and not self._readings
-            is_read = not is_copied and any(self._unread.values())
-        if not is_read:
+        if not self._reads and not any(
+            not self._host.is_there(layer) and (count or self._host.is_asked(layer))
+            for layer, count in self._needed.items()
+        ):
             self.released.set()
 
-    async def _write(self, target: Target, queue: asyncio.Queue[str]) -> None:
+    def _on_came(self, layer: str) -> None:
+        self._end_reads(layer)  # who has not put it by now is served by this copy
+        self._recheck()
+
+    def _end_reads(self, layer: str) -> None:
+        for read, what in self._reads.items():
+            if what == layer and not read.expired():
+                read.reschedule(asyncio.get_running_loop().time())
+
+    async def _write(self, target: Target) -> None:
         find, entry_id, deliveries = target
         request, header = self.request, self._header.tensor()
+        offers: asyncio.Queue[str] = asyncio.Queue()
+        for layer in self._marks:
+            offers.put_nowait(layer)
+        self._offers.append(offers)
         buffer = await find()
         async with buffer.open_insert(
             torch.tensor(request.token_ids, dtype=torch.int64),
             None,
             {
                 HEADER: TensorSpec(tuple(header.shape), "uint8"),
-                **self._caches.specs(request.block_ids),
+                **self._moves.caches.specs(request.block_ids),
             },
             entry_id=entry_id,
             ttl_s=self._ttl_s,
             deliveries=deliveries,
         ) as writer:
-            if self._on_gpu is None:
-                self._not_admitted -= 1
             await writer.put(HEADER, header)
-            if self._on_gpu is not None:
-                self._not_admitted -= 1  # from here on it copies, whatever a peer does
-                await self._on_gpu.put(writer, queue)
-                return
-            for _ in self._caches.layers:
-                layer = await queue.get()
-                for name, memory in self._blocks(layer).items():
-                    await self._put(writer, layer, name, memory)
-                    self._nbytes += memory.nbytes
-                self._layer_put(layer)
+            self._not_admitted -= 1  # from here on it copies, whatever a peer does
+            await self._put_all(writer, offers)
 
-    async def _put(
-        self, writer: InsertWriter, layer: str, name: str, blocks: KVBlocks
-    ) -> None:
-        """Put one tensor from where it lies; from its copy, once there is one."""
-        if self._copy is None:
-            try:
-                # It is ended by `stage`: by then there is a copy.
-                async with asyncio.timeout(None) as reading:
-                    self._readings.add(reading)
-                    try:
-                        await self._moves.reached(self._marks[layer])
-                        await writer.put(name, blocks)
-                    finally:
-                        self._readings.discard(reading)
-                return
-            except TimeoutError:
-                if not reading.expired():
-                    raise
-            finally:
-                self._recheck()
-        copy = self._copy
-        if copy is None:
-            raise RuntimeError("a put was ended, and there is no copy")
-        await writer.put(name, copy.tensor(layer, name))
+    async def _put_all(self, writer: InsertWriter, offers: asyncio.Queue[str]) -> None:
+        """Put every layer, in the order of ``offers``: the next ones leave their blocks
+        while one is on its way.
 
-    def _layer_put(self, layer: str) -> None:
-        self._unread[layer] -= 1
-        if not self._unread[layer] and self._copy is not None:
-            self._copy.drop(layer)
-        self._recheck()
-
-
-_FROM_BLOCKS_S: Final = 0.05
-_STEP_S: Final = 0.2
-_TOO_LATE: Final = (
-    f"its blocks were not free {_STEP_S:g} s after its step: it had no room where it "
-    "goes, or no way there, and could not be staged"
-)
-
-
-class BlockRelease:
-    """Waits for no peer longer than a step can bear.
-
-    For 50 ms saves go on from the blocks. What is not put then is copied to staging,
-    if there is room, and goes on from there. What has no such room after 0.2 s fails.
-    A save into this process's own buffer that has room there waits for nobody: it is
-    let finish. So is one of blocks on a GPU, which is copied to staging from the first,
-    or to memory of that GPU once its target has room, while there is some. ``hang_up``
-    ends the links that a save goes over.
-    """
-
-    def __init__(self, transfers: Transfers, staging: Staging) -> None:
-        self._transfers, self._staging = transfers, staging
-        self._wanted = asyncio.Event()
-        self.late = 0
-
-    def want(self) -> None:
-        """Some of the saves that are let finish must leave now. Never waits."""
-        self._wanted.set()
-        self._wanted = asyncio.Event()
-
-    async def release_when_wanted(
-        self,
-        saves: Mapping[TransferState, P2PSave],
-        hang_up: Callable[[SaveRequest], None],
-    ) -> None:
-        """As :meth:`release`, but let saves finish that need not leave."""
-        while busy := {
-            state: s for state, s in saves.items() if not s.released.is_set()
-        }:
-            if leaving := {state: s for state, s in busy.items() if s.must_release}:
-                await self.release(leaving, hang_up)
-                continue
-            ends = asyncio.create_task(_wait_released(busy, None))
-            wanted = asyncio.create_task(self._wanted.wait())
-            try:
-                await asyncio.wait((ends, wanted), return_when=asyncio.FIRST_COMPLETED)
-            finally:
-                ends.cancel()
-                wanted.cancel()
-
-    async def release(
-        self,
-        saves: Mapping[TransferState, P2PSave],
-        hang_up: Callable[[SaveRequest], None],
-    ) -> None:
-        """Return when no block of these saves is read any more.
-
-        A cancelled call leaves the saves as they are.
+        When it ends, in whatever way, it reads no block, and has no memory of the GPU
+        but what somebody is at.
         """
-        for pause_s in (_FROM_BLOCKS_S, _STEP_S - _FROM_BLOCKS_S):
-            await _wait_released(saves, pause_s)
-            for save in _busy(saves).values():
-                await self._stage(save)
-        await _wait_released(_busy(saves), _FROM_BLOCKS_S)
-        late = _busy(saves)
-        for save in saves.values():
-            save.stop_waiting()
-        for state, save in late.items():
-            self.late += 1
-            self._transfers.fail(state, _TOO_LATE, lacks_room=save.lacks_room())
-        await _wait_released(late, _FROM_BLOCKS_S)
-        for save in _busy(late).values():
-            hang_up(save.request)  # whoever reads blocks for it shall let go of them
-        await _wait_released(saves, None)
-
-    async def _stage(self, save: P2PSave) -> None:
-        """Copy it, if that can be done: else its blocks are read on, and it fails."""
+        ahead: asyncio.Queue[_Leaving] = asyncio.Queue()
         try:
-            await save.stage(self._staging)
-        except Exception:
-            # Whatever it is: the step must still wait until the others read no block.
-            request = as_line(save.request.request_id)
-            logger.exception("the save of %s could not be staged", request)
-
-
-def _busy(saves: Mapping[TransferState, P2PSave]) -> dict[TransferState, P2PSave]:
-    """Return those whose blocks are read, and that may wait for somebody."""
-    return {
-        state: save
-        for state, save in saves.items()
-        if not save.released.is_set() and not save.is_copying
-    }
-
-
-async def _wait_released(
-    saves: Mapping[TransferState, P2PSave], timeout_s: float | None
-) -> None:
-    try:
-        async with asyncio.timeout(timeout_s):
-            for save in saves.values():
-                await save.released.wait()
-    except TimeoutError:
-        pass
-
-
-class P2PSaving:
-    """Begins saves, tells them of layers, and waits until they read no block.
-
-    ``moves`` returns how blocks move, and raises if there are none yet. One that failed
-    leaves an entry that says why.
-    """
-
-    def __init__(
-        self,
-        engine: KVEngine,
-        options: ConnectorOptions,
-        routes: P2PRoutes,
-        transfers: Transfers,
-        notifications: P2PNotifications,
-        *,
-        moves: Callable[[], BlockMoves],
-        staging: Staging,
-    ) -> None:
-        self.nbytes = 0
-        """Of what was saved."""
-        self.engine, self.options, self._moves = engine, options, moves
-        self._routes, self._transfers, self._notifications = (
-            routes,
-            transfers,
-            notifications,
-        )
-        self._staging = staging
-        self._releasing = BlockRelease(transfers, staging)
-        self._saves: dict[TransferState, P2PSave] = {}
-        self._held: dict[TransferState, P2PSave] = {}
-        self._under_way: dict[tuple[str, str], P2PSave] = {}
-
-    @property
-    def late(self) -> int:
-        """How many were given up, as there was no room for them."""
-        return self._releasing.late
-
-    def begin(self, request: SaveRequest) -> None:
-        """Begin to listen for layers, or tell who waits why not. Never waits."""
-        if request.refusal:
-            if request.is_named:
-                self._notifications.report_failure(
-                    request, self._header_of(request), request.refusal
-                )
-            return
-        if self._routes.is_full:
-            reason = "there is no room here (kv_buffer_size, or max_bytes)"
-            self._transfers.refuse(
-                request.request_id, "send", (), reason, lacks_room=True
-            )
-            self._notifications.report_failure(
-                request, self._header_of(request), reason
-            )
-            return
-        save = self.new_save(request)
-        state: TransferState | None = None
-        state = self._transfers.begin(
-            request.request_id,
-            "send",
-            lambda: self._save(save),
-            ended=lambda: self._save_ended(save, state),
-        )
-        if state is not None:
-            self._saves[state] = save
-            self._under_way[_name_of(request)] = save
-        elif not self._transfers.is_closing:  # then nobody is told any more
-            reason = "an older save of that request has not ended"
-            self._notifications.report_failure(
-                request, self._header_of(request), reason
-            )
-
-    def withdraw(self, request: SaveRequest) -> None:
-        """Nobody will ask for what that saves, or has saved. Never waits."""
-        save = self._under_way.get(_name_of(request))
-        if save is None:
-            self._notifications.withdraw(request)
-        else:
-            save.is_wanted = False
-
-    def new_save(self, request: SaveRequest) -> P2PSave:
-        """Return one that nobody runs yet."""
-        moves = self._moves()
-        buffer = self._routes.buffer if self.options.direction == "pull" else None
-        return P2PSave(
-            moves,
-            request,
-            self._header_of(request),
-            self.options.ttl_s,
-            staging=self._staging,
-            is_local=buffer is not None,
-            is_on_their_gpu=buffer is not None and moves.fit(buffer.device),
-            may_lead_to_gpu=self._routes.may_lead_to_gpu(
-                request, str(moves.caches.device)
-            ),
-        )
-
-    def offer(self, layer: str) -> None:
-        """The layer is computed where the engine's stream is now. Never waits.
-
-        :raises GPUFailed: where that is cannot be known
-        """
-        if self._saves:
-            mark = self._moves().now()
-            for save in self._saves.values():
-                save.offer(layer, mark)
-
-    def begin_to_wait(self) -> Coroutine[Any, Any, None]:
-        """All layers are computed; return what waits until no block is read."""
-        saves = dict(self._saves)
-        try:
-            mark = self._moves().now() if saves else None
-        except GPUFailed as exc:
-            return self._give_up(saves, exc)
-        return self._wait(saves, mark)
-
-    def let_go_of_blocks(self, request_ids: Set[str] | None) -> None:
-        """The engine wants the blocks of these requests, or of all. Never waits."""
-        for save in self._held.values():
-            if request_ids is None or save.request.request_id in request_ids:
-                save.must_release = True
-        self._releasing.want()
-
-    def clear(self) -> None:
-        """The step is over: nothing more is said of its layers."""
-        self._saves.clear()
-
-    async def _wait(
-        self, saves: dict[TransferState, P2PSave], mark: Event | None
-    ) -> None:
-        for state, save in saves.items():
-            save.offer_rest(mark)
-            timeout_s = self.options.save_timeout_s
-            self._transfers.fail_after(state, timeout_s, lacks_room=save.lacks_room)
-        if self.engine.holds_saved_blocks:
-            self._held |= saves
-            try:
-                await self._releasing.release_when_wanted(saves, self._routes.hang_up)
-            finally:
-                for state in saves:
-                    self._held.pop(state, None)
-        else:
-            await self._releasing.release(saves, self._routes.hang_up)
-
-    async def _give_up(
-        self, saves: dict[TransferState, P2PSave], error: GPUFailed
-    ) -> None:
-        """Fail them: when their layers are computed cannot be known."""
-        for state in saves:
-            self._transfers.fail(state, reason_of(error))
-        for save in saves.values():
-            await save.released.wait()
-        raise error
-
-    def _header_of(self, request: SaveRequest) -> EntryHeader:
-        return EntryHeader(
-            engine_id=self.engine.engine_id,
-            rank=self.engine.rank,
-            block_size=self.engine.block_size,
-            layers=self._moves().caches.layers,
-            shape=self.engine.shape,
-            salt=request.salt,
-        )
-
-    def _save_ended(self, save: P2PSave, state: TransferState | None) -> None:
-        save.end()
-        if state is not None:
-            self._under_way.pop(_name_of(save.request), None)
-        if not save.is_wanted:
-            self._notifications.withdraw(save.request)
-        elif state is not None and state.reason:
-            header = self._header_of(save.request)
-            self._notifications.report_failure(save.request, header, state.reason)
-
-    async def _save(self, save: P2PSave) -> None:
-        was_reported = False
-        try:
-            if self._routes.peers.device is not None and self._routes.pushes:
-                # The caches may have come after start(): before a peer is dialled.
-                await self._moves().open_if_possible()
-            was_reported = await self._notifications.take_back_report(save.request)
-            await save.run(self._routes.targets(save.request))
-            self._notifications.forget_report(save.request)
-        except EntryConflict:
-            failed = was_reported or self._notifications.has_reported(save.request)
-            if failed or self.options.direction == "push":
-                raise  # what is there, or was taken, may say that it has failed
-            # Another request of that transfer saves it, or has: it is there once.
+            async with PlainTaskGroup() as group:
+                group.create_task(self._read_all(writer, offers, ahead))
+                for _ in self._needed:
+                    await self._put(writer, await ahead.get())
         finally:
-            self.nbytes += save.nbytes
+            while not ahead.empty():
+                release_staged(ahead.get_nowait().staged)
 
+    async def _read_all(
+        self,
+        writer: InsertWriter,
+        offers: asyncio.Queue[str],
+        ahead: asyncio.Queue[_Leaving],
+    ) -> None:
+        for _ in self._needed:
+            layer = await offers.get()
+            leaving = _Leaving(layer, self._blocks(layer))
+            if await self._read(writer, leaving):
+                self._done_with(layer)
+            else:
+                self._host.ask((layer,), self._marks[layer])
+                await self._host.copy_of(layer)
+            ahead.put_nowait(leaving)
 
-def _name_of(request: SaveRequest) -> tuple[str, str]:
-    return request.request_id, request.transfer_id
+    async def _read(self, writer: InsertWriter, leaving: _Leaving) -> bool:
+        """Let a layer leave its blocks by its path; ``False``: it comes to the host."""
+        layer = leaving.layer
+        is_lent = self._path is SavePath.LEND and not self._host.is_there(layer)
+        is_gathered = self._path is SavePath.GPU and not self._host.is_asked(layer)
+        if not (is_lent or (is_gathered and isinstance(writer, StagingWriter))):
+            return False
+        try:
+            # It is ended by who brings the layer to the host, or wants that.
+            async with asyncio.timeout(None) as read:
+                self._reads[read] = layer
+                try:
+                    await self._moves.reached(self._marks[layer])
+                    if isinstance(writer, StagingWriter) and is_gathered:
+                        return await self._gather(writer, leaving)
+                    return await self._lend(writer, leaving)
+                finally:
+                    del self._reads[read]
+                    self._recheck()
+        except TimeoutError:
+            if not read.expired():
+                raise
+            return False
+
+    async def _lend(self, writer: InsertWriter, leaving: _Leaving) -> bool:
+        for name in list(leaving.blocks):
+            await writer.put(name, leaving.blocks[name])
+            self.nbytes += leaving.blocks.pop(name).nbytes
+        return True
+
+    async def _gather(self, writer: StagingWriter, leaving: _Leaving) -> bool:
+        """Gather a layer, which is computed, on its GPU; ``False``: not from there."""
+        blocks = list(leaving.blocks.values())
+        self._waiting_for_gpu += 1
+        try:
+            staged = await writer.room([one.spec for one in blocks])
+        finally:
+            self._waiting_for_gpu -= 1
+        if staged is None:
+            return False
+        try:
+            await self._moves.gather_there(blocks, [one.place() for one in staged])
+        except BaseException as exc:
+            clear_all_frames(exc)  # they keep the memory
+            release_staged(staged)
+            raise
+        leaving.staged = staged
+        return True
+
+    async def _put(self, writer: InsertWriter, leaving: _Leaving) -> None:
+        """Put what is left of a layer: its copies."""
+        if leaving.staged and isinstance(writer, StagingWriter):
+            try:
+                for name, one in zip(leaving.blocks, leaving.staged, strict=True):
+                    await writer.put_staged(name, one)
+                    one.release()
+                    self.nbytes += one.nbytes
+            finally:
+                release_staged(leaving.staged)
+        elif leaving.blocks:
+            copy = await self._host.copy_of(leaving.layer)
+            for name in leaving.blocks:
+                tensor = copy.tensor(leaving.layer, name)
+                await writer.put(name, tensor)
+                self.nbytes += tensor.nbytes
+            self._done_with(leaving.layer)
+
+    def _done_with(self, layer: str) -> None:
+        """One target more needs neither its blocks nor a copy in host memory."""
+        self._needed[layer] -= 1
+        if not self._needed[layer]:
+            self._host.drop(layer)
+        self._recheck()

@@ -3,25 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Coroutine, Set
-from typing import Any
+from collections.abc import Set
 
 import torch
 
 from asynckv.abc import (
     KVConnectorHandshake,
-    KVConnectorMetadata,
     SupportsHandshake,
     SupportsHeldBlocks,
     SupportsLayerwise,
 )
 from asynckv.config import KVTransferConfig
-from asynckv.connectors.caches import PagedCaches
+from asynckv.connectors.caches import PagedCaches, Staging
 from asynckv.connectors.engine import KVEngine
-from asynckv.connectors.p2p.gpu_layers import Staging
 from asynckv.connectors.p2p.load import P2PLoading
 from asynckv.connectors.p2p.routes import P2PNotifications, P2PRoutes
-from asynckv.connectors.p2p.save import P2PSaving
+from asynckv.connectors.p2p.saves import P2PSaving
 from asynckv.connectors.requests import P2PMetadata
 from asynckv.connectors.transfers import TransferCounters
 from asynckv.connectors.worker import CacheWorker
@@ -62,7 +59,7 @@ class P2PWorker(CacheWorker, SupportsHandshake, SupportsHeldBlocks, SupportsLaye
 
     It serves its own buffer where it prefills and keeps (``pull``), or where it decodes
     and is sent to (``push``). ``wait_for_save`` waits for blocks, as
-    :class:`~asynckv.connectors.p2p.save.BlockRelease` says, not for peers; a save that
+    :class:`~asynckv.connectors.p2p.saves.BlockRelease` says, not for peers; a save that
     takes ``save_timeout_s`` longer than its step is given up. An engine that holds the
     blocks of saves lets them finish until it wants the blocks. One that failed leaves
     an entry that says why, so that its loads fail at once. A load that hears nothing
@@ -84,11 +81,12 @@ class P2PWorker(CacheWorker, SupportsHandshake, SupportsHeldBlocks, SupportsLaye
         self._device = device
         self.routes = P2PRoutes(config, engine)
         self._staging = Staging(config.max_bytes)
-        self._step: P2PMetadata | None = None
         notifications = P2PNotifications(self._transfers, self.routes, self.options)
         of_all = engine, self.options, self.routes, self._transfers, notifications
-        self._loading = P2PLoading(*of_all, moves=self._registered)
-        self._saving = P2PSaving(*of_all, moves=self._registered, staging=self._staging)
+        self._loading: P2PLoading = P2PLoading(*of_all, moves=self._registered)
+        self._saving: P2PSaving = P2PSaving(
+            *of_all, moves=self._registered, staging=self._staging
+        )
 
     @property
     def wants_layers(self) -> bool:
@@ -108,37 +106,6 @@ class P2PWorker(CacheWorker, SupportsHandshake, SupportsHeldBlocks, SupportsLaye
         incarnation = "" if server is None else server.identity.incarnation
         return KVConnectorHandshake(self.engine.rank, incarnation)
 
-    def bind_connector_metadata(self, metadata: KVConnectorMetadata) -> None:
-        """As the contract says; the saves of the step begin to listen for layers.
-
-        :raises TypeError: it is another connector's
-        :raises RuntimeError: no caches were registered
-        """
-        self._check_loop()
-        if not isinstance(metadata, P2PMetadata):
-            raise TypeError(f"{type(metadata).__name__} is another connector's")
-        self._step = metadata
-        for request in metadata.saves:
-            self._saving.begin(request)
-
-    def clear_connector_metadata(self) -> None:
-        self._check_loop()
-        self._step = None
-        self._loading.clear()
-        self._saving.clear()
-
-    async def start_load_kv(self, context: object = None, **kwargs: object) -> None:
-        self._check_loop()
-        # Taken, so that a second call in one step is nothing.
-        step, self._step = self._step or P2PMetadata(), None
-        for request in step.loads:
-            self._loading.begin(request)
-        for withdrawal in step.withdrawals:
-            self._saving.withdraw(withdrawal)
-        for request_id in step.aborts:
-            is_wanted = request_id in step.left_to_others
-            self._loading.abort(request_id, is_wanted=is_wanted)
-
     async def wait_for_layer_load(self, layer_name: str) -> None:
         self._check_loop()
         for load in self._loading.awaited:
@@ -154,10 +121,6 @@ class P2PWorker(CacheWorker, SupportsHandshake, SupportsHeldBlocks, SupportsLaye
         self._check_loop()
         if self.options.layerwise:
             self._saving.offer(layer_name)
-
-    def begin_to_wait(self) -> Coroutine[Any, Any, None]:
-        self._check_loop()
-        return self._saving.begin_to_wait()
 
     def let_go_of_blocks(self, request_ids: Set[str] | None) -> None:
         self._check_loop()

@@ -1,10 +1,17 @@
-"""The scheduler side of a store connector: which blocks are there, which go there."""
+"""The scheduler side of a store connector: which blocks are there, which go there.
+
+What is found stays there until a load can begin. A store that is silent is waited for
+once; then nobody waits for it until it answers. Engines that are cut otherwise than
+those whose blocks it has hear that they are.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import logging
 import time
+from collections.abc import Sequence
 from typing import Final
 
 from asynckv.abc import (
@@ -22,18 +29,32 @@ from asynckv.abc import (
     SupportsHMA,
 )
 from asynckv.config import KVLoadFailurePolicy, KVTransferConfig
-from asynckv.connectors.engine import KVEngine, prefix_block_keys
+from asynckv.connectors.connections import StoreConnection
+from asynckv.connectors.engine import (
+    SHAPE_KEY,
+    KVEngine,
+    StoredShape,
+    namespace_of,
+    prefix_block_keys,
+    rank_block_keys,
+)
+from asynckv.connectors.options import ConnectorOptions
 from asynckv.connectors.requests import (
     StoreMetadata,
     StoreRequest,
     refusal_of_blocks,
 )
-from asynckv.connectors.store.lookup import PrefixLookup
 from asynckv.connectors.transfers import ExpectedLoads, TransferCounters
-from asynckv.errors import AsyncKVError
+from asynckv.errors import AsyncKVError, PeerLost
 from asynckv.loops import LoopBound, ThreadBound
+from asynckv.shielding import wait_shielded
 
-__all__ = ("StoreScheduler", "StoreSchedulerStatistics")
+__all__ = (
+    "PrefixLookup",
+    "StorePins",
+    "StoreScheduler",
+    "StoreSchedulerStatistics",
+)
 
 logger = logging.getLogger(__name__)
 
@@ -286,3 +307,231 @@ class StoreScheduler(
             first,
             number=known.number,
         )
+
+
+_NOT_HELD: Final = "what is found is not held any more"
+
+
+class StorePins:
+    """Pins what is found for ``seconds``: not evicted before its load can pin it.
+
+    Of more than ``at_most`` at once the oldest are let go: those that are found, for
+    who still asks has nothing yet.
+    """
+
+    def __init__(self, seconds: float, at_most: int) -> None:
+        self._seconds = seconds
+        self._at_most = at_most
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._held: dict[asyncio.Task[None], None] = {}
+        self._is_closing = False
+
+    def __len__(self) -> int:
+        """How many are held, and not about to be let go."""
+        return len(self._held)
+
+    async def hold(self, store: KVStoreBuffer, keys: Sequence[str]) -> tuple[bool, ...]:
+        """Say which of ``keys`` are there; those stay. A cancelled call holds none.
+
+        :raises PeerLost: the store is gone, or this is closed
+        """
+        if self._is_closing:
+            raise PeerLost(_NOT_HELD)
+        loop = asyncio.get_running_loop()
+        found: asyncio.Future[tuple[bool, ...]] = loop.create_future()
+        task = loop.create_task(
+            self._keep(store, keys, found), name="asynckv: blocks that were found"
+        )
+        self._tasks.add(task)
+        task.add_done_callback(lambda task: self._ended(task, found))
+        try:
+            return await found
+        except asyncio.CancelledError:
+            task.cancel()
+            await wait_shielded(task)
+            raise
+
+    async def release(self) -> None:
+        """Let all go. A cancellation is held back until then."""
+        tasks = tuple(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await wait_shielded(asyncio.gather(*tasks, return_exceptions=True))
+
+    async def aclose(self) -> None:
+        """Let all go, and hold nothing more. A cancellation is held back until then."""
+        self._is_closing = True
+        await self.release()
+
+    def abort(self) -> None:
+        """Let all go soon, and hold nothing more. Never waits."""
+        self._is_closing = True
+        for task in self._tasks:
+            task.cancel()
+
+    async def _keep(
+        self,
+        store: KVStoreBuffer,
+        keys: Sequence[str],
+        found: asyncio.Future[tuple[bool, ...]],
+    ) -> None:
+        try:
+            async with store.pin(keys) as there:
+                if not found.done():
+                    self._make_room()
+                    found.set_result(there)
+                    await asyncio.sleep(self._seconds)
+        except (AsyncKVError, OSError) as exc:
+            if not found.done():
+                found.set_exception(exc)
+            else:
+                logger.debug("what was found is held no longer: %s", exc)
+
+    def _make_room(self) -> None:
+        """The task that calls this holds something now: let the oldest go for it."""
+        if (task := asyncio.current_task()) is not None:
+            self._held[task] = None
+        while len(self._held) > self._at_most:
+            oldest = next(iter(self._held))
+            del self._held[oldest]  # now: cancelled, it takes its time to end
+            oldest.cancel()
+
+    def _ended(
+        self, task: asyncio.Task[None], found: asyncio.Future[tuple[bool, ...]]
+    ) -> None:
+        self._tasks.discard(task)
+        self._held.pop(task, None)
+        if not found.done():  # it was cancelled before it had an answer
+            found.set_exception(PeerLost(_NOT_HELD))
+
+
+_PROBE_EVERY_S: Final = 1.0
+_HELD_S: Final = 10.0
+_MOST_HELD: Final = 256
+
+
+class PrefixLookup:
+    """Asks a store for the parts of all ranks of an engine, and holds what is there."""
+
+    def __init__(
+        self, config: KVTransferConfig, engine: KVEngine, store: KVStoreBuffer | None
+    ) -> None:
+        self.line = StoreConnection(config, engine, store, "scheduler")
+        self.holds = StorePins(_HELD_S, _MOST_HELD)
+        self.refused = ""
+        """Why what another engine has saved there is of no use here."""
+        self._engine = engine
+        self._namespace = namespace_of(engine)
+        self._answer_s = ConnectorOptions.of(config).lookup_timeout_s
+        self._is_silent = self._is_closed = False
+        self._probing: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Begin to dial, so that the first prompt need not wait for it. Never waits."""
+        self._probe_soon()
+
+    async def find(self, keys: tuple[str, ...]) -> int:
+        """Say how many of these blocks, from the first on, are there for every rank.
+
+        A cancelled call holds nothing.
+
+        :raises AsyncKVError: the store does not answer, or has not since it was silent
+        :raises OSError: so it is too
+        :raises TimeoutError: it was silent for ``lookup_timeout_s``
+        """
+        if self._is_silent:
+            raise PeerLost(f"{self.line.url} has been silent", hint="it is asked again")
+        try:
+            async with asyncio.timeout(self._answer_s) as limit:
+                found = await self._find(keys, limit)
+        except TimeoutError:
+            self._is_silent = True
+            self._on_lost(f"no answer within {self._answer_s:g} s (lookup_timeout_s)")
+            raise
+        except (AsyncKVError, OSError) as exc:
+            self._on_lost(str(exc) or type(exc).__name__)
+            raise
+        self._on_answer()
+        return found
+
+    async def aclose(self) -> None:
+        """Hold nothing more, and say goodbye. Bounded and shielded."""
+        self._is_closed = True
+        try:
+            if (probing := self._probing) is not None:
+                probing.cancel()
+                await wait_shielded(probing)
+            await self.holds.aclose()
+        finally:
+            await self.line.aclose()
+
+    def abort(self) -> None:
+        """Hold nothing more, and hang up. Never waits."""
+        self._is_closed = True
+        if self._probing is not None:
+            self._probing.cancel()
+        self.holds.abort()
+        self.line.abort()
+
+    async def _find(self, keys: tuple[str, ...], limit: asyncio.Timeout) -> int:
+        store, counts = await self.line.store(), []
+        for rank in range(self._engine.size):
+            rank_keys = rank_block_keys(keys, self._namespace, rank)
+            counts.append(await store.match_prefix(rank_keys))
+            self._go_on(limit)
+        if not (found := min(counts)):
+            await self._compare(store)
+            return 0
+        return await self._hold(store, keys[:found])
+
+    def _go_on(self, limit: asyncio.Timeout) -> None:
+        """An answer came: so much time has the next one."""
+        limit.reschedule(asyncio.get_running_loop().time() + self._answer_s)
+
+    def _on_lost(self, why: str) -> None:
+        if not self._is_closed:
+            self.line.note_lost(why)
+            self._probe_soon()
+
+    def _on_answer(self) -> None:
+        self._is_silent = False
+        if self._probing is not None:
+            self._probing.cancel()
+            self._probing = None
+        self.line.note_answer()
+
+    def _probe_soon(self) -> None:
+        if self._probing is None or self._probing.done():
+            self._probing = asyncio.create_task(
+                self._probe(), name=f"asynckv: wait for {self.line.url}"
+            )
+
+    async def _probe(self) -> None:
+        """Ask until there is an answer. Who is silent is not asked a second time."""
+        while not self._is_closed:
+            try:
+                store = await self.line.store()
+                await store.contains((SHAPE_KEY,))
+            except (AsyncKVError, OSError) as exc:
+                self._on_lost(str(exc) or type(exc).__name__)
+                await asyncio.sleep(_PROBE_EVERY_S)
+            else:
+                self._probing = None
+                self._on_answer()
+                break
+
+    async def _hold(self, store: KVStoreBuffer, keys: tuple[str, ...]) -> int:
+        """Say how many are there for every rank; they stay until a load can begin."""
+        ranks, count = range(self._engine.size), len(keys)
+        all_keys = [rank_block_keys(keys, self._namespace, rank) for rank in ranks]
+        there = await self.holds.hold(store, [key for part in all_keys for key in part])
+        parts = [there[rank * count : (rank + 1) * count] for rank in ranks]
+        return min((*part, False).index(False) for part in parts)
+
+    async def _compare(self, store: KVStoreBuffer) -> None:
+        """Nothing was found: perhaps because who saves there is cut otherwise."""
+        there = StoredShape.read(await store.get(SHAPE_KEY))
+        refused = "" if there is None else there.differs_from(self._engine)
+        if refused and refused != self.refused:
+            logger.warning("blocks in the store are not for this engine: %s", refused)
+        self.refused = refused

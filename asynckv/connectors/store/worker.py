@@ -11,27 +11,36 @@ import dataclasses
 import functools
 import hashlib
 import logging
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any, Final, NamedTuple
 
 import msgspec
 import torch
 
-from asynckv.abc import BlockIds, KVConnectorMetadata, KVStoreBuffer
+from asynckv.abc import BlockIds, KVStoreBuffer
 from asynckv.config import KVTransferConfig
-from asynckv.connectors.caches import BlockMoves, PagedCaches
+from asynckv.connectors.caches import BlockMoves, PagedCaches, Staging
 from asynckv.connectors.connections import StoreConnection
-from asynckv.connectors.engine import KVEngine, rank_block_keys
+from asynckv.connectors.engine import (
+    SHAPE_KEY,
+    KVEngine,
+    StoredShape,
+    namespace_of,
+    rank_block_keys,
+)
 from asynckv.connectors.options import ConnectorOptions
 from asynckv.connectors.requests import StoreMetadata, StoreRequest
-from asynckv.connectors.store.lookup import SHAPE_KEY, StoredShape, namespace_of
-from asynckv.connectors.transfers import TransferCounters, Transfers, reason_of
-from asynckv.connectors.worker import CacheWorker
+from asynckv.connectors.transfers import (
+    PlainTaskGroup,
+    TransferCounters,
+    Transfers,
+    flat,
+)
+from asynckv.connectors.worker import CacheWorker, Loading
 from asynckv.devices.cuda import Event
 from asynckv.devices.lanes import DeviceLanes
 from asynckv.devices.tensors import gpu_of
 from asynckv.errors import EntryAborted, PeerLost
-from asynckv.observability.lines import as_line
 from asynckv.tensors.blocks import KVBlocks
 from asynckv.tensors.views import bytes_of
 
@@ -58,7 +67,7 @@ class PackedBlocks:
 
     def __init__(self, moves: BlockMoves) -> None:
         caches = moves.caches
-        self._moves = moves
+        self.moves = moves
         pools = [
             (layer, pool) for layer in caches.layers for pool in caches.pools(layer)
         ]
@@ -86,7 +95,7 @@ class PackedBlocks:
         value = torch.empty(self.block_nbytes, dtype=torch.uint8)
         value[:_MARK_NBYTES] = self._mark
         parts = self._parts(value, block_ids, index)
-        await self._moves.gather(
+        await self.moves.gather(
             [blocks for blocks, _ in parts], [part for _, part in parts], mark
         )
         return value
@@ -109,11 +118,11 @@ class PackedBlocks:
             raise ValueError(
                 f"a value of {value.nbytes} bytes is no block of {self.block_nbytes}"
             )
-        (told,) = await self._moves.fetch([value[:_MARK_NBYTES]])
+        (told,) = await self.moves.fetch([value[:_MARK_NBYTES]])
         if not torch.equal(told, self._mark):
             raise ValueError("a value of other layers, or of another dtype or layout")
         parts = self._parts(value, block_ids, index)
-        await self._moves.scatter(
+        await self.moves.scatter(
             [part for _, part in parts], [blocks for blocks, _ in parts], mark
         )
 
@@ -144,8 +153,7 @@ class StoreRank:
     """One rank of ``engine``, and its ``line`` to a store.
 
     ``packed`` returns what gathers and scatters blocks, and raises if there are no
-    caches yet; ``now`` says where the engine's stream is. ``at_once`` bounds what is
-    loaded and saved together.
+    caches yet. ``at_once`` bounds what is loaded and saved together.
     """
 
     engine: KVEngine
@@ -155,7 +163,6 @@ class StoreRank:
     at_once: asyncio.Semaphore
     _: dataclasses.KW_ONLY
     packed: Callable[[], PackedBlocks]
-    now: Callable[[], Event | None]
 
     def keys_of(self, request: StoreRequest) -> list[str]:
         """Return where the store has this rank's part of the request's blocks."""
@@ -212,15 +219,14 @@ class StoreSaving:
         self._saves: collections.deque[_Save] = collections.deque()
         # Of prompts that are not stored further.
         self._ends: dict[tuple[str, int], int] = {}
-        self._staged = 0
-        self._has_ended = asyncio.Event()
+        self._staging = Staging(0)
         self._is_stalled = False
         self._is_told = False
 
-    def bind(self, requests: Iterable[StoreRequest]) -> None:
-        """A step begins: these are its saves."""
+    def bind(self, step: StoreMetadata) -> None:
+        """A step begins, with these saves. Never waits."""
         self._saves = collections.deque()
-        for request in requests:
+        for request in step.saves:
             if request.first_block <= self._ends.get(_prompt_of(request), -1):
                 del self._ends[_prompt_of(request)]  # it is begun again before its gap
             for index, key in enumerate(self._rank.keys_of(request)):
@@ -232,47 +238,45 @@ class StoreSaving:
 
     def begin_to_wait(self) -> Coroutine[Any, Any, None]:
         """All is computed; return what waits until the step's blocks are copied."""
-        return self._wait(self._saves, self._rank.now() if self._saves else None)
+        mark = self._rank.packed().moves.now() if self._saves else None
+        return self._wait(self._saves, mark)
 
     async def _wait(self, saves: collections.deque[_Save], mark: Event | None) -> None:
         until_s = asyncio.get_running_loop().time() + _WAIT_S
         while saves:
             save = saves[0]
-            if save.prompt in self._ends or not await self._has_room(until_s):
+            packed = self._rank.packed()
+            nbytes = packed.block_nbytes
+            if save.prompt in self._ends or not await self._takes_room(nbytes, until_s):
                 self._end(save)
                 self.skipped += 1
             else:
-                block_ids = save.request.block_ids
-                value = await self._rank.packed().gather(block_ids, save.offset, mark)
+                try:
+                    block_ids = save.request.block_ids
+                    value = await packed.gather(block_ids, save.offset, mark)
+                except BaseException:
+                    self._staging.release(nbytes)
+                    raise
                 self._begin(save, value)
             saves.popleft()  # not before: a cancelled call has not saved it
 
     def _begin(self, save: _Save, value: torch.Tensor) -> None:
         """Store a block beside whatever comes next. Never waits."""
         put = functools.partial(self._put, save, value)
-        self._staged += 1
         self._rank.transfers.begin_unreported(put, f"put {save.key}")
 
-    async def _has_room(self, until_s: float) -> bool:
+    async def _takes_room(self, nbytes: int, until_s: float) -> bool:
         """Whether one more block may be on its way; wait for that, but not for long."""
-        most = self._most_staged()
-        if self._staged < most:
-            return True
-        if self._is_stalled:
-            return False
+        staging = self._staging
+        # So many blocks at least, however large they are.
+        staging.max_bytes = max(_STAGED_BYTES, _STAGED_BLOCKS * nbytes)
         try:
             async with asyncio.timeout_at(until_s):
-                while self._staged >= most:
-                    self._has_ended.clear()
-                    await self._has_ended.wait()
+                while not (is_taken := staging.take(nbytes)) and not self._is_stalled:
+                    await staging.more_room.wait()
         except TimeoutError:
             self._is_stalled = True
-            return False
-        return True
-
-    def _most_staged(self) -> int:
-        """Return how many blocks may be on their way."""
-        return max(_STAGED_BLOCKS, _STAGED_BYTES // self._rank.packed().block_nbytes)
+        return is_taken
 
     def _end(self, save: _Save) -> None:
         """The prompt is stored as far as here, at most."""
@@ -314,41 +318,30 @@ class StoreSaving:
             self.failed += not is_stored and not is_skipped
             if not is_stored:
                 self._end(save)
-            self._staged -= 1
-            self._has_ended.set()
+            self._staging.release(value.nbytes)
 
 
 BLOCKS_AT_ONCE: Final = 16
 """So many blocks of one rank are asked for, or sent, at the most."""
 
 
-class StoreLoading:
+class StoreLoading(Loading):
     """Begins loads. A block that is not stored any more fails all of its load."""
 
     def __init__(self, rank: StoreRank) -> None:
+        super().__init__(rank.transfers)
         self.blocks = 0
         """How many were loaded."""
         self._rank = rank
 
-    def begin(self, request: StoreRequest) -> None:
-        """Begin a load. Never waits.
+    def _begin(self, request: StoreRequest) -> None:
+        packed = self._rank.packed()
+        load = functools.partial(self.load, request, packed, packed.moves.now())
+        blocks = flat(request.block_ids)
+        self._transfers.begin(request.request_id, "recv", load, blocks)
 
-        What cannot be begun is said to have failed: others are not less wanted.
-        """
-        blocks = {block for group in request.block_ids for block in group}
-        rank, request_id = self._rank, request.request_id
-        if request.refusal:
-            rank.transfers.refuse(request_id, "recv", blocks, request.refusal)
-            return
-        try:
-            packed, mark = rank.packed(), rank.now()
-            rank.transfers.begin(
-                *(request_id, "recv", lambda: self.load(request, packed, mark), blocks)
-            )
-        except Exception as exc:
-            # Whatever it is: the request would wait for this load for ever.
-            logger.exception("no load of %s began", as_line(request_id))
-            rank.transfers.refuse(request_id, "recv", blocks, reason_of(exc))
+    def clear(self) -> None:
+        """Loads happen between steps."""
 
     async def load(
         self, request: StoreRequest, packed: PackedBlocks, mark: Event | None = None
@@ -369,18 +362,15 @@ class StoreLoading:
                         "any more",
                         reason="evicted",
                     )
-                try:
-                    async with asyncio.TaskGroup() as group:
-                        for index, key in enumerate(keys):
-                            scatter = functools.partial(
-                                packed.scatter,
-                                block_ids=request.block_ids,
-                                index=index,
-                                mark=mark,
-                            )
-                            group.create_task(self._load_block(store, key, scatter))
-                except ExceptionGroup as failed:
-                    raise failed.exceptions[0] from None
+                async with PlainTaskGroup() as group:
+                    for index, key in enumerate(keys):
+                        scatter = functools.partial(
+                            packed.scatter,
+                            block_ids=request.block_ids,
+                            index=index,
+                            mark=mark,
+                        )
+                        group.create_task(self._load_block(store, key, scatter))
 
     async def _load_block(
         self,
@@ -439,40 +429,18 @@ class StoreWorker(CacheWorker):
         super().__init__(config, engine, lanes=lanes)
         self._line = StoreConnection(config, engine, store, str(engine.rank))
         self._packed: PackedBlocks | None = None
-        self._step: StoreMetadata | None = None
         rank = StoreRank(
             *(engine, self.options, self._line, self._transfers),
             asyncio.Semaphore(BLOCKS_AT_ONCE),
             packed=self._packed_blocks,
-            now=self._now,
         )
-        self._loading = StoreLoading(rank)
+        self._loading: StoreLoading = StoreLoading(rank)
         tells = not config.is_kv_consumer and engine.rank == 0
-        self._saving = StoreSaving(rank, logs_losses=tells)
+        self._saving: StoreSaving = StoreSaving(rank, logs_losses=tells)
 
     async def start(self) -> None:
         """Nothing to open: the store is dialled when it is needed."""
         self._check_loop()
-
-    def bind_connector_metadata(self, metadata: KVConnectorMetadata) -> None:
-        self._check_loop()
-        if not isinstance(metadata, StoreMetadata):
-            raise TypeError(f"{type(metadata).__name__} is another connector's")
-        self._step = metadata
-        self._saving.bind(metadata.saves)
-
-    def clear_connector_metadata(self) -> None:
-        self._check_loop()
-        self._step = None
-        self._saving.clear()
-
-    async def start_load_kv(self, context: object = None, **kwargs: object) -> None:
-        self._check_loop()
-        step, self._step = self._step or StoreMetadata(), None
-        for request in step.loads:
-            self._loading.begin(request)
-        for request_id in step.aborts:
-            self._transfers.cancel(request_id, "recv")
 
     async def wait_for_layer_load(self, layer_name: str) -> None:
         """Loads happen between steps: there is nothing to wait for."""
@@ -487,10 +455,6 @@ class StoreWorker(CacheWorker):
     ) -> None:
         """A block is saved whole, with all its layers: in :meth:`wait_for_save`."""
         self._check_loop()
-
-    def begin_to_wait(self) -> Coroutine[Any, Any, None]:
-        self._check_loop()
-        return self._saving.begin_to_wait()
 
     async def flush(self) -> None:
         """Wait until everything that was saved is stored, or could not be.
@@ -523,10 +487,6 @@ class StoreWorker(CacheWorker):
     def _register(self, caches: PagedCaches) -> None:
         super()._register(caches)
         self._packed = PackedBlocks(self._registered())
-
-    def _now(self) -> Event | None:
-        """Return where the engine's stream is."""
-        return None if self._moves is None else self._moves.now()
 
     def _packed_blocks(self) -> PackedBlocks:
         if self._packed is None:

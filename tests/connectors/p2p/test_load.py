@@ -18,7 +18,6 @@ from asynckv.buffers.local.writer import LocalViews
 from asynckv.buffers.lookup import LookupBuffer
 from asynckv.buffers.remote.peer import connect
 from asynckv.buffers.serve import serve
-from asynckv.connectors.assembly import Assembly
 from asynckv.connectors.caches import BlockMoves, PagedCaches
 from asynckv.connectors.engine import (
     HEADER,
@@ -34,7 +33,7 @@ from asynckv.connectors.p2p.entries import (
     release,
     report_failure,
 )
-from asynckv.connectors.p2p.load import P2PLoad, P2PLoading
+from asynckv.connectors.p2p.load import Assembly, P2PLoad, P2PLoading
 from asynckv.connectors.requests import LoadRequest, P2PMetadata
 from asynckv.devices.copying import CopyPool
 from asynckv.errors import IncompatiblePeer

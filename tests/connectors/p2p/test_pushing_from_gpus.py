@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from typing import Any
 
 import msgspec
@@ -16,7 +15,7 @@ from asynckv.buffers.lookup import LookupBuffer
 from asynckv.buffers.remote.insert import RemoteWriter
 from asynckv.buffers.remote.peer import Peer
 from asynckv.connectors.caches import BlockMoves
-from asynckv.connectors.p2p.gpu_layers import GpuLayers
+from asynckv.connectors.p2p.save import P2PSave
 from asynckv.connectors.p2p.worker import P2PWorker
 from asynckv.errors import GPUFailed
 from asynckv.links.link import Link
@@ -339,51 +338,6 @@ async def test_blocks_are_not_left_while_one_target_takes_what_came_to_the_host(
         assert worker.statistics().late_saves == 0
 
 
-@contextlib.contextmanager
-def layers_of(ground: P2PGround) -> Iterator[GpuLayers]:
-    """Yield what nobody runs yet, of a save to one target."""
-    worker = worker_of(ground)
-    moves, changed = worker._registered(), asyncio.Event().set
-    blocks_of = functools.partial(moves.caches.blocks, block_ids=((5, 2, 7),))
-    layers = GpuLayers(moves, worker._staging, blocks_of, changed, by_host=False)
-    layers.begin(1)
-    yield layers
-    layers.drop()
-    assert not worker._staging.used_bytes
-
-
-async def test_a_layer_that_is_copied_for_nobody_is_still_read() -> None:
-    async with pushing(model=ONE) as ground:
-        with layers_of(ground) as layers:
-            assert ground.prefill.gpu is not None
-            gate = Gate()
-            ground.prefill.gpu.tensors.stream(0).add(gate)
-            layer = ONE.layer_names[0]
-            layers.offer(layer, worker_of(ground)._registered().now())
-            layers.move_to_host()
-            running = asyncio.create_task(layers.run())
-            await until(lambda: worker_of(ground)._staging.used_bytes > 0)
-            layers._done_with(layer)  # in the same moment it was there on the GPU
-            assert layers.are_read
-            gate.open()
-            await until(lambda: not layers.are_read)
-            assert not worker_of(ground)._staging.used_bytes
-            layers.finish()
-            await running
-
-
-async def test_layers_leave_the_gpu_in_the_order_in_which_they_are_put() -> None:
-    async with pushing() as ground:
-        with layers_of(ground) as layers:
-            names = [*reversed(LARGE.layer_names)]
-            for name in names:
-                layers.offer(name, None)
-            layers.move_to_host()
-            layers.finish()
-            await layers.run()
-            assert [*layers._gathering._copies] == names
-
-
 async def test_no_memory_is_taken_for_what_is_not_computed() -> None:
     async with pushing() as ground:
         assert ground.prefill.gpu is not None
@@ -512,15 +466,20 @@ async def test_heads_of_several_ranks_come_to_where_they_belong(
 async def test_a_buffer_that_is_full_takes_no_memory_of_the_gpu(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    may_wait, move_to_host = list[bool](), GpuLayers.move_to_host
+    said, move_to_host, stop = list[str](), P2PSave.move_to_host, P2PSave.stop_waiting
 
-    def looking(layers: GpuLayers) -> None:
-        may_wait.append(layers._gathering.may_wait_for_room)
-        move_to_host(layers)
+    def note_move(save: P2PSave) -> None:
+        said.append("move")
+        move_to_host(save)
 
-    monkeypatch.setattr(GpuLayers, "move_to_host", looking)
+    def note_stop(save: P2PSave) -> None:
+        said.append("stop")
+        stop(save)
+
+    monkeypatch.setattr(P2PSave, "move_to_host", note_move)
+    monkeypatch.setattr(P2PSave, "stop_waiting", note_stop)
     async with pushing() as ground:
-        may_wait.clear()
+        said.clear()
         (buffer,) = ground.buffers().values()
         assert isinstance(buffer, LookupBuffer)
         room, before = buffer.statistics().max_bytes - 2**17, staged_in_host(ground)
@@ -530,7 +489,7 @@ async def test_a_buffer_that_is_full_takes_no_memory_of_the_gpu(
         name = await step(ground)
         assert not taken_on_gpu(ground)
         assert staged_in_host(ground) == before + LARGE.layers
-        assert may_wait[0]  # it left before steps could wait no longer
+        assert said[0] == "move"  # it left before steps could wait no longer
         assert worker_of(ground).statistics().late_saves == 0
         await buffer.withdraw(filler)
         await check_loads(ground, name)

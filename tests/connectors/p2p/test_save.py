@@ -11,15 +11,15 @@ import torch
 
 from asynckv.abc import InsertWriter
 from asynckv.buffers.lookup import LookupBuffer
-from asynckv.connectors.caches import BlockMoves, PagedCaches
+from asynckv.connectors.caches import BlockMoves, PagedCaches, Staging
 from asynckv.connectors.engine import EntryHeader, NotSaved
 from asynckv.connectors.p2p.entries import Target, report_failure
-from asynckv.connectors.p2p.gpu_layers import Staging
-from asynckv.connectors.p2p.save import P2PSave
+from asynckv.connectors.p2p.save import P2PSave, SavePath
 from asynckv.connectors.requests import SaveRequest
 from asynckv.devices.copying import CopyPool
 from asynckv.devices.cuda import Event
 from asynckv.errors import EntryConflict
+from asynckv.shielding import wait_shielded
 from asynckv.tensors.blocks import KVMemory
 from asynckv.testing.blocked import until, until_blocked
 from asynckv.types import TensorSpec
@@ -29,9 +29,11 @@ ORDER = SaveRequest("r", "t", "", (1, 2, 3), ((2, 0),))
 HEADER = EntryHeader(engine_id="P", rank=0, block_size=2, layers=("a", "b"))
 
 
-def save_of() -> tuple[P2PSave, PagedCaches]:
+def save_of(room: int = 2**20) -> tuple[P2PSave, PagedCaches, Staging]:
+    """Return one that has so much room for copies in host memory."""
     caches = PagedCaches({layer: torch.arange(8.0).view(4, 2) for layer in "ab"}, None)
-    return P2PSave(BlockMoves(caches, CopyPool()), ORDER, HEADER, 60), caches
+    moves, staging = BlockMoves(caches, CopyPool()), Staging(room)
+    return P2PSave(moves, ORDER, HEADER, 60, staging), caches, staging
 
 
 def to(buffer: LookupBuffer) -> Target:
@@ -46,7 +48,7 @@ def begin(save: P2PSave, *buffers: LookupBuffer) -> asyncio.Task[None]:
 
 
 async def test_each_layer_leaves_as_soon_as_it_is_offered() -> None:
-    save, _ = save_of()
+    save, _, _ = save_of()
     async with LookupBuffer("16MiB") as buffer:
         save.offer("b")
         saving = begin(save, buffer)
@@ -62,7 +64,7 @@ async def test_each_layer_leaves_as_soon_as_it_is_offered() -> None:
 
 
 async def test_a_cancelled_save_is_no_entry() -> None:
-    save, _ = save_of()
+    save, _, _ = save_of()
     async with LookupBuffer("16MiB") as buffer:
         saving = begin(save, buffer)
         save.offer("a")
@@ -73,7 +75,7 @@ async def test_a_cancelled_save_is_no_entry() -> None:
 
 
 async def test_nobody_to_save_for_is_no_work() -> None:
-    save, _ = save_of()
+    save, _, _ = save_of()
     await save.run([])
 
 
@@ -145,10 +147,10 @@ class SlowWriter(InsertWriter):
 
 
 async def test_blocks_are_put_once_the_stream_has_got_to_their_layer() -> None:
-    _, caches = save_of()
+    _, caches, _ = save_of()
     marks: dict[str, Any] = {"a": "mark of a", "b": "mark of b"}
     moves = Marked(caches)
-    save = P2PSave(moves, ORDER, HEADER, 60, is_on_their_gpu=True)
+    save = P2PSave(moves, ORDER, HEADER, 60, Staging(0))
     async with LookupBuffer("16MiB", drain_s=0) as buffer:
         saving = begin(save, buffer)
         for layer, mark in marks.items():
@@ -161,15 +163,14 @@ async def test_blocks_are_put_once_the_stream_has_got_to_their_layer() -> None:
 
 
 async def test_blocks_are_read_until_the_last_put_has_let_go_of_them() -> None:
-    save, caches = save_of()
+    save, caches, staging = save_of()
     async with Slow() as buffer:
         saving = begin(save, buffer)
         save.offer_rest()
         await until_blocked(saving)
-        staging = Staging(2**20)
-        assert await save.stage(staging)
-        assert await save.stage(staging) and staging.copies == 1
-        await until_blocked(saving)
+        for _ in range(2):
+            save.move_to_host()
+        await until(lambda: staging.copies == 1 and not save.is_copying)
         assert not save.released.is_set() and staging.used_bytes == save.nbytes + 32
         buffer.may_read.set()
         async with asyncio.timeout(10):
@@ -178,30 +179,31 @@ async def test_blocks_are_read_until_the_last_put_has_let_go_of_them() -> None:
                 caches.pools(layer)[0].zero_()
             await saving
         assert buffer.read == {f"{one}.key": [[4, 5], [0, 1]] for one in "ab"}
-        assert staging.used_bytes == 0
+        assert (staging.used_bytes, staging.copies) == (0, 1)
 
 
 async def test_blocks_are_read_until_all_targets_have_them() -> None:
-    save, _ = save_of()
+    save, _, staging = save_of(room=15)  # a layer has 16 bytes
     async with LookupBuffer("16MiB", drain_s=0) as quick, Slow() as slow:
         saving = begin(save, quick, slow)
         save.offer_rest()
         await until_blocked(saving)
-        assert not save.released.is_set()
-        assert not await save.stage(Staging(31))  # two layers of 16 bytes
-        slow.may_read.set()
+        save.move_to_host()
+        await until_blocked(saving)
+        assert not save.released.is_set() and not save.is_copying
+        slow.may_read.set()  # what is lent may be put though it is wanted back
         await saving
-        assert save.released.is_set()
-        assert await save.stage(Staging(0))
+        assert save.released.is_set() and not staging.copies
 
 
 async def test_a_save_that_has_ended_reads_nothing_and_keeps_no_copy() -> None:
-    save, _ = save_of()
+    save, _, staging = save_of()
     async with Slow() as buffer:
         saving = begin(save, buffer)
         save.offer_rest()
         await until_blocked(saving)
-        await save.stage(staging := Staging(2**20))
+        save.move_to_host()
+        await until(lambda: staging.copies == 1)
         buffer.may_read.set()
         saving.cancel()
         await asyncio.wait([saving])
@@ -209,22 +211,61 @@ async def test_a_save_that_has_ended_reads_nothing_and_keeps_no_copy() -> None:
     assert save.released.is_set() and staging.used_bytes == 0
 
 
-async def test_blocks_that_nobody_reads_yet_are_left_once_there_is_a_copy() -> None:
-    save, _ = save_of()
+@pytest.mark.parametrize("is_prepared", [False, True])
+async def test_blocks_that_nobody_reads_yet_are_left_once_there_is_a_copy(
+    is_prepared: bool,
+) -> None:
+    save, _, _ = save_of()
 
     async def never() -> LookupBuffer:
         await asyncio.Event().wait()
         raise AssertionError
 
-    saving = asyncio.create_task(save.run([(never, "t", 1)]))
+    async def prepare() -> None:
+        if not is_prepared:
+            await never()
+
+    running = save.run([(never, "t", 1)], prepare=prepare)
+    saving = asyncio.create_task(running)
     save.offer_rest()
     await until_blocked(saving)
     assert not save.released.is_set()
-    assert await save.stage(Staging(2**20))
-    assert save.released.is_set()
+    save.move_to_host()
+    await until(save.released.is_set)
     saving.cancel()
     await asyncio.wait([saving])
     save.end()
+
+
+class Held(BlockMoves):
+    """Reads blocks for a copy until it may end, whoever does not need it any more."""
+
+    may_end: asyncio.Event
+    has_begun = False
+
+    async def gather(self, *args: Any) -> None:
+        self.has_begun = True
+        await wait_shielded(asyncio.ensure_future(self.may_end.wait()))
+
+
+async def test_blocks_are_read_while_they_are_copied_for_nobody() -> None:
+    _, caches, _ = save_of()
+    moves, staging = Held(caches, CopyPool()), Staging(2**20)
+    moves.may_end = asyncio.Event()
+    save = P2PSave(moves, ORDER, HEADER, 60, staging)
+    async with Slow() as buffer:
+        saving = begin(save, buffer)
+        save.offer_rest()
+        save.move_to_host()
+        await until(lambda: moves.has_begun)
+        buffer.may_read.set()
+        await until(lambda: save.nbytes == 32)  # all is put
+        await until_blocked(saving)
+        assert not save.released.is_set() and not saving.done()
+        moves.may_end.set()
+        await saving  # and then it is over: whoever runs it says so
+        save.end()
+        assert save.released.is_set() and not staging.used_bytes
 
 
 @contextlib.asynccontextmanager
@@ -236,8 +277,8 @@ async def save_on_gpu(
         pool = CopyPool(lanes=lanes_of(gpu))
         layers = {one: gpu.tensor(torch.arange(8.0).view(4, 2)) for one in "ab"}
         moves, staging = BlockMoves(PagedCaches(layers, None), pool), Staging(room)
-        where: Any = {"staging": staging, "is_local": is_local}
-        save = P2PSave(moves, ORDER, HEADER, 60, **where)
+        where: Any = {"path": SavePath.HOST, "is_local": is_local}
+        save = P2PSave(moves, ORDER, HEADER, 60, staging, **where)
         yield save, moves, staging
         save.end()
         assert staging.used_bytes == 0

@@ -458,7 +458,7 @@ async def fail_to_save(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     worker = worker_of(pair[0])
     asked = {**PREFILL, "transfer_id": "t"}
     with monkeypatch.context() as patch:
-        patch.setattr(P2PSave, "run", lambda save, targets: fail())
+        patch.setattr(P2PSave, "run", lambda *args, **kwargs: fail())
         await pair[0].generate(prompt(), request_id="p", kv_transfer_params=asked)
         await until(lambda: not worker.statistics().saving)
     await until(functools.partial(has_let_go, worker))

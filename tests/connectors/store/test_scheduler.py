@@ -18,16 +18,16 @@ from asynckv.abc import (
 from asynckv.buffers.serve import serve
 from asynckv.buffers.store import StoreBuffer
 from asynckv.config import KVTransferConfig
-from asynckv.connectors.engine import KVEngine, prefix_block_keys, rank_block_keys
-from asynckv.connectors.requests import StoreMetadata
-from asynckv.connectors.store.lookup import (
+from asynckv.connectors.engine import (
     SHAPE_KEY,
-    PrefixLookup,
+    KVEngine,
     StoredShape,
-    StorePins,
     namespace_of,
+    prefix_block_keys,
+    rank_block_keys,
 )
-from asynckv.connectors.store.scheduler import StoreScheduler
+from asynckv.connectors.requests import StoreMetadata
+from asynckv.connectors.store.scheduler import PrefixLookup, StorePins, StoreScheduler
 from asynckv.errors import PeerLost
 from asynckv.testing.blocked import until
 from harness.engines.toy_model import ToyModel

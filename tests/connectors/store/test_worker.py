@@ -19,10 +19,14 @@ from asynckv.buffers.serve import serve
 from asynckv.buffers.store import StoreBuffer
 from asynckv.config import KVRole, KVTransferConfig
 from asynckv.connectors.caches import BlockMoves, PagedCaches
-from asynckv.connectors.engine import KVEngine, prefix_block_keys, rank_block_keys
+from asynckv.connectors.engine import (
+    KVEngine,
+    namespace_of,
+    prefix_block_keys,
+    rank_block_keys,
+)
 from asynckv.connectors.requests import StoreMetadata, StoreRequest
 from asynckv.connectors.store import worker as store_saving
-from asynckv.connectors.store.lookup import namespace_of
 from asynckv.connectors.store.scheduler import StoreScheduler
 from asynckv.connectors.store.worker import (
     PackedBlocks,
@@ -107,7 +111,7 @@ async def test_blocks_that_were_dropped_meanwhile_are_computed(
 
         async def start_late(context: object = None, **kwargs: object) -> None:
             orders = pinned._step
-            for order in orders.loads if orders is not None else ():
+            for order in orders.loads if isinstance(orders, StoreMetadata) else ():
                 for key in order.block_keys[:1]:
                     await store.delete(f"{key}/{namespace_of(pinned.engine)}/0")
             await start_load_kv(context, **kwargs)

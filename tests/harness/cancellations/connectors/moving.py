@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import functools
+from collections.abc import AsyncIterator
 from typing import Final
 
+from asynckv.connectors.caches import Staging
 from asynckv.connectors.engine import EntryHeader
 from asynckv.connectors.p2p.entries import (
     Source,
@@ -14,8 +18,9 @@ from asynckv.connectors.p2p.entries import (
     withdraw,
 )
 from asynckv.connectors.p2p.load import P2PLoad
-from asynckv.connectors.p2p.save import P2PSave
+from asynckv.connectors.p2p.save import HostCopies, P2PSave
 from asynckv.connectors.requests import LoadRequest, SaveRequest
+from asynckv.shielding import wait_shielded
 from asynckv.testing.blocked import until
 from asynckv.testing.cancellation import Outcome
 from asynckv.testing.expectations import expect
@@ -26,6 +31,7 @@ from harness.cancellations.sweeper import Sweeper, ticks
 __all__ = (
     "MOVING",
     "a_failure",
+    "a_host_copy",
     "a_load",
     "a_release",
     "a_report_taken_back",
@@ -102,15 +108,10 @@ async def a_save(ground: P2PGround, sweeper: Sweeper) -> None:
         await save.run(worker.routes.targets(save.request))
 
     async def write() -> None:
-        """As ``run``, for one reader after the other, and not in tasks."""
-        if save._on_gpu is not None and save._on_gpu.goes_by_host:
-            save._on_gpu.finish()
-            await save._on_gpu.run()
-        for target in worker.routes.targets(save.request):
-            queue: asyncio.Queue[str] = asyncio.Queue()
-            for layer in ground.model.layer_names:
-                queue.put_nowait(layer)
-            await save._write(target, queue)
+        """As ``run``, for one reader after the other, and in as few tasks as can be."""
+        async with _copying(save._host):
+            for target in worker.routes.targets(save.request):
+                await save._write(target)
 
     async def check(outcome: Outcome[None]) -> None:
         save.end()
@@ -125,6 +126,54 @@ async def a_save(ground: P2PGround, sweeper: Sweeper) -> None:
 
     await sweeper.sweep("a save", run, check, before)
     await sweeper.sweep("what a save writes", write, check, before)
+
+
+@contextlib.asynccontextmanager
+async def _copying(copies: HostCopies) -> AsyncIterator[None]:
+    """Let them be made meanwhile, and end that."""
+    task = asyncio.create_task(copies.run())
+    try:
+        yield
+    finally:
+        task.cancel()
+        await wait_shielded(task)
+
+
+async def a_host_copy(ground: P2PGround, sweeper: Sweeper) -> None:
+    """Cancelled, it reads no block, and takes no room."""
+    worker, caches = ground.prefill.workers[0], ground.prefill.caches[0]
+    moves, (first, *rest) = worker._registered(), ground.model.layer_names
+    block_ids = ground.save_request("").block_ids
+    blocks_of = functools.partial(moves.caches.blocks, block_ids=block_ids)
+    staging = Staging(sum(one.nbytes for one in blocks_of(first).values()))
+    copies: HostCopies
+
+    async def before() -> None:
+        nonlocal copies
+        caches.compute()
+        copies = HostCopies(moves, staging, blocks_of, lambda layer: None)
+        copies.may_wait_for_room = False
+        copies.ask((first,), moves.now())
+        await sweeper.pause()
+
+    async def run() -> None:
+        copies.ask(rest, moves.now())
+        with contextlib.suppress(TimeoutError):  # for these there is no room
+            await copies.run()
+        expect(copies.is_there(first), "it is not there")
+
+    async def wait() -> None:
+        async with _copying(copies):
+            await copies.copy_of(first)
+
+    async def check(outcome: Outcome[None]) -> None:
+        caches.spoil()
+        await ticks(_LATE)
+        copies.drop()
+        expect(not staging.used_bytes, "room in host memory is still taken")
+
+    await sweeper.sweep("copies in host memory", run, check, before)
+    await sweeper.sweep("a wait for a copy", wait, check, before)
 
 
 async def a_release(ground: P2PGround, sweeper: Sweeper) -> None:
@@ -256,11 +305,12 @@ MOVING: Final[tuple[ConnectorScenario[P2PGround], ...]] = (
     ConnectorScenario(
         a_save,
         (
-            "GpuLayers.put",
-            "GpuLayers.run",
-            "LayerGathering.run",
             "P2PSave.run",
+            "PlainTaskGroup.__aexit__",
         ),
+    ),
+    ConnectorScenario(
+        a_host_copy, ("HostCopies.copy_of", "HostCopies.run", "Staging.copy")
     ),
     ConnectorScenario(a_release, ("release",)),
     ConnectorScenario(a_failure, ("report_failure",)),

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from typing import Final
+from typing import Any, Final
 
-from asynckv.connectors.p2p.gpu_layers import GpuLayers
+from asynckv.connectors.p2p.save import P2PSave
 from asynckv.testing.blocked import until
 from asynckv.testing.cancellation import Outcome
-from asynckv.transfers.source import StagedTensor, release_staged
+from asynckv.transfers.source import release_staged
 from harness.cancellations.connectors.grounds import P2PGround
 from harness.cancellations.connectors.scenario import ConnectorScenario
 from harness.cancellations.sweeper import Sweeper
@@ -24,27 +24,27 @@ async def a_take(ground: P2PGround, sweeper: Sweeper) -> None:
     moves, order = worker._registered(), ground.save_request(ground.new_name())
     ((find, entry_id, _),) = worker.routes.targets(order)
     buffer, specs = await find(), moves.caches.specs(order.block_ids)
-    layers: GpuLayers
-    ahead: asyncio.Queue[tuple[str, list[StagedTensor]]]
+    save: P2PSave
+    ahead: asyncio.Queue[Any]
 
     async def before() -> None:
-        nonlocal layers, ahead
+        nonlocal save, ahead
         caches.compute()
         save = worker._saving.new_save(order)
         save.offer_rest(moves.now())
-        layers, ahead = save._on_gpu or layers, asyncio.Queue()
+        ahead = asyncio.Queue()
         await sweeper.pause()
 
     async def take() -> None:
         offers: asyncio.Queue[str] = asyncio.Queue()
         for layer in ground.model.layer_names:
             offers.put_nowait(layer)
-        await layers._take_all(writer, offers, ahead)
+        await save._read_all(writer, offers, ahead)
 
     async def check(outcome: Outcome[None]) -> None:
         caches.spoil()
         while not ahead.empty():
-            release_staged(ahead.get_nowait()[1])
+            release_staged(ahead.get_nowait().staged)
         (line,) = worker.routes.peers._lines.values()
         if line._peer is not None:
             left = SharedPuts(line._peer)

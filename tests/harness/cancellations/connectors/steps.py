@@ -184,8 +184,6 @@ STEPS: Final[tuple[ConnectorScenario[P2PGround], ...]] = (
         a_save_wait_of_an_engine_that_holds_blocks,
         ("BlockRelease.release_when_wanted",),
     ),
-    ConnectorScenario(
-        a_save_that_is_staged, ("P2PSave.stage", "Staging.copy"), is_costly=True
-    ),
+    ConnectorScenario(a_save_that_is_staged, (), is_costly=True),
     ConnectorScenario(a_load_that_is_aborted, (), is_costly=True),
 )

@@ -14,16 +14,17 @@ import torch
 
 from asynckv.abc import InsertWriter
 from asynckv.buffers.lookup import LookupBuffer
-from asynckv.connectors.caches import BlockMoves, PagedCaches
+from asynckv.connectors.caches import BlockMoves, PagedCaches, Staging
 from asynckv.connectors.engine import EntryHeader
 from asynckv.connectors.options import Direction
-from asynckv.connectors.p2p.gpu_layers import Staging
-from asynckv.connectors.p2p.save import BlockRelease, P2PSave, P2PSaving
+from asynckv.connectors.p2p.save import P2PSave
+from asynckv.connectors.p2p.saves import BlockRelease, P2PSaving
 from asynckv.connectors.p2p.worker import P2PWorker
 from asynckv.connectors.requests import SaveRequest
 from asynckv.connectors.transfers import Transfers
 from asynckv.devices.copying import CopyPool
 from asynckv.errors import GPUFailed
+from asynckv.shielding import wait_shielded
 from asynckv.tensors.blocks import KVMemory
 from asynckv.testing.blocked import until, until_blocked
 from asynckv.testing.faults.fault import Kind
@@ -280,7 +281,7 @@ async def test_a_copy_that_cannot_be_made_lets_no_block_be_read_later(
     def fail(spec: TensorSpec) -> torch.Tensor:
         raise RuntimeError(f"no memory for {spec}")
 
-    monkeypatch.setattr("asynckv.connectors.p2p.gpu_layers.empty_tensor", fail)
+    monkeypatch.setattr("asynckv.connectors.caches.empty_tensor", fail)
     async with open_p2p("mem", "pull") as ground:
         buffer, filler = await fill(ground)
         worker, saving = held(ground, name := ground.new_name())
@@ -358,10 +359,7 @@ class StubbornWriter(InsertWriter):
 
     async def put(self, name: str, tensor: KVMemory) -> None:
         if name.endswith(".key"):
-            try:
-                await self.hung_up.wait()
-            finally:
-                await asyncio.shield(self.hung_up.wait())
+            await wait_shielded(asyncio.ensure_future(self.hung_up.wait()))
             raise ConnectionError("hung up")
 
 
@@ -375,12 +373,13 @@ class StubbornBuffer(LookupBuffer):
         yield StubbornWriter(self.hung_up)
 
 
-async def test_who_does_not_let_go_of_blocks_is_hung_up_on() -> None:
+@pytest.mark.parametrize("room", [0, 2**20])
+async def test_who_does_not_let_go_of_blocks_is_hung_up_on(room: int) -> None:
     caches = PagedCaches({"a": torch.arange(8.0).view(4, 2)}, None)
     order = SaveRequest("r", "t", "", (1, 2, 3), ((2, 0),))
     header = EntryHeader(engine_id="P", rank=0, block_size=2, layers=("a",))
     moves = BlockMoves(caches, CopyPool())
-    save, transfers = P2PSave(moves, order, header, 60), Transfers()
+    save, transfers = P2PSave(moves, order, header, 60, Staging(room)), Transfers()
     async with StubbornBuffer("1MiB") as buffer:
         buffer.hung_up = asyncio.Event()
 
@@ -391,8 +390,9 @@ async def test_who_does_not_let_go_of_blocks_is_hung_up_on() -> None:
         state = transfers.begin("r", "send", run, ended=save.end)
         assert state is not None
         save.offer_rest()
-        leaving = BlockRelease(transfers, Staging(0))
+        leaving = BlockRelease(transfers)
         async with asyncio.timeout(SHORT_S):
             await leaving.release({state: save}, lambda order: buffer.hung_up.set())
         assert (save.released.is_set(), leaving.late) == (True, 1)
+        await until(lambda: not transfers.count("send"))
         assert transfers.results().failed_sending == {"r"}

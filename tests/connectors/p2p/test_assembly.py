@@ -10,9 +10,9 @@ import msgspec
 import pytest
 import torch
 
-from asynckv.connectors.assembly import Assembly, Scratch
 from asynckv.connectors.caches import BlockMoves, PagedCaches
 from asynckv.connectors.engine import EntryHeader, KVEngine
+from asynckv.connectors.p2p.load import Assembly, Scratch
 from asynckv.connectors.requests import LoadRequest
 from asynckv.devices.copying import CopyPool
 from asynckv.errors import IncompatiblePeer
