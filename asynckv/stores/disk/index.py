@@ -50,7 +50,7 @@ class SlotIndex:
         self._vacated: set[int] = set()
         """Slots whose value is gone, and that somebody still reads."""
         self._turn = 0
-        self._expiring = 0
+        self._expiring = self._leaving = 0
         self._hidden: set[KeyHash] | None = set()
         """Keys that were deleted while not all slots were looked at."""
 
@@ -68,7 +68,9 @@ class SlotIndex:
         """Return the slot of each key, or -1."""
         hashes = numpy.array([hash_of(key) for key in keys], numpy.uint64)
         low, high = hashes.reshape(-1, 2).T
-        slots = self._table.find_many(low, high).tolist()
+        slots: list[int] = self._table.find_many(low, high).tolist()
+        if self._leaving:
+            slots = [slot if self._is_here(slot) else -1 for slot in slots]
         if self._expiring:
             now = time.time()
             slots = [-1 if self._is_void(slot, now) else slot for slot in slots]
@@ -129,8 +131,8 @@ class SlotIndex:
         before = self._table.find(hashed)
         if before >= 0 and self._sequence_of(before) > sequence:
             return slot
-        if before >= 0:
-            self._forget(before)
+        if before >= 0 and not self._forget(before):
+            before = -1
         segment.low[at], segment.high[at] = hashed
         segment.sequences[at] = sequence
         segment.expires[at] = expires = _whole_seconds(expires_at_s)
@@ -144,7 +146,8 @@ class SlotIndex:
     def remove(self, key: str, slot: int | None = None) -> int | None:
         """Forget a key (if it is in ``slot``), and return its slot, which is taken.
 
-        It has to be overwritten, and then :meth:`free`.
+        It has to be overwritten, and then :meth:`free`. ``None``: nothing has to be,
+        but its file may be on its way out.
         """
         hashed = hash_of(key)
         if slot is None and self._hidden is not None:
@@ -152,8 +155,7 @@ class SlotIndex:
         found = self._table.find(hashed)
         if found < 0 or slot not in (None, found):
             return None
-        self._forget(found)
-        return found
+        return found if self._forget(found) else None
 
     def free(self, slot: int) -> None:
         """A slot that was taken has no value any more, on the disk either."""
@@ -194,8 +196,12 @@ class SlotIndex:
         return min(others, key=lambda segment: segment.last_used, default=None)
 
     def forget_segment(self, segment: Segment) -> Iterator[None]:
-        """Forget what is in a file that nobody uses, a part at every step."""
+        """Forget what is in a file that nobody uses, a part at every step.
+
+        Its bytes count on.
+        """
         segment.is_leaving = True
+        self._leaving += 1
         for start in range(0, segment.count, _STEP):
             kept = segment.kept(start, start + _STEP)
             slots = kept + (segment.number << SLOT_BITS)
@@ -206,7 +212,7 @@ class SlotIndex:
             yield
         self._class_of(segment.pages).remove(segment)
         del self.segments[segment.number]
-        self.file_nbytes -= segment.nbytes
+        self._leaving -= 1
 
     def add_found(
         self, number: int, slots: range, found: FoundSlots, unread: Sequence[int]
@@ -277,18 +283,24 @@ class SlotIndex:
         segment.keep(at)
         return before if before >= 0 else None
 
-    def _forget(self, slot: int) -> None:
-        """Take a slot that had a value."""
+    def _forget(self, slot: int) -> bool:
+        """Take a slot that had a value; ``False`` if it goes with its whole file."""
         segment, at = self._place(slot)
         self._table.remove((int(segment.low[at]), int(segment.high[at])), slot)
+        if segment.is_leaving:
+            return False
         self._expiring -= bool(segment.expires[at] != _NEVER)
         segment.vacate(at)
+        return True
+
+    def _is_here(self, slot: int) -> bool:
+        return slot >= 0 and not self._segment_of(slot).is_leaving
 
     def _is_void(self, slot: int, now: float) -> bool:
         if slot < 0:
             return True
         segment, at = self._place(slot)
-        return _NEVER != segment.expires[at] <= now
+        return bool(_NEVER != segment.expires[at] <= now)
 
     def _is_read(self, segment: Segment, at: int) -> bool:
         return _slot_at(segment, at) in self._readers

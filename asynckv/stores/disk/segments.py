@@ -35,7 +35,7 @@ _WITHOUT_USE: Final = numpy.uint8(0xFF ^ _KEPT ^ _USED)
 
 
 class Segment:
-    """Slots of ``pages`` pages each, all in one file. None is free before it is said."""
+    """Slots of ``pages`` pages each, all in one file; not looked at yet."""
 
     def __init__(self, number: int, pages: int, count: int) -> None:
         self.number = number
@@ -69,7 +69,7 @@ class Segment:
         return sum(array.nbytes for array in arrays)
 
     def note_looked_at(
-        self, slots: range, found: _Slots, unread: Sequence[int]
+        self, slots: range, found: _Slots | Sequence[int], unread: Sequence[int]
     ) -> None:
         """Of these slots those are free that nothing was found in, and that were read.
 

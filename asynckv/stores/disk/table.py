@@ -40,9 +40,9 @@ class _Part:
         self.high: Hashes = numpy.zeros(places, numpy.uint64)
         self.numbers: Places = numpy.zeros(places, numpy.int64)
         # Far faster one by one.
-        self._low = memoryview(self.low)
-        self._high = memoryview(self.high)
-        self._numbers = memoryview(self.numbers)
+        self._low = self.low.data
+        self._high = self.high.data
+        self._numbers = self.numbers.data
 
     @property
     def nbytes(self) -> int:

@@ -1,0 +1,506 @@
+"""A tier of a store on a local disk: slots in files that are there before they are used.
+
+State is in :class:`~asynckv.stores.disk.index.SlotIndex` and changes on the loop; what
+may block is done by the tier's threads. Nothing is promised if the power fails.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Final, TypeAlias
+
+import anyio
+
+from asynckv.abc.tiers import (
+    StoreTier,
+    TierFacts,
+    TierMemory,
+    TierResult,
+    TierValue,
+    WantedValue,
+)
+from asynckv.errors import ConfigError
+from asynckv.loops import LoopBound
+from asynckv.stores.disk import slot_io
+from asynckv.stores.disk.calls import FileCalls
+from asynckv.stores.disk.directory import NO_ROOM, OpenSlotFile, SlotDirectory
+from asynckv.stores.disk.index import SlotIndex, place_of
+from asynckv.stores.disk.room import Room, ask
+from asynckv.stores.disk.scan import Scan
+from asynckv.stores.disk.segments import Segment
+from asynckv.stores.disk.slot_io import Bounce
+from asynckv.stores.disk.slots import (
+    MAX_NAMES_NBYTES,
+    FoundSlots,
+    SlotHeader,
+)
+from asynckv.stores.disk.threads import READ, WRITE, DiskThreads, Stopped
+from asynckv.stores.disk.url import LEAST_MAX_BYTES, parse_disk_url
+
+__all__ = ("DiskStatistics", "DiskTier")
+
+logger = logging.getLogger(__name__)
+
+_THREADS: Final = 4
+_CLOSE_GRACE_S: Final = 1.0
+_BEST_NBYTES: Final = 256 * 1024
+_KEYS_AT_ONCE: Final = 1024
+"""More are looked up with a pause for others in between."""
+
+_GENERATION_SHIFT: Final = 40
+
+_Answer: TypeAlias = Callable[[TierResult], None]
+
+
+@dataclasses.dataclass(frozen=True)
+class DiskStatistics:
+    """What a disk tier has. ``file_bytes`` never exceed ``max_bytes``.
+
+    ``index_bytes`` are of memory. ``unverified``: headers that were not as they were
+    written when a value was wanted; ``lost_slots`` can be neither read nor overwritten.
+    """
+
+    max_bytes: int
+    file_bytes: int
+    index_bytes: int
+    keys: int
+    slots: int
+    free_slots: int
+    lost_slots: int
+    evictions: int
+    unverified: int
+    is_scanning: bool
+    is_direct: bool
+
+
+class DiskTier(LoopBound, StoreTier):
+    """Values in files of ``path``, of ``max_bytes`` altogether.
+
+    While the slots that are there already are looked at, what was not found yet is
+    ``MISSING``, and values are stored where a slot is known to be free, or there is
+    room for more of them; else they are ``REFUSED``: waiting would keep their memory
+    for as long as the scan takes, and what is to leave is not known before its end. A
+    ``delete`` waits for it.
+
+    Of a value that is written twice the later one is found. A header that does not
+    verify is a miss, and forgotten; whether the value's bytes are right is for the
+    caller to see, by the digest in its header.
+
+    :raises ConfigError: there can be no tier of ``max_bytes``
+    """
+
+    def __init__(
+        self,
+        path: str | Path,
+        max_bytes: int,
+        *,
+        threads: int = _THREADS,
+        close_grace_s: float = _CLOSE_GRACE_S,
+        calls: FileCalls | None = None,
+    ) -> None:
+        if max_bytes < LEAST_MAX_BYTES:
+            raise ConfigError(
+                f"a disk tier of {max_bytes} bytes", hint="it needs max=1MiB at least"
+            )
+        self.path = Path(path)
+        self.max_bytes = max_bytes
+        self._count = threads
+        self._close_grace_s = close_grace_s
+        self._calls = calls or FileCalls()
+        self._index = SlotIndex()
+        self._is_closed = self._is_scanning = False
+        self._opening = asyncio.Lock()
+        self._scanned = asyncio.Event()
+        self._sequence = 0
+        self._unverified = 0
+        self._scan_erases = 0
+        self._is_read_through = False
+        self._said: set[str] = set()
+        self._threads: DiskThreads | None = None
+        self._directory = SlotDirectory(self.path, max_bytes, self._calls)
+        self._room: Room | None = None
+
+    @classmethod
+    def from_url(cls, url: str) -> DiskTier:
+        """Make the tier that ``disk:///var/kv?max=100GiB`` names.
+
+        :raises ConfigError: it names none
+        """
+        place = parse_disk_url(url)
+        return cls(place.path, place.max_bytes)
+
+    def statistics(self) -> DiskStatistics:
+        """Say what it has. Never waits."""
+        segments = self._index.segments.values()
+        return DiskStatistics(
+            max_bytes=self.max_bytes,
+            file_bytes=self._index.file_nbytes,
+            index_bytes=self._index.nbytes,
+            keys=len(self._index),
+            slots=sum(segment.count for segment in segments),
+            free_slots=sum(segment.free for segment in segments),
+            lost_slots=self._index.lost,
+            evictions=self._index.evictions,
+            unverified=self._unverified,
+            is_scanning=self._is_scanning,
+            is_direct=self._directory.is_direct,
+        )
+
+    async def scanned(self) -> None:
+        """Wait until all slots were looked at, or it is closed."""
+        await self._scanned.wait()
+
+    async def probe(self) -> TierFacts:
+        loop = self._check_loop()
+        if self._is_closed:
+            raise OSError(f"the tier in {self.path} is closed")
+        if self._room is None:
+            await self._open(loop)
+        elif self._threads is not None:
+            await ask(self._threads, READ, lambda bounce: self._directory.look())
+            self._room.try_again()
+        return TierFacts(
+            is_local=True,
+            max_value_nbytes=self._room.max_body_nbytes if self._room else 0,
+            best_nbytes=_BEST_NBYTES,
+        )
+
+    async def contains(self, keys: Sequence[str]) -> Sequence[TierResult]:
+        slots = await self._find(keys)
+        missing, done = TierResult.MISSING, TierResult.DONE
+        return [missing if slot < 0 else done for slot in slots]
+
+    async def touch(self, keys: Sequence[str]) -> None:
+        for start in range(0, len(keys), _KEYS_AT_ONCE):
+            if start:
+                await asyncio.sleep(0)
+            self._index.use(self._index.find(keys[start : start + _KEYS_AT_ONCE]))
+
+    async def fetch(self, wanted: Sequence[WantedValue]) -> Sequence[TierResult]:
+        call = _Call(self._check_loop(), len(wanted))
+        for start in range(0, len(wanted), _KEYS_AT_ONCE):
+            if start:
+                await asyncio.sleep(0)
+            some = wanted[start : start + _KEYS_AT_ONCE]
+            slots = self._index.find([one.key for one in some])
+            self._index.use(slots)
+            for item, (one, slot) in enumerate(zip(some, slots, strict=True), start):
+                answer = partial(call.answer, item)
+                if slot < 0 or self._threads is None:
+                    answer(TierResult.MISSING)
+                else:
+                    _Read(self, self._threads, one, slot, answer).start()
+        return await call.answers()
+
+    async def store(self, values: Sequence[TierValue]) -> Sequence[TierResult]:
+        call = _Call(self._check_loop(), len(values))
+        for item, value in enumerate(values):
+            answer = partial(call.answer, item)
+            slot = await self._slot_for(value)
+            if isinstance(slot, TierResult):
+                answer(slot)
+            else:
+                self._write(value, slot, answer)
+        return await call.answers()
+
+    async def delete(self, keys: Sequence[str]) -> Sequence[TierResult]:
+        call = _Call(self._check_loop(), len(keys))
+        was_scanning = self._is_scanning
+        for item, key in enumerate(keys):
+            answer = partial(call.answer, item)
+            if self._room is None:
+                answer(TierResult.FAILED)
+            elif (slot := self._index.remove(key)) is not None:
+                self._erase(slot, answer)
+            else:
+                answer(TierResult.DONE)
+        answers = await call.answers()
+        if was_scanning:
+            await self._scanned.wait()
+        if self._room is not None:
+            await self._room.settled()
+        if self._is_closed or self._is_scanning or self._index.unread:
+            # It may be where nobody could look, or could write.
+            return [TierResult.FAILED] * len(keys)
+        return answers
+
+    async def aclose(self) -> None:
+        self.abort()
+        if self._threads is not None:
+            with anyio.move_on_after(self._close_grace_s, shield=True) as scope:
+                await self._threads.is_over.wait()
+            if scope.cancelled_caught:
+                logger.warning(
+                    "a thread of the tier in %s hangs: nobody can open that before "
+                    "this process has ended",
+                    self.path,
+                )
+
+    def abort(self) -> None:
+        self._is_closed = True
+        if self._threads is not None:
+            self._threads.stop()
+        if self._room is not None:
+            self._room.close()
+        self._scanned.set()
+
+    async def _open(self, loop: asyncio.AbstractEventLoop) -> None:
+        async with self._opening:
+            if self._room is not None:
+                return
+            directory = SlotDirectory(self.path, self.max_bytes, self._calls)
+            threads = DiskThreads(self._count, loop, directory.close)
+            self._directory, self._threads = directory, threads
+            try:
+                opened, segments = await ask(threads, READ, self._open_directory)
+            except BaseException as exc:
+                threads.stop()
+                if isinstance(exc, Stopped):
+                    raise OSError(f"the tier in {self.path} was closed") from exc
+                raise
+            self._sequence = opened << _GENERATION_SHIFT
+            for segment in segments:
+                self._index.add_segment(segment, is_free=False)
+            self._room = Room(self._index, directory, threads, self.max_bytes)
+            if self._is_closed:
+                self._room.close()
+            self._is_scanning = True
+            files = list(directory.files.values())
+            Scan(files, threads, found=self._found, ended=self._end_scan).start(
+                self._count
+            )
+
+    def _open_directory(self, bounce: Bounce) -> tuple[int, list[Segment]]:
+        opened = self._directory.open()
+        files = self._directory.files.values()
+        # Made here, as there may be much to it.
+        return opened, [Segment(file.number, file.pages, file.count) for file in files]
+
+    def _found(
+        self, file: OpenSlotFile, slots: range, found: FoundSlots, unread: list[int]
+    ) -> None:
+        for slot in self._index.add_found(file.number, slots, found, unread):
+            self._scan_erases += 1
+            self._erase(slot, self._end_scan_erase)
+
+    def _end_scan_erase(self, result: TierResult) -> None:
+        self._scan_erases -= 1
+        if result is not TierResult.DONE:
+            self._index.unread += 1
+        self._end_scan_if_over()
+
+    def _end_scan(self) -> None:
+        self._is_read_through = True
+        self._end_scan_if_over()
+
+    def _end_scan_if_over(self) -> None:
+        if self._is_read_through and not self._scan_erases and self._is_scanning:
+            self._is_scanning = False
+            # Only if somebody has taken the lock file away: else it is less already.
+            self._sequence = max(self._sequence, self._index.end_scan())
+            if self._room is not None:
+                self._room.is_known = True
+            self._scanned.set()
+
+    async def _find(self, keys: Sequence[str]) -> list[int]:
+        self._check_loop()
+        found: list[int] = []
+        for start in range(0, len(keys), _KEYS_AT_ONCE):
+            if start:
+                await asyncio.sleep(0)
+            found += self._index.find(keys[start : start + _KEYS_AT_ONCE])
+        return found
+
+    async def _slot_for(self, value: TierValue) -> int | TierResult:
+        if self._room is None:
+            return TierResult.FAILED
+        names_nbytes = len(value.key.encode()) + len(value.header)
+        if names_nbytes > MAX_NAMES_NBYTES:
+            return TierResult.REFUSED
+        return await self._room.take(value.memory.nbytes)
+
+    def _write(self, value: TierValue, slot: int, answer: _Answer) -> None:
+        threads, sequence = self._threads, self._sequence + 1
+        self._sequence = sequence
+        file, at = self._file_of(slot)
+        header = SlotHeader(
+            value.key,
+            value.header,
+            value.memory.nbytes,
+            sequence,
+            file.number,
+            at,
+            value.expires_at_s,
+        )
+
+        def moved(nbytes: int) -> None:
+            value.moved_nbytes += nbytes
+            threads.check()
+
+        def done(result: None, error: Exception | None) -> None:
+            if error is None:
+                before = self._index.put(value.key, slot, sequence, value.expires_at_s)
+                if before is None:
+                    answer(TierResult.DONE)
+                else:  # else it might be found again when this one is gone
+                    self._erase(before, lambda result: answer(TierResult.DONE))
+                return
+            result_of = self._failed("written", error)
+            self._erase(slot, lambda result: answer(result_of))
+
+        threads.submit(
+            WRITE,
+            lambda bounce: slot_io.write(file, header, value.memory, bounce, moved),
+            done,
+        )
+
+    def _erase(self, slot: int, answer: _Answer) -> None:
+        """Free a slot that was taken, once its header is gone from the disk too."""
+        file, at = self._file_of(slot)
+
+        def done(result: None, error: Exception | None) -> None:
+            if error is None:
+                self._index.free(slot)
+                answer(TierResult.DONE)
+                return
+            self._index.lose(slot)
+            answer(self._failed("overwritten", error))
+
+        self._threads.submit(READ, lambda bounce: slot_io.erase(file, at, bounce), done)
+
+    def _file_of(self, slot: int) -> tuple[OpenSlotFile, int]:
+        number, at = place_of(slot)
+        return self._directory.files[number], at
+
+    def _failed(self, what: str, error: Exception) -> TierResult:
+        """Say what has failed: once for each kind."""
+        if isinstance(error, OSError) and error.errno in NO_ROOM:
+            result = TierResult.REFUSED
+        else:
+            result = TierResult.FAILED
+        if not isinstance(error, Stopped) and what not in self._said:
+            self._said.add(what)
+            unforeseen = None if isinstance(error, OSError) else error
+            logger.warning(
+                "values in %s could not be %s: %r",
+                self.path,
+                what,
+                error,
+                exc_info=unforeseen,
+            )
+        return result
+
+    def _disbelieve(self, key: str, slot: int) -> None:
+        """What is in the slot is not what was written, and was not twice."""
+        if self._index.remove(key, slot) is None:
+            return  # it was overwritten meanwhile, by somebody who knew
+        self._unverified += 1
+        if "verified" not in self._said:
+            self._said.add("verified")
+            logger.warning("a value in %s was not as it was written", self.path)
+        self._erase(slot, lambda result: None)
+
+
+class _Call:
+    """The answers of one call, an item each."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, items: int) -> None:
+        self._answers = [TierResult.MISSING] * items
+        self._left = items
+        self._all = loop.create_future()
+
+    def answer(self, item: int, result: TierResult) -> None:
+        self._answers[item] = result
+        self._left -= 1
+        if not self._left and not self._all.done():
+            self._all.set_result(None)
+
+    async def answers(self) -> list[TierResult]:
+        if self._left:
+            await self._all
+        return self._answers
+
+
+class _Read:
+    """One value on its way from the disk: its header, a place for it, the value."""
+
+    def __init__(
+        self,
+        tier: DiskTier,
+        threads: DiskThreads,
+        wanted: WantedValue,
+        slot: int,
+        answer: _Answer,
+    ) -> None:
+        self._tier = tier
+        self._threads = threads
+        self._wanted = wanted
+        self._slot = slot
+        self._answer = answer
+        self._file, self._at = tier._file_of(slot)
+
+    def start(self) -> None:
+        self._tier._index.begin_read(self._slot)
+        self._threads.submit(
+            READ,
+            lambda bounce: slot_io.read_header(self._file, self._at, bounce),
+            self._place,
+        )
+
+    def _place(self, header: SlotHeader | None, error: Exception | None) -> None:
+        if error is not None:
+            self._end(self._tier._failed("read", error))
+        elif header is None:
+            self._tier._disbelieve(self._wanted.key, self._slot)
+            self._end(TierResult.MISSING)
+        elif header.key != self._wanted.key:  # two keys with one hash
+            self._end(TierResult.MISSING)
+        else:
+            self._read_to(self._place_for(header))
+
+    def _place_for(self, header: SlotHeader) -> TierMemory | TierResult:
+        for _ in range(2):
+            try:
+                memory = self._wanted.place(header.header)
+            except ValueError:
+                continue  # it was all of the header, if it is one
+            except Exception:
+                logger.exception("no place for a value in %s", self._tier.path)
+                return TierResult.FAILED
+            if memory is None:
+                return TierResult.REFUSED
+            if memory.nbytes == header.body_nbytes:
+                return memory
+            break
+        return TierResult.MISSING
+
+    def _read_to(self, memory: TierMemory | TierResult) -> None:
+        if isinstance(memory, TierResult):
+            self._end(memory)
+            return
+        self._threads.submit(
+            READ,
+            lambda bounce: slot_io.read_body(
+                self._file, self._at, memory, bounce, self._moved
+            ),
+            self._done,
+        )
+
+    def _moved(self, nbytes: int) -> None:
+        self._wanted.moved_nbytes += nbytes
+        self._threads.check()
+
+    def _done(self, result: None, error: Exception | None) -> None:
+        if error is not None:
+            self._end(self._tier._failed("read", error))
+        else:
+            self._end(TierResult.DONE)
+
+    def _end(self, result: TierResult) -> None:
+        self._tier._index.end_read(self._slot)
+        self._answer(result)
