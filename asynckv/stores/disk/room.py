@@ -71,7 +71,8 @@ class Room:
         self._index = index
         self._directory = directory
         self._threads = threads
-        self._max_bytes = self._limit = max_bytes
+        # The lock has a page, too.
+        self._max_bytes = self._limit = max_bytes - PAGE_NBYTES
         self._file_nbytes = max(
             max_bytes // _FILES, min(_LARGE_FILE_NBYTES, max_bytes // _LEAST_FILES)
         )

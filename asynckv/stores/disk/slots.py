@@ -33,6 +33,7 @@ __all__ = (
     "SlotHeader",
     "body_pages_of",
     "find_slots",
+    "fits_page",
     "hash_of",
     "largest_body_pages",
     "pack_slot",
@@ -100,15 +101,15 @@ def largest_body_pages(nbytes: int) -> int:
     return max(pages >> shift << shift, 0)
 
 
-def pack_slot(header: SlotHeader, page: memoryview) -> None:
-    """Write a first page.
+def fits_page(key: str, header: bytes) -> bool:
+    """Is there room for these in a first page?"""
+    return len(_encoded(key)) + len(header) <= MAX_NAMES_NBYTES
 
-    :raises ValueError: key and header are too long
-    """
+
+def pack_slot(header: SlotHeader, page: memoryview) -> None:
+    """Write a first page. What does not fit is not asked for."""
     key = _encoded(header.key)
     names = key + header.header
-    if len(names) > MAX_NAMES_NBYTES:
-        raise ValueError(f"a key and a header of {len(names)} bytes")
     fields = _FIELDS.pack(
         header.sequence,
         header.file,

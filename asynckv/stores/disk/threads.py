@@ -113,7 +113,7 @@ class DiskThreads:
             result, error = None, None
             try:
                 result = work(bounce)
-            except Exception as exc:  # whatever it is: somebody waits for it
+            except Exception as exc:  # noqa: BLE001 - somebody waits for it
                 error = exc.with_traceback(None)
             with self._changed:
                 self._tell(done, result, error)

@@ -1,4 +1,4 @@
-"""A tier of a store on a local disk: slots in files that are there before they are used.
+"""A tier of a store on a local disk: values in slots of files that are made before.
 
 State is in :class:`~asynckv.stores.disk.index.SlotIndex` and changes on the loop; what
 may block is done by the tier's threads. Nothing is promised if the power fails.
@@ -10,9 +10,8 @@ import asyncio
 import dataclasses
 import logging
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
-from typing import Final, TypeAlias
+from typing import Final
 
 import anyio
 
@@ -35,9 +34,9 @@ from asynckv.stores.disk.scan import Scan
 from asynckv.stores.disk.segments import Segment
 from asynckv.stores.disk.slot_io import Bounce
 from asynckv.stores.disk.slots import (
-    MAX_NAMES_NBYTES,
     FoundSlots,
     SlotHeader,
+    fits_page,
 )
 from asynckv.stores.disk.threads import READ, WRITE, DiskThreads, Stopped
 from asynckv.stores.disk.url import LEAST_MAX_BYTES, parse_disk_url
@@ -52,9 +51,10 @@ _BEST_NBYTES: Final = 256 * 1024
 _KEYS_AT_ONCE: Final = 1024
 """More are looked up with a pause for others in between."""
 
-_GENERATION_SHIFT: Final = 40
+_VALUES_AT_ONCE: Final = 32
+"""More would keep the loop for a millisecond, and no disk does more at once."""
 
-_Answer: TypeAlias = Callable[[TierResult], None]
+_GENERATION_SHIFT: Final = 40
 
 
 @dataclasses.dataclass(frozen=True)
@@ -182,52 +182,41 @@ class DiskTier(LoopBound, StoreTier):
             self._index.use(self._index.find(keys[start : start + _KEYS_AT_ONCE]))
 
     async def fetch(self, wanted: Sequence[WantedValue]) -> Sequence[TierResult]:
-        call = _Call(self._check_loop(), len(wanted))
-        for start in range(0, len(wanted), _KEYS_AT_ONCE):
-            if start:
-                await asyncio.sleep(0)
-            some = wanted[start : start + _KEYS_AT_ONCE]
-            slots = self._index.find([one.key for one in some])
+        results: list[TierResult] = []
+        for start in range(0, len(wanted), _VALUES_AT_ONCE):
+            some = wanted[start : start + _VALUES_AT_ONCE]
+            slots = await self._find([one.key for one in some])
             self._index.use(slots)
-            for item, (one, slot) in enumerate(zip(some, slots, strict=True), start):
-                answer = partial(call.answer, item)
-                if slot < 0 or self._threads is None:
-                    answer(TierResult.MISSING)
-                else:
-                    _Read(self, self._threads, one, slot, answer).start()
-        return await call.answers()
+            for slot in slots:
+                if slot >= 0:
+                    self._index.begin_read(slot)
+            results += await asyncio.gather(*map(self._read, some, slots))
+        return results
 
     async def store(self, values: Sequence[TierValue]) -> Sequence[TierResult]:
-        call = _Call(self._check_loop(), len(values))
-        for item, value in enumerate(values):
-            answer = partial(call.answer, item)
-            slot = await self._slot_for(value)
-            if isinstance(slot, TierResult):
-                answer(slot)
-            else:
-                self._write(value, slot, answer)
-        return await call.answers()
+        self._check_loop()
+        results: list[TierResult] = []
+        for start in range(0, len(values), _VALUES_AT_ONCE):
+            some = values[start : start + _VALUES_AT_ONCE]
+            turns = range(self._sequence + 1, self._sequence + 1 + len(some))
+            self._sequence += len(some)
+            results += await asyncio.gather(*map(self._write, some, turns))
+        return results
 
     async def delete(self, keys: Sequence[str]) -> Sequence[TierResult]:
-        call = _Call(self._check_loop(), len(keys))
+        self._check_loop()
+        if self._room is None:
+            return [TierResult.FAILED] * len(keys)
         was_scanning = self._is_scanning
-        for item, key in enumerate(keys):
-            answer = partial(call.answer, item)
-            if self._room is None:
-                answer(TierResult.FAILED)
-            elif (slot := self._index.remove(key)) is not None:
-                self._erase(slot, answer)
-            else:
-                answer(TierResult.DONE)
-        answers = await call.answers()
+        slots = [self._index.remove(key) for key in keys]
+        results = await asyncio.gather(*map(self._erase, slots))
         if was_scanning:
             await self._scanned.wait()
-        if self._room is not None:
-            await self._room.settled()
-        if self._is_closed or self._is_scanning or self._index.unread:
+        await self._room.settled()
+        if self._is_closed or self._index.unread:
             # It may be where nobody could look, or could write.
             return [TierResult.FAILED] * len(keys)
-        return answers
+        return results
 
     async def aclose(self) -> None:
         self.abort()
@@ -286,7 +275,7 @@ class DiskTier(LoopBound, StoreTier):
     ) -> None:
         for slot in self._index.add_found(file.number, slots, found, unread):
             self._scan_erases += 1
-            self._erase(slot, self._end_scan_erase)
+            self._erase_soon(slot, self._end_scan_erase)
 
     def _end_scan_erase(self, result: TierResult) -> None:
         self._scan_erases -= 1
@@ -316,17 +305,15 @@ class DiskTier(LoopBound, StoreTier):
             found += self._index.find(keys[start : start + _KEYS_AT_ONCE])
         return found
 
-    async def _slot_for(self, value: TierValue) -> int | TierResult:
-        if self._room is None:
+    async def _write(self, value: TierValue, sequence: int) -> TierResult:
+        room, threads = self._room, self._threads
+        if room is None or threads is None:
             return TierResult.FAILED
-        names_nbytes = len(value.key.encode()) + len(value.header)
-        if names_nbytes > MAX_NAMES_NBYTES:
+        if not fits_page(value.key, value.header):
             return TierResult.REFUSED
-        return await self._room.take(value.memory.nbytes)
-
-    def _write(self, value: TierValue, slot: int, answer: _Answer) -> None:
-        threads, sequence = self._threads, self._sequence + 1
-        self._sequence = sequence
+        slot = await room.take(value.memory.nbytes)
+        if isinstance(slot, TierResult):
+            return slot
         file, at = self._file_of(slot)
         header = SlotHeader(
             value.key,
@@ -338,29 +325,34 @@ class DiskTier(LoopBound, StoreTier):
             value.expires_at_s,
         )
 
+        def work(bounce: Bounce) -> None:
+            slot_io.write(file, header, value.memory, bounce, moved)
+
         def moved(nbytes: int) -> None:
             value.moved_nbytes += nbytes
             threads.check()
 
-        def done(result: None, error: Exception | None) -> None:
-            if error is None:
-                before = self._index.put(value.key, slot, sequence, value.expires_at_s)
-                if before is None:
-                    answer(TierResult.DONE)
-                else:  # else it might be found again when this one is gone
-                    self._erase(before, lambda result: answer(TierResult.DONE))
-                return
-            result_of = self._failed("written", error)
-            self._erase(slot, lambda result: answer(result_of))
-
-        threads.submit(
-            WRITE,
-            lambda bounce: slot_io.write(file, header, value.memory, bounce, moved),
-            done,
+        try:
+            await ask(threads, WRITE, work)
+        except Exception as exc:  # noqa: BLE001 - nobody knows what is in the slot
+            await self._erase(slot)
+            return self._failed("written", exc)
+        # What is to be overwritten might be found again when this one is gone.
+        await self._erase(
+            self._index.put(value.key, slot, sequence, value.expires_at_s)
         )
+        return TierResult.DONE
 
-    def _erase(self, slot: int, answer: _Answer) -> None:
+    async def _erase(self, slot: int | None) -> TierResult:
         """Free a slot that was taken, once its header is gone from the disk too."""
+        if slot is None:
+            return TierResult.DONE
+        erased: asyncio.Future[TierResult]
+        erased = asyncio.get_running_loop().create_future()
+        self._erase_soon(slot, erased.set_result)
+        return await erased
+
+    def _erase_soon(self, slot: int, answer: Callable[[TierResult], None]) -> None:
         file, at = self._file_of(slot)
 
         def done(result: None, error: Exception | None) -> None:
@@ -371,7 +363,52 @@ class DiskTier(LoopBound, StoreTier):
             self._index.lose(slot)
             answer(self._failed("overwritten", error))
 
-        self._threads.submit(READ, lambda bounce: slot_io.erase(file, at, bounce), done)
+        if self._threads is not None:
+            self._threads.submit(
+                READ, lambda bounce: slot_io.erase(file, at, bounce), done
+            )
+
+    async def _read(self, wanted: WantedValue, slot: int) -> TierResult:
+        """Read from a slot, of which the index was told."""
+        if slot < 0 or self._threads is None:
+            return TierResult.MISSING
+        try:
+            return await self._read_slot(wanted, slot, self._threads)
+        except Exception as exc:  # noqa: BLE001 - also what only a bug would raise
+            return self._failed("read", exc)
+        finally:
+            self._index.end_read(slot)
+
+    async def _read_slot(
+        self, wanted: WantedValue, slot: int, threads: DiskThreads
+    ) -> TierResult:
+        file, at = self._file_of(slot)
+        header = await ask(
+            threads, READ, lambda bounce: slot_io.read_header(file, at, bounce)
+        )
+        if header is None:
+            self._disbelieve(wanted.key, slot)
+            return TierResult.MISSING
+        if header.key != wanted.key:  # two keys with one hash
+            return TierResult.MISSING
+        try:
+            memory = await _place_for(wanted, header)
+        except ValueError:  # it was all that there is of the header
+            return TierResult.MISSING
+        if memory is None:
+            return TierResult.REFUSED
+        if memory.nbytes != header.body_nbytes:
+            return TierResult.MISSING
+
+        def work(bounce: Bounce) -> None:
+            slot_io.read_body(file, at, memory, bounce, moved)
+
+        def moved(nbytes: int) -> None:
+            wanted.moved_nbytes += nbytes
+            threads.check()
+
+        await ask(threads, READ, work)
+        return TierResult.DONE
 
     def _file_of(self, slot: int) -> tuple[OpenSlotFile, int]:
         number, at = place_of(slot)
@@ -403,104 +440,13 @@ class DiskTier(LoopBound, StoreTier):
         if "verified" not in self._said:
             self._said.add("verified")
             logger.warning("a value in %s was not as it was written", self.path)
-        self._erase(slot, lambda result: None)
+        self._erase_soon(slot, lambda result: None)
 
 
-class _Call:
-    """The answers of one call, an item each."""
-
-    def __init__(self, loop: asyncio.AbstractEventLoop, items: int) -> None:
-        self._answers = [TierResult.MISSING] * items
-        self._left = items
-        self._all = loop.create_future()
-
-    def answer(self, item: int, result: TierResult) -> None:
-        self._answers[item] = result
-        self._left -= 1
-        if not self._left and not self._all.done():
-            self._all.set_result(None)
-
-    async def answers(self) -> list[TierResult]:
-        if self._left:
-            await self._all
-        return self._answers
-
-
-class _Read:
-    """One value on its way from the disk: its header, a place for it, the value."""
-
-    def __init__(
-        self,
-        tier: DiskTier,
-        threads: DiskThreads,
-        wanted: WantedValue,
-        slot: int,
-        answer: _Answer,
-    ) -> None:
-        self._tier = tier
-        self._threads = threads
-        self._wanted = wanted
-        self._slot = slot
-        self._answer = answer
-        self._file, self._at = tier._file_of(slot)
-
-    def start(self) -> None:
-        self._tier._index.begin_read(self._slot)
-        self._threads.submit(
-            READ,
-            lambda bounce: slot_io.read_header(self._file, self._at, bounce),
-            self._place,
-        )
-
-    def _place(self, header: SlotHeader | None, error: Exception | None) -> None:
-        if error is not None:
-            self._end(self._tier._failed("read", error))
-        elif header is None:
-            self._tier._disbelieve(self._wanted.key, self._slot)
-            self._end(TierResult.MISSING)
-        elif header.key != self._wanted.key:  # two keys with one hash
-            self._end(TierResult.MISSING)
-        else:
-            self._read_to(self._place_for(header))
-
-    def _place_for(self, header: SlotHeader) -> TierMemory | TierResult:
-        for _ in range(2):
-            try:
-                memory = self._wanted.place(header.header)
-            except ValueError:
-                continue  # it was all of the header, if it is one
-            except Exception:
-                logger.exception("no place for a value in %s", self._tier.path)
-                return TierResult.FAILED
-            if memory is None:
-                return TierResult.REFUSED
-            if memory.nbytes == header.body_nbytes:
-                return memory
-            break
-        return TierResult.MISSING
-
-    def _read_to(self, memory: TierMemory | TierResult) -> None:
-        if isinstance(memory, TierResult):
-            self._end(memory)
-            return
-        self._threads.submit(
-            READ,
-            lambda bounce: slot_io.read_body(
-                self._file, self._at, memory, bounce, self._moved
-            ),
-            self._done,
-        )
-
-    def _moved(self, nbytes: int) -> None:
-        self._wanted.moved_nbytes += nbytes
-        self._threads.check()
-
-    def _done(self, result: None, error: Exception | None) -> None:
-        if error is not None:
-            self._end(self._tier._failed("read", error))
-        else:
-            self._end(TierResult.DONE)
-
-    def _end(self, result: TierResult) -> None:
-        self._tier._index.end_read(self._slot)
-        self._answer(result)
+async def _place_for(wanted: WantedValue, found: SlotHeader) -> TierMemory | None:
+    try:
+        return await wanted.place(found.header)
+    except ValueError:
+        if wanted.header_nbytes > len(found.header):
+            raise
+        return await wanted.place(found.header)
