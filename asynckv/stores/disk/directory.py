@@ -43,13 +43,7 @@ class OpenSlotFile:
         self.slot_nbytes = pages * PAGE_NBYTES
         self.count = 0
         self.is_direct = False
-        self._calls = calls
-
-    def preadv(self, buffers: list[memoryview], offset: int) -> int:
-        return self._calls.preadv(self.fd, buffers, offset)
-
-    def pwritev(self, buffers: list[memoryview], offset: int) -> int:
-        return self._calls.pwritev(self.fd, buffers, offset)
+        self.calls = calls
 
     def close(self) -> None:
         """Close it: nobody may be reading or writing there."""

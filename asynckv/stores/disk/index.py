@@ -16,8 +16,8 @@ import numpy
 import numpy.typing
 
 from asynckv.stores.disk.segments import SLOT_BITS, Segment, SlotClass
-from asynckv.stores.disk.slots import FoundSlots, KeyHash, hash_of
-from asynckv.stores.disk.table import SlotTable
+from asynckv.stores.disk.slots import FoundSlots, KeyHash, hash_of, hashes_of
+from asynckv.stores.disk.table import OffLoop, SlotTable
 
 __all__ = ("SlotIndex", "place_of")
 
@@ -34,9 +34,12 @@ def place_of(slot: int) -> tuple[int, int]:
 
 
 class SlotIndex:
-    """Segments, and which of their slots has which key."""
+    """Segments, and which of their slots has which key.
 
-    def __init__(self) -> None:
+    ``off_loop`` runs what takes long where nobody waits for it, soon or never.
+    """
+
+    def __init__(self, off_loop: OffLoop = lambda work: work()) -> None:
         self.segments: dict[int, Segment] = {}
         self.evictions = 0
         self.lost = 0
@@ -45,7 +48,7 @@ class SlotIndex:
         """Those of them that may have a value that nobody knows."""
         self.file_nbytes = 0
         self._classes: dict[int, SlotClass] = {}
-        self._table = SlotTable()
+        self._table = SlotTable(off_loop)
         self._readers: dict[int, int] = {}
         self._vacated: set[int] = set()
         """Slots whose value is gone, and that somebody still reads."""
@@ -66,8 +69,7 @@ class SlotIndex:
 
     def find(self, keys: Sequence[str]) -> list[int]:
         """Return the slot of each key, or -1."""
-        hashes = numpy.array([hash_of(key) for key in keys], numpy.uint64)
-        low, high = hashes.reshape(-1, 2).T
+        low, high = hashes_of(keys)
         slots: list[int] = self._table.find_many(low, high).tolist()
         if self._leaving:
             slots = [slot if self._is_here(slot) else -1 for slot in slots]

@@ -20,7 +20,7 @@ __all__ = ("Found", "Scan")
 
 logger = logging.getLogger(__name__)
 
-_CHUNK_SLOTS: Final = 128
+_CHUNK_SLOTS: Final = 256
 _CHUNKS_A_THREAD: Final = 4
 """So many wait, that no thread waits for the loop."""
 
@@ -89,17 +89,18 @@ class Scan:
     def _read(
         self, file: OpenSlotFile, slots: range, bounce: Bounce
     ) -> tuple[FoundSlots, list[int]]:
-        pages = bounce.space[: len(slots) * PAGE_NBYTES]
-        preadv, nbytes, unread = file.preadv, file.slot_nbytes, []
-        for place, slot in enumerate(slots):
-            page = pages[place * PAGE_NBYTES : (place + 1) * PAGE_NBYTES]
+        preadv, fd, unread = file.calls.preadv, file.fd, []
+        offset = slots.start * file.slot_nbytes
+        for slot, page in zip(slots, bounce.pages, strict=False):
             try:
-                is_whole = preadv([page], slot * nbytes) == PAGE_NBYTES
+                is_whole = preadv(fd, [page], offset) == PAGE_NBYTES
             except OSError:
                 is_whole = False
             if not is_whole:
                 page[:] = bytes(PAGE_NBYTES)
                 unread.append(slot)
+            offset += file.slot_nbytes
+        pages = bounce.space[: len(slots) * PAGE_NBYTES]
         self._threads.check()
         return find_slots(pages, file.number, slots.start), unread
 

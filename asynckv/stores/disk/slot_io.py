@@ -17,10 +17,21 @@ from typing import Final, Protocol, TypeAlias
 import numpy
 
 from asynckv.abc.tiers import TierMemory
-from asynckv.stores.disk.calls import PAGE_NBYTES
+from asynckv.stores.disk.calls import PAGE_NBYTES, FileCalls
 from asynckv.stores.disk.slots import BadSlot, SlotHeader, pack_slot, unpack_slot
 
-__all__ = ("Bounce", "Moved", "SlotFile", "erase", "read_body", "read_header", "write")
+__all__ = (
+    "BOUNCE_NBYTES",
+    "Bounce",
+    "Moved",
+    "SlotFile",
+    "copy_body",
+    "erase",
+    "read_body",
+    "read_header",
+    "read_whole",
+    "write",
+)
 
 Moved: TypeAlias = Callable[[int], None]
 """Told of bytes that were moved; raises to stop there."""
@@ -31,9 +42,7 @@ _MAX_RUNS: Final = 1024
 _MAX_CALL_NBYTES: Final = 4 * 2**20
 """More is several calls, so that somebody sees it go on, and can stop it."""
 
-_MAX_DIRECT_NBYTES: Final = 2**20
-
-Reads: TypeAlias = Callable[[int, list[memoryview], int], int]
+BOUNCE_NBYTES: Final = 2**20 + 2 * PAGE_NBYTES
 
 
 class SlotFile(Protocol):
@@ -43,20 +52,21 @@ class SlotFile(Protocol):
     number: int
     slot_nbytes: int
     is_direct: bool
-
-    def preadv(self, buffers: list[memoryview], offset: int) -> int: ...
-
-    def pwritev(self, buffers: list[memoryview], offset: int) -> int: ...
+    calls: FileCalls
 
 
 class Bounce:
     """Memory of one thread that direct I/O may use."""
 
-    def __init__(self, nbytes: int = _MAX_DIRECT_NBYTES) -> None:
-        memory = memoryview(mmap.mmap(-1, 2 * PAGE_NBYTES + nbytes))
+    def __init__(self) -> None:
+        memory = memoryview(mmap.mmap(-1, BOUNCE_NBYTES))
         self.head = memory[:PAGE_NBYTES]
         self.tail = memory[PAGE_NBYTES : 2 * PAGE_NBYTES]
         self.space = memory[2 * PAGE_NBYTES :]
+        self.pages = [
+            self.space[start : start + PAGE_NBYTES]
+            for start in range(0, len(self.space), PAGE_NBYTES)
+        ]
 
 
 def read_header(file: SlotFile, slot: int, bounce: Bounce) -> SlotHeader | None:
@@ -64,15 +74,28 @@ def read_header(file: SlotFile, slot: int, bounce: Bounce) -> SlotHeader | None:
 
     :raises OSError: it cannot be read
     """
+    return read_whole(file, slot, bounce.head)
+
+
+def read_whole(file: SlotFile, slot: int, space: memoryview) -> SlotHeader | None:
+    """Fill ``space`` with what the slot begins with; return what it says that it has.
+
+    :raises OSError: it cannot be read
+    """
     for _ in range(2):  # what is wrong has to be so twice
-        _move(file, file.preadv, [bounce.head], slot * file.slot_nbytes, _nobody)
+        _move(file, file.calls.preadv, [space], slot * file.slot_nbytes, _nobody)
         try:
-            header = unpack_slot(bounce.head)
+            header = unpack_slot(space[:PAGE_NBYTES])
         except BadSlot:
             continue
         if (header.file, header.slot) == (file.number, slot):
             return header
     return None
+
+
+def copy_body(space: memoryview, memory: TierMemory) -> None:
+    """Copy the value from what :func:`read_whole` has read."""
+    _spread(space[PAGE_NBYTES : PAGE_NBYTES + memory.nbytes], memory.pieces)
 
 
 def read_body(
@@ -85,14 +108,14 @@ def read_body(
     offset = slot * file.slot_nbytes + PAGE_NBYTES
     if not file.is_direct or memory.pages:
         whole = memory.pages if file.is_direct else memory.pieces
-        _move(file, file.preadv, whole, offset, moved)
+        _move(file, file.calls.preadv, whole, offset, moved)
         return
     pieces = collections.deque(memory.pieces)
     left = memory.nbytes
     while left:
         some = min(left, len(bounce.space))
         space = bounce.space[: _padded(some)]
-        _move(file, file.preadv, [space], offset, moved)
+        _move(file, file.calls.preadv, [space], offset, moved)
         _spread(space[:some], _take(pieces, some))
         offset += len(space)
         left -= some
@@ -118,7 +141,7 @@ def write(
         if surplus:  # what is behind it in its page is not ours to write
             _join(pieces, bounce.tail)
             whole.append(bounce.tail)
-        _move(file, file.pwritev, [bounce.head, *whole], offset, moved)
+        _move(file, file.calls.pwritev, [bounce.head, *whole], offset, moved)
         return
     pieces = collections.deque(memory.pieces)
     left = memory.nbytes
@@ -127,7 +150,7 @@ def write(
         some = min(left, len(bounce.space))
         space = bounce.space[: _padded(some)]
         _join(_take(pieces, some, at_most=None), space)
-        _move(file, file.pwritev, [*head, space], offset, moved)
+        _move(file, file.calls.pwritev, [*head, space], offset, moved)
         offset += len(space) + len(head) * PAGE_NBYTES
         left -= some
         head = []
@@ -139,12 +162,12 @@ def erase(file: SlotFile, slot: int, bounce: Bounce) -> None:
     :raises OSError: it cannot be written
     """
     bounce.head[:] = bytes(PAGE_NBYTES)
-    _move(file, file.pwritev, [bounce.head], slot * file.slot_nbytes, _nobody)
+    _move(file, file.calls.pwritev, [bounce.head], slot * file.slot_nbytes, _nobody)
 
 
 def _move(
     file: SlotFile,
-    call: Callable[[list[memoryview], int], int],
+    call: Callable[[int, list[memoryview], int], int],
     buffers: Iterable[memoryview],
     offset: int,
     moved: Moved,
@@ -158,7 +181,7 @@ def _move(
         wanted = sum(map(len, run))
         if not wanted:
             continue
-        done = call(run, offset)
+        done = call(file.fd, run, offset)
         if done < wanted:
             done -= done % unit
             left.extendleft(reversed(run))

@@ -17,6 +17,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import struct
+from collections.abc import Sequence
 from typing import Final, TypeAlias
 
 import numpy
@@ -35,6 +36,7 @@ __all__ = (
     "find_slots",
     "fits_page",
     "hash_of",
+    "hashes_of",
     "largest_body_pages",
     "pack_slot",
     "unpack_slot",
@@ -42,6 +44,8 @@ __all__ = (
 
 KeyHash: TypeAlias = tuple[int, int]
 """128 bits of a key, as two numbers."""
+
+_Numbers: TypeAlias = numpy.typing.NDArray[numpy.uint64]
 
 _MAGIC: Final = b"akvslot"
 _VERSION: Final = 1
@@ -80,6 +84,13 @@ def hash_of(key: str) -> KeyHash:
     Two keys with one hash are told apart by the slot, which has the key.
     """
     low, high = _HASH.unpack(digest_of(_encoded(key)))
+    return low, high
+
+
+def hashes_of(keys: Sequence[str]) -> tuple[_Numbers, _Numbers]:
+    """Return the two halves of the hashes of many keys."""
+    digests = b"".join([digest_of(_encoded(key)) for key in keys])
+    low, high = numpy.frombuffer(digests, "<u8").reshape(-1, 2).T
     return low, high
 
 
@@ -147,13 +158,17 @@ def unpack_slot(page: memoryview) -> SlotHeader:
     )
 
 
-_Numbers: TypeAlias = numpy.typing.NDArray[numpy.uint64]
-
 _PAGE: Final = numpy.dtype(
     {
-        "names": ["magic", "sequence", "file", "slot", "expires", "low", "high"],
-        "formats": ["<u8", "<u8", "<u4", "<u4", "<f8", "<u8", "<u8"],
-        "offsets": [0, 24, 32, 36, 48, 56, 64],
+        "names": [
+            *("magic", "digest", "sequence", "file", "slot"),
+            *("expires", "low", "high", "key", "header"),
+        ],
+        "formats": [
+            *("<u8", "V16", "<u8", "<u4", "<u4"),
+            *("<f8", "<u8", "<u8", "<u2", "<u2"),
+        ],
+        "offsets": [0, 8, 24, 32, 36, 48, 56, 64, 72, 74],
         "itemsize": PAGE_NBYTES,
     }
 )
@@ -177,8 +192,17 @@ def find_slots(pages: memoryview, file: int, first: int) -> FoundSlots:
     numbers = numpy.arange(first, first + len(rows))
     is_here = (rows["file"] == file) & (rows["slot"] == numbers)
     (likely,) = ((rows["magic"] == _BEGINS_WITH) & is_here).nonzero()
-    size = PAGE_NBYTES
-    good = [at for at in likely.tolist() if _used(pages[at * size : (at + 1) * size])]
+    used = _NAMES_AT + rows["key"][likely].astype(int) + rows["header"][likely]
+    likely, used = likely[used <= PAGE_NBYTES], used[used <= PAGE_NBYTES]
+    begins = likely * PAGE_NBYTES
+    spans = zip(
+        likely.tolist(),
+        (begins + _BEGIN.size).tolist(),
+        (begins + used).tolist(),
+        rows["digest"][likely].tolist(),
+        strict=True,
+    )
+    good = [at for at, start, stop, d in spans if digest_of(pages[start:stop]) == d]
     rows = rows[good]
     return FoundSlots(
         numbers[good], rows["low"], rows["high"], rows["sequence"], rows["expires"]

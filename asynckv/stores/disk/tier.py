@@ -9,7 +9,9 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
+import mmap
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -26,19 +28,19 @@ from asynckv.abc.tiers import (
 from asynckv.errors import ConfigError
 from asynckv.loops import LoopBound
 from asynckv.stores.disk import slot_io
-from asynckv.stores.disk.calls import FileCalls
+from asynckv.stores.disk.calls import PAGE_NBYTES, FileCalls
 from asynckv.stores.disk.directory import NO_ROOM, OpenSlotFile, SlotDirectory
 from asynckv.stores.disk.index import SlotIndex, place_of
 from asynckv.stores.disk.room import Room, ask
 from asynckv.stores.disk.scan import Scan
 from asynckv.stores.disk.segments import Segment
-from asynckv.stores.disk.slot_io import Bounce
+from asynckv.stores.disk.slot_io import BOUNCE_NBYTES, Bounce
 from asynckv.stores.disk.slots import (
     FoundSlots,
     SlotHeader,
     fits_page,
 )
-from asynckv.stores.disk.threads import READ, WRITE, DiskThreads, Stopped
+from asynckv.stores.disk.threads import READ, SCAN, WRITE, DiskThreads, Stopped
 from asynckv.stores.disk.url import LEAST_MAX_BYTES, parse_disk_url
 
 __all__ = ("DiskStatistics", "DiskTier")
@@ -51,6 +53,10 @@ _BEST_NBYTES: Final = 256 * 1024
 _KEYS_AT_ONCE: Final = 1024
 """More are looked up with a pause for others in between."""
 
+_WHOLE_NBYTES: Final = 65 * PAGE_NBYTES
+_SPACES: Final = 16
+"""So many slots of 256 KiB may be read at once before there is a place for them."""
+
 _VALUES_AT_ONCE: Final = 32
 """More would keep the loop for a millisecond, and no disk does more at once."""
 
@@ -61,13 +67,15 @@ _GENERATION_SHIFT: Final = 40
 class DiskStatistics:
     """What a disk tier has. ``file_bytes`` never exceed ``max_bytes``.
 
-    ``index_bytes`` are of memory. ``unverified``: headers that were not as they were
-    written when a value was wanted; ``lost_slots`` can be neither read nor overwritten.
+    ``index_bytes`` and ``buffer_bytes`` are of memory. ``unverified``: headers that
+    were not as they were written when a value was wanted; ``lost_slots`` can be neither
+    read nor overwritten.
     """
 
     max_bytes: int
     file_bytes: int
     index_bytes: int
+    buffer_bytes: int
     keys: int
     slots: int
     free_slots: int
@@ -112,7 +120,7 @@ class DiskTier(LoopBound, StoreTier):
         self._count = threads
         self._close_grace_s = close_grace_s
         self._calls = calls or FileCalls()
-        self._index = SlotIndex()
+        self._index = SlotIndex(self._off_loop)
         self._is_closed = self._is_scanning = False
         self._opening = asyncio.Lock()
         self._scanned = asyncio.Event()
@@ -121,6 +129,8 @@ class DiskTier(LoopBound, StoreTier):
         self._scan_erases = 0
         self._is_read_through = False
         self._said: set[str] = set()
+        self._spare: list[memoryview] = []
+        self._spaces = 0
         self._threads: DiskThreads | None = None
         self._directory = SlotDirectory(self.path, max_bytes, self._calls)
         self._room: Room | None = None
@@ -141,6 +151,7 @@ class DiskTier(LoopBound, StoreTier):
             max_bytes=self.max_bytes,
             file_bytes=self._index.file_nbytes,
             index_bytes=self._index.nbytes,
+            buffer_bytes=self._count * BOUNCE_NBYTES + self._spaces * _WHOLE_NBYTES,
             keys=len(self._index),
             slots=sum(segment.count for segment in segments),
             free_slots=sum(segment.free for segment in segments),
@@ -270,6 +281,10 @@ class DiskTier(LoopBound, StoreTier):
         # Made here, as there may be much to it.
         return opened, [Segment(file.number, file.pages, file.count) for file in files]
 
+    def _off_loop(self, work: Callable[[], None]) -> None:
+        if self._threads is not None:
+            self._threads.submit(SCAN, lambda bounce: work(), lambda *_: None)
+
     def _found(
         self, file: OpenSlotFile, slots: range, found: FoundSlots, unread: list[int]
     ) -> None:
@@ -372,43 +387,73 @@ class DiskTier(LoopBound, StoreTier):
         """Read from a slot, of which the index was told."""
         if slot < 0 or self._threads is None:
             return TierResult.MISSING
+        # To go to the disk twice costs more than to copy so little.
+        space = self._space_for(slot)
         try:
-            return await self._read_slot(wanted, slot, self._threads)
+            result = await self._read_slot(wanted, slot, space, self._threads)
         except Exception as exc:  # noqa: BLE001 - also what only a bug would raise
-            return self._failed("read", exc)
-        finally:
-            self._index.end_read(slot)
+            result = self._failed("read", exc)
+        # Not if it is cancelled, as it must not be: then a thread may be reading still.
+        self._index.end_read(slot)
+        if space is not None:
+            self._spare.append(space)
+        return result
 
     async def _read_slot(
-        self, wanted: WantedValue, slot: int, threads: DiskThreads
+        self,
+        wanted: WantedValue,
+        slot: int,
+        space: memoryview | None,
+        threads: DiskThreads,
     ) -> TierResult:
         file, at = self._file_of(slot)
-        header = await ask(
-            threads, READ, lambda bounce: slot_io.read_header(file, at, bounce)
-        )
+
+        def look(bounce: Bounce) -> SlotHeader | None:
+            if space is None:
+                return slot_io.read_header(file, at, bounce)
+            return slot_io.read_whole(file, at, space[: file.slot_nbytes])
+
+        def moved(nbytes: int) -> None:
+            wanted.moved_nbytes += nbytes
+            threads.check()
+
+        header = await ask(threads, READ, look)
+        memory = await self._place_for(wanted, slot, header)
+        if isinstance(memory, TierResult):
+            return memory
+        if space is None:
+            body = partial(slot_io.read_body, file, at, memory, moved=moved)
+            await ask(threads, READ, lambda bounce: body(bounce=bounce))
+        else:
+            slot_io.copy_body(space, memory)
+            wanted.moved_nbytes += memory.nbytes
+        return TierResult.DONE
+
+    def _space_for(self, slot: int) -> memoryview | None:
+        """Return memory for all of a slot, if that is little and there is any."""
+        nbytes = self._file_of(slot)[0].slot_nbytes
+        if nbytes > _WHOLE_NBYTES:
+            return None
+        if not self._spare and self._spaces < _SPACES:
+            self._spaces += 1
+            self._spare.append(memoryview(mmap.mmap(-1, _WHOLE_NBYTES)))
+        return self._spare.pop() if self._spare else None
+
+    async def _place_for(
+        self, wanted: WantedValue, slot: int, header: SlotHeader | None
+    ) -> TierMemory | TierResult:
         if header is None:
             self._disbelieve(wanted.key, slot)
             return TierResult.MISSING
         if header.key != wanted.key:  # two keys with one hash
             return TierResult.MISSING
         try:
-            memory = await _place_for(wanted, header)
+            memory = await _place(wanted, header)
         except ValueError:  # it was all that there is of the header
             return TierResult.MISSING
         if memory is None:
             return TierResult.REFUSED
-        if memory.nbytes != header.body_nbytes:
-            return TierResult.MISSING
-
-        def work(bounce: Bounce) -> None:
-            slot_io.read_body(file, at, memory, bounce, moved)
-
-        def moved(nbytes: int) -> None:
-            wanted.moved_nbytes += nbytes
-            threads.check()
-
-        await ask(threads, READ, work)
-        return TierResult.DONE
+        return memory if memory.nbytes == header.body_nbytes else TierResult.MISSING
 
     def _file_of(self, slot: int) -> tuple[OpenSlotFile, int]:
         number, at = place_of(slot)
@@ -443,7 +488,7 @@ class DiskTier(LoopBound, StoreTier):
         self._erase_soon(slot, lambda result: None)
 
 
-async def _place_for(wanted: WantedValue, found: SlotHeader) -> TierMemory | None:
+async def _place(wanted: WantedValue, found: SlotHeader) -> TierMemory | None:
     try:
         return await wanted.place(found.header)
     except ValueError:
