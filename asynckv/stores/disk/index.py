@@ -17,7 +17,7 @@ import numpy.typing
 
 from asynckv.stores.disk.segments import SLOT_BITS, Segment, SlotClass
 from asynckv.stores.disk.slots import FoundSlots, KeyHash, hash_of, hashes_of
-from asynckv.stores.disk.table import OffLoop, SlotTable
+from asynckv.stores.disk.table import OffLoop, Places, SlotTable
 
 __all__ = ("SlotIndex", "place_of")
 
@@ -66,6 +66,10 @@ class SlotIndex:
         """Of memory that it takes."""
         segments = sum(segment.index_nbytes for segment in self.segments.values())
         return self._table.nbytes + segments
+
+    def prepare(self, count: int) -> None:
+        """Make room for so many keys before the first segment is there. In a thread."""
+        self._table.prepare(count)
 
     def find(self, keys: Sequence[str]) -> list[int]:
         """Return the slot of each key, or -1."""
@@ -234,13 +238,14 @@ class SlotIndex:
         segment.high[found.slots] = found.high
         segment.sequences[found.slots] = found.sequences
         segment.expires[found.slots] = expires.astype(numpy.uint32)
-        is_plain = self._are_plain(found)
-        plain = found.slots[is_plain]
-        places = plain + (number << SLOT_BITS)
-        self._table.add_many(found.low[is_plain], found.high[is_plain], places)
+        places = found.slots + (number << SLOT_BITS)
+        again = self._table.add_many(found.low, found.high, places)
+        if self._hidden:
+            again = numpy.union1d(again, self._find_hidden(found, places))
+        plain = numpy.delete(found.slots, again)
         segment.keep_many(plain)
         self._expiring += int((segment.expires[plain] != _NEVER).sum())
-        others = found.slots[~is_plain].tolist()
+        others = found.slots[again].tolist()
         old = [self._add_again(segment, at) for at in others]
         return [slot for slot in old if slot is not None]
 
@@ -256,18 +261,12 @@ class SlotIndex:
                     order.go_on_behind(segment, at)
         return newest
 
-    def _are_plain(self, found: FoundSlots) -> numpy.typing.NDArray[numpy.bool_]:
-        """Which of them have keys that are nowhere else, and were not deleted?"""
-        is_plain = self._table.find_many(found.low, found.high) < 0
-        _, firsts = numpy.unique(found.low, return_index=True)
-        if len(firsts) < len(is_plain):
-            is_first = numpy.zeros(len(is_plain), bool)
-            is_first[firsts] = True
-            is_plain &= is_first
-        if self._hidden:
-            keys = zip(found.low.tolist(), found.high.tolist(), strict=True)
-            is_plain &= numpy.array([key not in self._hidden for key in keys], bool)
-        return is_plain
+    def _find_hidden(self, found: FoundSlots, places: Places) -> Places:
+        """Return which of them were deleted meanwhile, and forget these."""
+        keys = zip(found.low.tolist(), found.high.tolist(), strict=True)
+        hidden = [at for at, key in enumerate(keys) if key in (self._hidden or ())]
+        self._table.remove_many(found.low[hidden], found.high[hidden], places[hidden])
+        return numpy.array(hidden, numpy.int64)
 
     def _add_again(self, segment: Segment, at: int) -> int | None:
         """Add one that may be there already; return what is to be overwritten."""

@@ -13,7 +13,7 @@ from typing import Final, TypeAlias
 from asynckv.stores.disk.calls import PAGE_NBYTES
 from asynckv.stores.disk.directory import OpenSlotFile
 from asynckv.stores.disk.slot_io import Bounce
-from asynckv.stores.disk.slots import FoundSlots, find_slots
+from asynckv.stores.disk.slots import FoundSlots, find_slot
 from asynckv.stores.disk.threads import SCAN, DiskThreads, Stopped
 
 __all__ = ("Found", "Scan")
@@ -89,20 +89,22 @@ class Scan:
     def _read(
         self, file: OpenSlotFile, slots: range, bounce: Bounce
     ) -> tuple[FoundSlots, list[int]]:
-        preadv, fd, unread = file.calls.preadv, file.fd, []
+        # Slot by slot, as whoever looks at many at once keeps the others from reading.
+        preadv, fd, page, number = file.calls.preadv, file.fd, bounce.head, file.number
         offset = slots.start * file.slot_nbytes
-        for slot, page in zip(slots, bounce.pages, strict=False):
+        found, unread = [], []
+        for slot in slots:
             try:
                 is_whole = preadv(fd, [page], offset) == PAGE_NBYTES
             except OSError:
                 is_whole = False
             if not is_whole:
-                page[:] = bytes(PAGE_NBYTES)
                 unread.append(slot)
+            elif row := find_slot(page, number, slot):
+                found.append(row)
             offset += file.slot_nbytes
-        pages = bounce.space[: len(slots) * PAGE_NBYTES]
         self._threads.check()
-        return find_slots(pages, file.number, slots.start), unread
+        return FoundSlots.of(found), unread
 
 
 def _chunks_of(files: list[OpenSlotFile]) -> Iterator[tuple[OpenSlotFile, range]]:

@@ -63,10 +63,6 @@ class Bounce:
         self.head = memory[:PAGE_NBYTES]
         self.tail = memory[PAGE_NBYTES : 2 * PAGE_NBYTES]
         self.space = memory[2 * PAGE_NBYTES :]
-        self.pages = [
-            self.space[start : start + PAGE_NBYTES]
-            for start in range(0, len(self.space), PAGE_NBYTES)
-        ]
 
 
 def read_header(file: SlotFile, slot: int, bounce: Bounce) -> SlotHeader | None:

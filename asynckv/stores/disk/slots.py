@@ -29,11 +29,12 @@ from asynckv.stores.disk.calls import PAGE_NBYTES
 __all__ = (
     "MAX_NAMES_NBYTES",
     "BadSlot",
+    "FoundSlot",
     "FoundSlots",
     "KeyHash",
     "SlotHeader",
     "body_pages_of",
-    "find_slots",
+    "find_slot",
     "fits_page",
     "hash_of",
     "hashes_of",
@@ -45,12 +46,16 @@ __all__ = (
 KeyHash: TypeAlias = tuple[int, int]
 """128 bits of a key, as two numbers."""
 
+FoundSlot: TypeAlias = tuple[int, int, int, int, float]
+"""A slot, the hash of its key, its sequence, and when it is void."""
+
 _Numbers: TypeAlias = numpy.typing.NDArray[numpy.uint64]
 
 _MAGIC: Final = b"akvslot"
 _VERSION: Final = 1
 _BEGIN: Final = struct.Struct("<7sB16s")
 _FIELDS: Final = struct.Struct("<QIIQdQQHH")
+_ALL: Final = struct.Struct(_BEGIN.format + _FIELDS.format[1:])
 _HASH: Final = struct.Struct("<QQ")
 _NAMES_AT: Final = _BEGIN.size + _FIELDS.size
 
@@ -158,23 +163,6 @@ def unpack_slot(page: memoryview) -> SlotHeader:
     )
 
 
-_PAGE: Final = numpy.dtype(
-    {
-        "names": [
-            *("magic", "digest", "sequence", "file", "slot"),
-            *("expires", "low", "high", "key", "header"),
-        ],
-        "formats": [
-            *("<u8", "V16", "<u8", "<u4", "<u4"),
-            *("<f8", "<u8", "<u8", "<u2", "<u2"),
-        ],
-        "offsets": [0, 8, 24, 32, 36, 48, 56, 64, 72, 74],
-        "itemsize": PAGE_NBYTES,
-    }
-)
-_BEGINS_WITH: Final = int.from_bytes(_MAGIC + bytes([_VERSION]), "little")
-
-
 @dataclasses.dataclass(frozen=True, slots=True)
 class FoundSlots:
     """What the first pages of some slots of one file say: a row for each good one."""
@@ -185,28 +173,38 @@ class FoundSlots:
     sequences: _Numbers
     expires: numpy.typing.NDArray[numpy.float64]
 
+    @classmethod
+    def of(cls, rows: Sequence[FoundSlot]) -> FoundSlots:
+        """Return what :func:`find_slot` has found, together."""
+        slots, low, high, sequences, expires = zip(*rows, strict=True) if rows else _NO
+        return cls(
+            numpy.array(slots, numpy.int64),
+            numpy.array(low, numpy.uint64),
+            numpy.array(high, numpy.uint64),
+            numpy.array(sequences, numpy.uint64),
+            numpy.array(expires, numpy.float64),
+        )
 
-def find_slots(pages: memoryview, file: int, first: int) -> FoundSlots:
-    """Return which of these first pages, of slots from ``first`` on, are good."""
-    rows = numpy.frombuffer(pages, _PAGE)
-    numbers = numpy.arange(first, first + len(rows))
-    is_here = (rows["file"] == file) & (rows["slot"] == numbers)
-    (likely,) = ((rows["magic"] == _BEGINS_WITH) & is_here).nonzero()
-    used = _NAMES_AT + rows["key"][likely].astype(int) + rows["header"][likely]
-    likely, used = likely[used <= PAGE_NBYTES], used[used <= PAGE_NBYTES]
-    begins = likely * PAGE_NBYTES
-    spans = zip(
-        likely.tolist(),
-        (begins + _BEGIN.size).tolist(),
-        (begins + used).tolist(),
-        rows["digest"][likely].tolist(),
-        strict=True,
+
+_NO: Final[tuple[tuple[()], ...]] = ((),) * 5
+
+
+def find_slot(page: memoryview, file: int, slot: int) -> FoundSlot | None:
+    """Return what a first page says of a slot, for :class:`FoundSlots`, if it is good.
+
+    As little as there has to be: it is called for millions of slots.
+    """
+    magic, version, digest, *fields = _ALL.unpack_from(page)
+    if magic != _MAGIC or version != _VERSION:
+        return None
+    sequence, in_file, in_slot, _, expires, low, high, key_nbytes, header_nbytes = (
+        fields
     )
-    good = [at for at, start, stop, d in spans if digest_of(pages[start:stop]) == d]
-    rows = rows[good]
-    return FoundSlots(
-        numbers[good], rows["low"], rows["high"], rows["sequence"], rows["expires"]
-    )
+    used = _NAMES_AT + key_nbytes + header_nbytes
+    is_here = in_file == file and in_slot == slot and used <= PAGE_NBYTES
+    if not is_here or digest_of(page[_BEGIN.size : used]) != digest:
+        return None
+    return slot, low, high, sequence, expires
 
 
 def _used(page: memoryview) -> int:

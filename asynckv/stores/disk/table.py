@@ -1,8 +1,8 @@
-"""Which slot has a key: a hash table over 128 bits of it, in arrays.
+"""Which slot has a key: a hash table over 128 bits of it, in one array.
 
-A million keys in a ``dict`` take 200 bytes each; here it is 37 to 110,
-and 120 for a while when it grows. It grows by steps, so that no call takes a millisecond, and
-many keys are looked up together. Open addressing, by double hashing.
+A million keys in a ``dict`` take 200 bytes each; here it is 37 to 110, and 120 for a
+while as it grows. It grows by steps, so that no call takes a millisecond, and many keys
+are looked up together. Open addressing, by double hashing.
 """
 
 from __future__ import annotations
@@ -33,6 +33,9 @@ _FIRST: Final = 2
 _LEAST_PLACES: Final = 1024
 _NEARLY_FULL: Final = 0.6
 _FULL: Final = 0.65
+_FEW: Final = 24
+"""So few are sooner done one by one."""
+
 _MADV_POPULATE_WRITE: Final = 23
 _MOVED_AT_LEAST: Final = 64
 _MOVED_FOR_EACH: Final = 2
@@ -100,7 +103,7 @@ class _Part:
         found = numpy.full(len(low), -1, numpy.int64)
         at, steps = self._walks(low, high)
         looking = numpy.arange(len(low))
-        while len(looking):
+        while len(looking) > _FEW:
             here = at[looking]
             slots = self.slots[here]
             is_it = (self.low[here] == low[looking]) & (slots > _GONE)
@@ -108,24 +111,39 @@ class _Part:
             found[looking[is_it]] = here[is_it]
             looking = looking[~is_it & (slots != _NOBODY)]
             at[looking] = (at[looking] + steps[looking]) & (self.places - 1)
+        for one in looking.tolist():
+            found[one] = self.find(int(low[one]), int(high[one]))
         return found
 
-    def add_many(self, low: Hashes, high: Hashes, slots: Places) -> None:
-        """Put in different keys that are not there, with different slots."""
+    def add_many(self, low: Hashes, high: Hashes, slots: Places) -> Places:
+        """Put keys in, with different slots; return which were there already."""
         at, steps = self._walks(low, high)
         stored = slots.astype(numpy.uint64) + numpy.uint64(_FIRST)
         waiting = numpy.arange(len(low))
-        while len(waiting):
+        there: list[int] = []
+        while len(waiting) > _FEW:
             here, mine = at[waiting], stored[waiting]
-            is_free = self.slots[here] == _NOBODY
+            is_free = (found := self.slots[here]) == _NOBODY
             # Of those that want one place the last one gets it.
             self.slots[here[is_free]] = mine[is_free]
-            is_in = self.slots[here] == mine
+            is_in = is_free & (self.slots[here] == mine)
             self.low[here[is_in]] = low[waiting[is_in]]
             self.high[here[is_in]] = high[waiting[is_in]]
-            waiting = waiting[~is_in]
-            at[waiting] = (at[waiting] + steps[waiting]) & (self.places - 1)
-        self.taken += len(low)
+            is_there = (self.low[here] == low[waiting]) & ~is_in & (found > _GONE)
+            is_there &= self.high[here] == high[waiting]
+            there += waiting[is_there].tolist()
+            # Who has not got a place looks at it again: it may be the same key's now.
+            at[waiting[~is_free]] += steps[waiting[~is_free]]
+            waiting = waiting[~(is_in | is_there)]
+            at[waiting] &= self.places - 1
+        self.taken += len(low) - len(waiting) - len(there)
+        for one in waiting.tolist():
+            key = int(low[one]), int(high[one])
+            if self.find(*key) < 0:
+                self.add(*key, int(slots[one]))
+            else:
+                there.append(one)
+        return numpy.array(there, numpy.int64)
 
     def _walks(self, low: Hashes, high: Hashes) -> tuple[Places, Places]:
         """Return where each key is looked for first, and how far on then.
@@ -163,6 +181,11 @@ class SlotTable:
         parts = (self._part, self._old, self._next)
         return sum(part.nbytes for part in parts if part is not None)
 
+    def prepare(self, count: int) -> None:
+        """Make room for so many keys before the first one comes. In a thread."""
+        self._part = _Part(self._places_for(count))
+        self._part.populate()
+
     def find(self, key: KeyHash) -> int:
         """Return the slot of a key, or -1."""
         part, at = self._place(key)
@@ -188,11 +211,18 @@ class SlotTable:
         self._count += 1
         return -1
 
-    def add_many(self, low: Hashes, high: Hashes, slots: Places) -> None:
-        """Put in keys that are not there, each once."""
+    def add_many(self, low: Hashes, high: Hashes, slots: Places) -> Places:
+        """Put in those keys that are not there; return which were, or are twice."""
         self._make_room(len(low))
-        self._part.add_many(low, high, slots)
-        self._count += len(low)
+        if self._old is None:
+            again = self._part.add_many(low, high, slots)
+        else:
+            is_new = self._old.find_many(low, high) < 0
+            (new,), (old,) = is_new.nonzero(), (~is_new).nonzero()
+            twice = new[self._part.add_many(low[new], high[new], slots[new])]
+            again = numpy.concatenate((old, twice))
+        self._count += len(low) - len(again)
+        return again
 
     def remove(self, key: KeyHash, slot: int) -> bool:
         """Forget a key if it is in that slot; say if it was."""

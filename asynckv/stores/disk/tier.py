@@ -278,7 +278,8 @@ class DiskTier(LoopBound, StoreTier):
     def _open_directory(self, bounce: Bounce) -> tuple[int, list[Segment]]:
         opened = self._directory.open()
         files = self._directory.files.values()
-        # Made here, as there may be much to it.
+        # Here, as there may be much to it.
+        self._index.prepare(sum(file.count for file in files))
         return opened, [Segment(file.number, file.pages, file.count) for file in files]
 
     def _off_loop(self, work: Callable[[], None]) -> None:
