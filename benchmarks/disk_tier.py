@@ -185,10 +185,12 @@ class _Tier:
     def __init__(self, tier: DiskTier, nbytes: int, memories: list[memoryview]) -> None:
         self._tier, self._nbytes, self._memories = tier, nbytes, memories
         self._pool = concurrent.futures.ThreadPoolExecutor(2)
+        self._turn = 0
         self.lag_s = 0.0
         self.is_verified = True
 
     async def write(self) -> float:
+        self._turn += 1  # new keys, in the room of the least wanted once it is full
         return await self._run(self._store)
 
     async def read(self) -> float:
@@ -215,6 +217,9 @@ class _Tier:
         await asyncio.wait({ticking})
         return seconds
 
+    def _key_of(self, job: int) -> str:
+        return f"k1/{self._turn}/{job}"
+
     async def _tick(self) -> None:
         while True:
             before = time.perf_counter()
@@ -232,15 +237,16 @@ class _Tier:
 
     async def _store(self, batch: _Batch) -> None:
         headers = await self._digests(batch)
+        places = [TierMemory(len(one), [one], [one]) for _, one in batch]
         values = [
-            TierValue(f"k1/{job}", header, TierMemory(len(memory), [memory], [memory]))
-            for (job, memory), header in zip(batch, headers, strict=True)
+            TierValue(self._key_of(job), header, place)
+            for (job, _), header, place in zip(batch, headers, places, strict=True)
         ]
         results = set(await self._tier.store(values))
         _expect(results == {TierResult.DONE}, f"stored: {results}")
 
     async def _fetch(self, batch: _Batch) -> None:
-        wanted = [_Wanted(f"k1/{job}", memory) for job, memory in batch]
+        wanted = [_Wanted(self._key_of(job), memory) for job, memory in batch]
         results = set(await self._tier.fetch(wanted))
         _expect(results == {TierResult.DONE}, f"fetched: {results}")
         digests = await self._digests(batch)

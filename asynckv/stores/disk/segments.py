@@ -102,12 +102,12 @@ class Segment:
         self._free_at = min(self._free_at, at)
 
     def keep(self, at: int) -> None:
-        """A slot that was taken has a value."""
-        self._marks[at] = _KEPT
+        """A slot that was taken has a new value: somebody wanted that."""
+        self._marks[at] = _USED
         self.busy -= 1
 
     def keep_many(self, slots: _Slots) -> None:
-        """Slots that were taken have values."""
+        """Slots that were taken have had values for long."""
         self._marked[slots] = _KEPT
         self.busy -= len(slots)
 
