@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import errno
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractAsyncContextManager
+from typing import TypeAlias
 
+from asynckv.stores.disk import DiskTier
 from asynckv.stores.disk.calls import FileCalls
 
-__all__ = ("FaultyCalls",)
+__all__ = ("FaultyCalls", "OpenDisk")
+
+OpenDisk: TypeAlias = Callable[..., AbstractAsyncContextManager[DiskTier]]
+"""Opens tiers in one folder, one after the other."""
 
 
 class FaultyCalls(FileCalls):
@@ -21,15 +27,10 @@ class FaultyCalls(FileCalls):
 
     def __init__(self, *, refuses_direct: bool = False) -> None:
         self.refuses_direct = refuses_direct
-        self.is_direct_open_accepted = False
         self.read_error = self.write_error = self.allocate_error = 0
         self.room_nbytes: int | None = None
         self.most_nbytes: int | None = None
         self.hangs = 0
-        self.hanging = threading.Semaphore(0)
-        """Released by each read that hangs."""
-        self.writes: list[tuple[int, int]] = []
-        """Where, and how many bytes."""
         self._lock = threading.Lock()
         self._may_go_on = threading.Event()
 
@@ -54,7 +55,6 @@ class FaultyCalls(FileCalls):
             must_hang = self.hangs > 0
             self.hangs -= must_hang
         if must_hang:
-            self.hanging.release()
             self._may_go_on.wait()
         if self.read_error:
             raise OSError(self.read_error, "told to")
@@ -63,9 +63,7 @@ class FaultyCalls(FileCalls):
     def pwritev(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
         if self.write_error:
             raise OSError(self.write_error, "told to")
-        cut = self._cut(buffers)
-        self.writes.append((offset, sum(map(len, cut))))
-        return super().pwritev(fd, cut, offset)
+        return super().pwritev(fd, self._cut(buffers), offset)
 
     def _cut(self, buffers: Sequence[memoryview]) -> Sequence[memoryview]:
         if self.most_nbytes is None:

@@ -206,7 +206,7 @@ class SlotClass:
     def _round(self, now: int) -> Iterator[tuple[Segment, int]]:
         """Yield segments from the hand on, and where to begin in each: two rounds."""
         turn, at = self._hand
-        for _ in range(2 * len(self.segments) + 1):
+        for _ in range(2 * len(self.segments) + 1 if self.segments else 0):
             if turn >= len(self.segments):
                 self.round_began, self._this_round_began = self._this_round_began, now
                 turn = 0

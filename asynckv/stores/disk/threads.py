@@ -74,10 +74,9 @@ class DiskThreads:
                 self._tell(done, None, Stopped())
                 return
             self._jobs[when].append((work, done))
-            if self._idle:
+            waiting = sum(map(len, self._jobs))
+            if waiting <= self._idle or self._alive >= self._count:
                 self._changed.notify()
-                return
-            if self._alive >= self._count:
                 return
             self._alive += 1
         name = f"disk tier {self._alive}"

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractAsyncContextManager
+from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import TypeAlias
 
 import pytest
 
 from asynckv.stores.disk import DiskTier
 from asynckv.stores.disk.calls import FileCalls
-
-OpenDisk: TypeAlias = Callable[..., AbstractAsyncContextManager[DiskTier]]
+from harness.disk_faults import OpenDisk
 
 
 @pytest.fixture
