@@ -54,8 +54,8 @@ class TierMemory:
     """Where the bytes of one value are, or are to go: ``pieces``, in this order.
 
     Their lengths add up to ``nbytes``. ``pages`` are the same memory where each piece
-    begins at a page and the last one may be written to the end of its page; none, where
-    the memory is not like that.
+    begins at a page, and the last one goes on to the end of its own, which may be
+    written to and is nobody else's; none, where the memory is not like that.
     """
 
     nbytes: int

@@ -358,6 +358,9 @@ class DeviceRegion(SlabRegion):
     def view(self) -> memoryview:
         raise TypeError("the memory of a GPU has no view for this process")
 
+    def page_memory(self) -> None:
+        return None
+
     def memory(self) -> Memory:
         raise TypeError("the memory of a GPU has no view for this process")
 

@@ -138,6 +138,14 @@ class Region:
         """
         return self.view()
 
+    def page_memory(self) -> Memory | None:
+        """Return the bytes to the end of their last page, where pages are its own.
+
+        ``None`` where it has none, or shares them. What follows the region's bytes may
+        be written to, and means nothing.
+        """
+        return None
+
     def read(self) -> memoryview | None:
         """Return the bytes in one piece; ``None`` of a GPU's, which has none here."""
         return joined(self.memory())

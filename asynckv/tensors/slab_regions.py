@@ -17,8 +17,15 @@ import numpy
 import numpy.typing
 import torch
 
-from asynckv.tensors.arena import Hold, Pages, Region, heap_memory
+from asynckv.tensors.arena import (
+    SHARED_PAGES_BELOW,
+    Hold,
+    Pages,
+    Region,
+    heap_memory,
+)
 from asynckv.tensors.runs import Memory, runs_at
+from asynckv.tensors.slabs import PAGE_NBYTES
 from asynckv.tensors.views import tensor_over
 from asynckv.types import TensorSpec
 
@@ -147,6 +154,15 @@ class SlabRegion(Region):
             return self.view()
         base, spans = owner.spans_of(self)
         return runs_at(self._held(owner, base).data, spans)
+
+    def page_memory(self) -> Memory | None:
+        owner = self._owner
+        if self._is_released or owner is None or self.nbytes < SHARED_PAGES_BELOW:
+            return None
+        base, spans = owner.spans_of(self)
+        *others, (start, stop) = spans
+        pages = [*others, (start, -(-stop // PAGE_NBYTES) * PAGE_NBYTES)]
+        return runs_at(self._held(owner, base).data, pages)
 
     def constant(self, spec: TensorSpec) -> torch.Tensor:
         """Return a tensor over these bytes that must never be written: a crash."""

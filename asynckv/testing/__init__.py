@@ -33,12 +33,14 @@ if TYPE_CHECKING:
     from asynckv.testing.pipe_checks import PIPE_CHECKS, check_pipe
     from asynckv.testing.store_checks import STORE_CHECKS, check_store_buffer
     from asynckv.testing.tasks import use_across_tasks
+    from asynckv.testing.tier_checks import TIER_CHECKS, check_tier
     from asynckv.testing.transport_conformance import TRANSPORT_CHECKS, check_transport
 
 __all__ = (
     "LOOKUP_CHECKS",
     "PIPE_CHECKS",
     "STORE_CHECKS",
+    "TIER_CHECKS",
     "TRANSPORT_CHECKS",
     "Authority",
     "CancelMode",
@@ -49,6 +51,7 @@ __all__ = (
     "check_lookup_buffer",
     "check_pipe",
     "check_store_buffer",
+    "check_tier",
     "check_transport",
     "faults",
     "open_group",
@@ -68,6 +71,7 @@ _HOME: Final = {
     "LOOKUP_CHECKS": "asynckv.testing.lookup_conformance",
     "PIPE_CHECKS": "asynckv.testing.pipe_checks",
     "STORE_CHECKS": "asynckv.testing.store_checks",
+    "TIER_CHECKS": "asynckv.testing.tier_checks",
     "TRANSPORT_CHECKS": "asynckv.testing.transport_conformance",
     "Authority": "asynckv.testing.certificates",
     "CancelMode": "asynckv.testing.cancellation",
@@ -78,6 +82,7 @@ _HOME: Final = {
     "check_lookup_buffer": "asynckv.testing.lookup_conformance",
     "check_pipe": "asynckv.testing.pipe_checks",
     "check_store_buffer": "asynckv.testing.store_checks",
+    "check_tier": "asynckv.testing.tier_checks",
     "check_transport": "asynckv.testing.transport_conformance",
     "open_group": "asynckv.testing.pairs",
     "open_kv_faults": "asynckv.testing.pairs",

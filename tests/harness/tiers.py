@@ -85,6 +85,7 @@ class DictTier(StoreTier):
             return [TierResult.FAILED] * len(values)
         self.values.update(copies)
         for one in values:
+            one.moved_nbytes += one.nbytes
             self.expiries[one.key] = one.expires_at_s or math.inf
         return [TierResult.DONE] * len(values)
 

@@ -26,6 +26,7 @@ from asynckv.testing import (
     lookup_conformance,
     pipe_checks,
     store_checks,
+    tier_checks,
     transport_conformance,
 )
 from asynckv.testing.certificates import Authority
@@ -43,6 +44,7 @@ from asynckv.testing.store_checks import (
     StoreCheck,
     check_store_buffer,
 )
+from asynckv.testing.tier_checks import TIER_CHECKS, OpenTier, check_tier
 from asynckv.testing.transport_checks.sides import (
     LostCallback,
     MakeTransportPair,
@@ -51,6 +53,7 @@ from asynckv.testing.transport_checks.sides import (
 from asynckv.testing.transport_conformance import TRANSPORT_CHECKS, check_transport
 from asynckv.transports.inline import InlineTransport
 from asynckv.transports.mem import MemTransport
+from harness.tiers import DictTier
 
 
 @contextlib.asynccontextmanager
@@ -120,6 +123,18 @@ async def broken_transports(
         yield near, far
 
 
+@contextlib.asynccontextmanager
+async def dict_tiers(*, flips_bits: bool = False) -> AsyncIterator[OpenTier]:
+    values: dict[str, bytes] = {}
+
+    def make() -> DictTier:
+        tier = DictTier(values)
+        tier.flips_bits = flips_bits
+        return tier
+
+    yield make
+
+
 @dataclasses.dataclass(frozen=True)
 class Kit:
     """Checks, what runs them all, what keeps them, and what breaks one of them."""
@@ -175,6 +190,16 @@ KITS = {
         match=None,
         note="in bytes_of_any_size_land",
     ),
+    "tier": Kit(
+        tier_checks,
+        "TIER_CHECKS",
+        check_tier,
+        kept=dict_tiers,
+        broken=partial(dict_tiers, flips_bits=True),
+        error=AssertionError,
+        match="are not those stored",
+        note="in a_value_comes_back_as_it_was_stored",
+    ),
 }
 each_kit = pytest.mark.parametrize("kit", KITS.values(), ids=KITS)
 
@@ -210,6 +235,7 @@ async def test_all_checks_run_as_one(kit: Kit, monkeypatch: pytest.MonkeyPatch) 
         (STORE_CHECKS, 14),
         (PIPE_CHECKS, 20),
         (TRANSPORT_CHECKS, 26),
+        (TIER_CHECKS, 12),
     ],
     ids=KITS,
 )

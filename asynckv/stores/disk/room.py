@@ -1,0 +1,174 @@
+"""Finds a slot for a value: a free one, one more file, or one of the least wanted.
+
+A slot has one size for as long as its file is there. Files of a size that nobody wants
+any more make room for those of another.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine
+from typing import Final, TypeVar
+
+from asynckv.abc.tiers import TierResult
+from asynckv.stores.disk.calls import PAGE_NBYTES
+from asynckv.stores.disk.directory import SlotDirectory
+from asynckv.stores.disk.index import SlotIndex
+from asynckv.stores.disk.segments import Segment
+from asynckv.stores.disk.slot_io import Bounce
+from asynckv.stores.disk.slots import body_pages_of, largest_body_pages
+from asynckv.stores.disk.threads import WRITE, DiskThreads, Stopped
+
+__all__ = ("Room", "ask")
+
+logger = logging.getLogger(__name__)
+
+_T = TypeVar("_T")
+
+_FILES: Final = 64
+_LARGE_FILE_NBYTES: Final = 32 * 2**20
+_LEAST_FILES: Final = 8
+_LEAST_VALUES: Final = 4
+"""So many of the largest values have room at least."""
+
+
+def ask(
+    threads: DiskThreads, when: int, work: Callable[[Bounce], _T]
+) -> asyncio.Future[_T]:
+    """Run ``work`` in a thread; the future has what comes of it."""
+    asked: asyncio.Future[_T] = asyncio.get_running_loop().create_future()
+
+    def done(result: _T | None, error: Exception | None) -> None:
+        if asked.done():
+            return
+        if error is not None:
+            asked.set_exception(error)
+        else:
+            asked.set_result(result)  # type: ignore[arg-type]  # T may be None
+
+    threads.submit(when, work, done)
+    return asked
+
+
+class Room:
+    """Slots in files of at most ``max_bytes`` together.
+
+    ``is_known``: were all slots looked at? Before that nothing has to leave.
+    """
+
+    def __init__(
+        self,
+        index: SlotIndex,
+        directory: SlotDirectory,
+        threads: DiskThreads,
+        max_bytes: int,
+    ) -> None:
+        self.is_known = False
+        self.max_body_nbytes = PAGE_NBYTES * largest_body_pages(
+            max_bytes // _LEAST_VALUES
+        )
+        self._index = index
+        self._directory = directory
+        self._threads = threads
+        # The lock has a page, too.
+        self._max_bytes = self._limit = max_bytes - PAGE_NBYTES
+        self._file_nbytes = max(
+            max_bytes // _FILES, min(_LARGE_FILE_NBYTES, max_bytes // _LEAST_FILES)
+        )
+        self._is_closed = self._has_said = False
+        self._changing: asyncio.Future[None] | None = None
+        """There is one more file soon, or one less."""
+
+    def close(self) -> None:
+        """Nobody gets a slot any more."""
+        self._is_closed = True
+
+    def try_again(self) -> None:
+        """The disk may have room again."""
+        self._limit = self._max_bytes
+        self._has_said = False
+
+    async def settled(self) -> None:
+        """Wait until files that are on their way out are gone."""
+        while self._changing is not None:
+            await asyncio.shield(self._changing)
+
+    async def take(self, nbytes: int) -> int | TierResult:
+        """Take a slot for a value of ``nbytes``; say why there is none."""
+        if nbytes > self.max_body_nbytes:
+            return TierResult.REFUSED
+        pages = 1 + body_pages_of(nbytes)
+        while not self._is_closed:
+            if (slot := self._index.take(pages)) is not None:
+                return slot
+            if self._changing is not None:
+                await self.settled()
+            elif self._can_grow(pages):
+                await self._change(self._add_file, pages)
+            elif not self.is_known:
+                return TierResult.REFUSED
+            elif colder := self._index.coldest_segment(pages, is_needed=False):
+                await self._change(self._remove_file, colder)
+            elif (slot := self._index.evict(pages)) is not None:
+                return slot
+            elif colder := self._index.coldest_segment(pages, is_needed=True):
+                await self._change(self._remove_file, colder)
+            else:
+                return TierResult.REFUSED
+        return TierResult.FAILED
+
+    def _can_grow(self, pages: int) -> bool:
+        return self._index.file_nbytes + pages * PAGE_NBYTES <= self._limit
+
+    async def _change(
+        self, change: Callable[[_T], Coroutine[None, None, None]], what: _T
+    ) -> None:
+        self._changing = asyncio.get_running_loop().create_future()
+        try:
+            await change(what)
+        except Stopped:
+            self._is_closed = True
+        finally:
+            changing, self._changing = self._changing, None
+            changing.set_result(None)
+
+    async def _add_file(self, pages: int) -> None:
+        index, slot_nbytes = self._index, pages * PAGE_NBYTES
+        left = self._limit - index.file_nbytes
+        wanted = max(min(self._file_nbytes, left) // slot_nbytes, 1)
+        try:
+            file = await ask(
+                self._threads,
+                WRITE,
+                lambda bounce: self._directory.create(pages, wanted),
+            )
+        except OSError as exc:
+            self._stop_growing(exc)
+            return
+        segment = Segment(file.number, pages, file.count)
+        index.add_segment(segment, is_free=True)
+        if file.count < wanted:
+            self._stop_growing("the disk is full")
+
+    async def _remove_file(self, segment: Segment) -> None:
+        for _ in self._index.forget_segment(segment):
+            await asyncio.sleep(0)
+        number = segment.number
+        try:
+            await ask(
+                self._threads, WRITE, lambda bounce: self._directory.remove(number)
+            )
+        except OSError as exc:
+            self._index.unread += segment.count
+            self._stop_growing(exc)
+        else:
+            self._index.file_nbytes -= segment.nbytes
+
+    def _stop_growing(self, why: object) -> None:
+        self._limit = self._index.file_nbytes
+        if not self._has_said:
+            self._has_said = True
+            logger.warning(
+                "%s stays at %d bytes: %s", self._directory.path, self._limit, why
+            )

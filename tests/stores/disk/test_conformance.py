@@ -1,0 +1,26 @@
+"""A disk tier keeps what every tier keeps, on a disk and in memory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from asynckv.stores.disk import DiskTier
+from asynckv.stores.disk.calls import FileCalls
+from asynckv.testing.tier_checks import (
+    TIER_CHECKS,
+    TierCheck,
+)
+from harness.disk_faults import FaultyCalls
+
+
+@pytest.mark.both_loops
+@pytest.mark.parametrize("check", TIER_CHECKS, ids=lambda check: check.__name__)
+@pytest.mark.parametrize("is_direct", [True, False], ids=["direct", "buffered"])
+async def test_a_disk_tier_keeps_the_contract(
+    check: TierCheck, is_direct: bool, tmp_path: Path
+) -> None:
+    calls = FileCalls() if is_direct else FaultyCalls(refuses_direct=True)
+
+    await check(lambda: DiskTier(tmp_path / "kv", 256 * 2**20, calls=calls))
