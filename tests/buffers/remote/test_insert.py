@@ -323,6 +323,15 @@ async def asked(pair: LinkPair) -> tuple[LinkStream, int]:
     return stream, frame.transfer
 
 
+async def test_what_rides_along_is_known_by_its_digest(pair: LinkPair) -> None:
+    for value in (1, 2, 2):
+        sending_on(pair.near, torch.full((8,), value))
+    await until(lambda: len(pair.service.asked) == 3)
+    inserts = [frame for _, frame, _ in pair.service.asked if isinstance(frame, Insert)]
+    first, second, again = (insert.digest for insert in inserts)
+    assert first and first != second == again
+
+
 async def test_a_grant_that_crosses_the_cancellation_sends_nothing(
     pair: LinkPair,
 ) -> None:
