@@ -26,6 +26,7 @@ from asynckv.protocol.frames import (
     Cancelled,
     Insert,
     Push,
+    Retract,
 )
 from asynckv.protocol.transfer_frames import Grant
 from asynckv.tensors.views import bytes_of, spec_of
@@ -235,6 +236,15 @@ async def test_what_is_granted_when_it_is_over_is_ignored(
     else:
         await writer.granted()
         assert pair.near.is_open
+
+
+async def test_a_put_that_is_cancelled_is_taken_back(pair: LinkPair) -> None:
+    put = asyncio.create_task(writer_on(pair.near).put("key", ONES))
+    push = await pushed(pair)
+    put.cancel()
+    await asyncio.wait({put})
+    frame, _ = await pair.service.hearers[0].next()
+    assert put.cancelled() and frame == Retract(push.transfer)
 
 
 async def test_a_put_that_nobody_needs_any_more_sends_nothing(pair: LinkPair) -> None:
