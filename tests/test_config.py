@@ -292,6 +292,16 @@ def test_the_device_of_pipes_is_that_of_the_local_rank(
     assert config.device == device
 
 
+def test_without_a_rank_caches_may_be_on_any_gpu(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    config = KVTransferConfig(kv_buffer_device="cuda")
+    config.check_device("cuda:1")
+    with pytest.raises(ConfigError, match="the caches are on cpu"):
+        config.check_device("cpu")
+
+
 @pytest.mark.parametrize("rank", ["x", -1, True, 0.5])
 def test_what_is_no_local_rank_is_refused(rank: object) -> None:
     extra = {"local_rank": rank}

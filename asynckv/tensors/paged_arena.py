@@ -350,8 +350,7 @@ class PagedArena(Arena):
             pages.left -= 1
             if not pages.left:
                 self.pages.free(pages)
-        if self.is_closed:
-            self._unmap_if_over()
+        self._unmap_if_over()
         self._given_back()
 
     def add_slab(self, nbytes: int | None) -> None:

@@ -23,6 +23,7 @@ from asynckv.devices.cuda import DeviceMemory
 from asynckv.devices.imports import import_allocation, open_allocation
 from asynckv.devices.names import Device
 from asynckv.errors import GPUFailed, GPUUnavailable
+from asynckv.testing.cancellation import CancelMode, Outcome, sweep_cancellation
 from asynckv.types import TensorSpec
 from harness.device_memory import region_in
 from harness.fake_devices import FakeDevice, fake_device_of
@@ -414,6 +415,22 @@ async def test_what_cannot_be_opened_has_ended(
     with pytest.raises(GPUFailed, match="no room"):
         await open_allocation(cuda, 0, shown.handle, 0, lambda: ends.append(None))
     assert len(ends) == 1
+
+
+async def test_a_call_that_is_cancelled_as_its_opening_fails_is_cancelled(
+    gpus: FakeGpus, theirs: FakeDevice
+) -> None:
+    shown, counts = show(gpus), list[bool]()
+
+    async def fail() -> None:
+        with pytest.raises(GPUFailed, match="no room"):
+            await open_allocation(theirs.process.cuda, 0, shown.handle, 0, lambda: None)
+
+    async def check(k: int, how: CancelMode, outcome: Outcome[None]) -> None:
+        counts.append(outcome.cancelled)
+
+    await sweep_cancellation(fail, check, modes=("completion",))
+    assert counts == [True, False]
 
 
 def test_each_gpu_of_a_process_opens_what_it_can_reach(two_gpus: FakeGpus) -> None:

@@ -169,6 +169,16 @@ def test_a_closed_event_is_destroyed_once(cupy: CupyDouble) -> None:
     assert cupy.calls.count(("eventDestroy", 7)) == 1
 
 
+def test_memory_of_another_process_is_opened_and_closed_by_its_address(
+    cupy: CupyDouble, cuda: CupyCuda
+) -> None:
+    cupy.answers.update(ipcOpenMemHandle=4096, getDevice=3)
+    memory = cuda.open_memory(b"handle", 10)
+    assert memory == DeviceMemory(4096, 10, 3)
+    cuda.close_memory(memory)
+    assert cupy.calls[-1] == ("ipcCloseMemHandle", 4096)
+
+
 def test_pinned_memory_is_looked_at_where_it_lies(cupy: CupyDouble) -> None:
     array = (ctypes.c_ubyte * 8)()
     cupy.answers["hostAlloc"] = ctypes.addressof(array)

@@ -27,6 +27,7 @@ from asynckv.errors import ConfigError, GPUUnavailable
 from asynckv.types import TensorSpec
 from harness.cupy_double import CupyDouble
 from harness.fake_gpus import FakeGpus
+from harness.fake_gpus.streams import FakeTorchEvent
 from harness.fake_gpus.tensors import FakeTensors
 
 
@@ -208,6 +209,20 @@ def test_what_is_not_its_elements_in_order_is_refused(tensors: FakeTensors) -> N
 def test_what_is_ready_waits_for_no_stream(tensors: FakeTensors) -> None:
     found = at_once(tensors.on_gpu(torch.zeros(2, 3)), tensors)
     assert found.memory.ready is None and found.nbytes == 24
+
+
+def test_what_is_ready_keeps_no_mark(
+    tensors: FakeTensors, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    closed, close = list[FakeTorchEvent](), FakeTorchEvent.close
+
+    def note(mark: FakeTorchEvent) -> None:
+        closed.append(mark)
+        close(mark)
+
+    monkeypatch.setattr(FakeTorchEvent, "close", note)
+    at_once(tensors.on_gpu(torch.zeros(2, 3)), tensors)
+    assert len(closed) == 1
 
 
 def test_a_part_of_a_tensor_is_some_of_its_bytes(tensors: FakeTensors) -> None:

@@ -53,6 +53,14 @@ async def test_who_asks_late_learns_of_the_loss_too() -> None:
             pair.near.open_stream(Hearer(), ASK)
 
 
+async def test_who_is_told_of_a_loss_learns_what_caused_it() -> None:
+    async with linked() as pair:
+        pair.near.abort(ChildProcessError("lane 1"))
+        with pytest.raises(PeerLost) as caught:
+            pair.near.open_stream(Hearer(), ASK)
+        assert isinstance(caught.value.__cause__, ChildProcessError)
+
+
 async def test_a_stream_closed_after_the_loss_is_not_told_either() -> None:
     async with linked(answer=never) as pair:
         hearer = Hearer()

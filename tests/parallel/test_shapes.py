@@ -107,6 +107,7 @@ def test_stages_follow_each_other() -> None:
 @pytest.mark.parametrize(
     ("num_layers", "stages"),
     [
+        (4, (4,)),
         (4, (2, 2)),
         (5, (3, 2)),
         (61, (15, 15, 16, 15)),

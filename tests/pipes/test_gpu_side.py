@@ -31,7 +31,7 @@ from asynckv.testing.pipe_checks import (
 from asynckv.types import TensorSpec
 from harness.fake_devices import fake_device_of
 from harness.fake_gpus import FakeGpus
-from harness.gpu_pipe_pairs import arenas_of, expect_by_host
+from harness.gpu_pipe_pairs import arenas_of, expect_by_host, gpu_side_of
 from harness.nccl_pipe_pairs import NcclPipes, open_nccl_pipes
 
 BY_HOST = "goes through host memory"
@@ -109,6 +109,18 @@ async def test_the_pipes_of_a_group_are_connected(two_gpus: FakeGpus) -> None:
             await until(lambda one=one: one._sends.gpus is not None)  # type: ignore[misc]
             await one.gpus_settled()
             assert one.transport == "inline"  # both ranks are of one process
+
+
+async def test_each_direction_has_room_on_the_gpu_for_all_that_is_in_flight(
+    two_gpus: FakeGpus,
+) -> None:
+    async with open_nccl_pipes(two_gpus, max_bytes=16 * LARGE) as pair:
+        gpus = gpu_side_of(pair.near)
+        regions = [gpus.spare(16 * LARGE) for _ in range(2)]
+        assert all(region is not None for region in regions)
+        for region in regions:
+            if region is not None:
+                region.release()
 
 
 @pytest.fixture

@@ -2,9 +2,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import secrets
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, Literal
 
 import pytest
@@ -32,6 +34,7 @@ from asynckv.testing import (
     until_blocked,
     use_across_tasks,
 )
+from asynckv.testing.blocked import until
 from asynckv.testing.pairs import free_port, open_group
 from asynckv.testing.pipe_checks import PIPE_CHECKS, PipeCheck
 
@@ -85,6 +88,21 @@ async def test_there_is_a_pipe_between_any_two_ranks() -> None:
 async def test_the_pipe_of_a_group_of_one_keeps(check: PipeCheck) -> None:
     async with open_group(1) as (group,):
         await check(group.pipe_to(0), group.prev_pipe)
+
+
+@pytest.mark.both_loops
+async def test_ranks_that_share_a_secret_meet(tmp_path: Path) -> None:
+    secret = tmp_path / "secret"
+    secret.touch(mode=0o600)
+    secret.write_text(secrets.token_hex(32) + "\n")
+    async with open_group(2, secret_file=secret) as groups:
+        await asyncio.gather(*map(go_round, groups))
+
+
+async def test_ranks_of_one_host_read_what_is_sent_where_it_lies() -> None:
+    async with open_group(2) as groups:
+        pipes = groups[0].pipe_to(1), groups[1].pipe_to(0)
+        await until(lambda: all(pipe.transport == "map" for pipe in pipes))
 
 
 @pytest.mark.both_loops

@@ -347,6 +347,16 @@ async def test_a_lost_peer_is_told_with_what_may_have_arrived() -> None:
     assert sender.half.room.used_bytes == 0
 
 
+async def test_a_half_has_one_end() -> None:
+    sender = Sender()
+    await sender.put(64)
+    sender.half.end(LOST)
+    sender.half.end(BYE)
+    with pytest.raises(PipeBroken, match="the cable was cut") as caught:
+        await sender.half.flush()
+    assert caught.value.maybe_delivered == 1
+
+
 async def test_after_a_loss_all_that_is_still_read_has_one_second_together() -> None:
     sender = Sender()
     for transfer in (1, 2, 3):

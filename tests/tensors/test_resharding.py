@@ -172,6 +172,16 @@ def test_what_the_target_has_from_before_is_left_alone() -> None:
     assert targets[0][:, 0].tolist() == [0, 1, 1]
 
 
+def test_a_segment_that_is_longer_than_a_piece_moves_all_the_same() -> None:
+    shape = _shape(block=2**10, sizes=(2**10, 2**10), stages=(1,))
+    (read,) = plan_reshard(shape, shape, Rank()).reads
+    nbytes = 2**10 * 4 * 2**10
+    sources = [torch.full((1, nbytes), fill, dtype=torch.uint8) for fill in (1, 2)]
+    targets = [torch.zeros((1, nbytes), dtype=torch.uint8) for _ in range(2)]
+    reshard(read.copies, sources, targets, Span(2**10))
+    assert all(map(torch.equal, targets, sources))
+
+
 async def test_a_pool_does_it_off_the_loop(pool: CopyPool) -> None:
     source = _shape(KVLayout.kv_first("NHD"), block=16, sizes=(256, 256))
     target = _shape(KVLayout.blocks_first("HND"), tp=2, block=64, sizes=(256, 256))

@@ -295,6 +295,12 @@ def test_what_was_written_is_nobody_else_s_and_is_gone_after_the_release() -> No
     assert mapped.shows_what_the_owner_writes()
 
 
+def test_pages_that_were_written_are_the_next_delivery_s_again() -> None:
+    mapped = Mapped()
+    assert mapped.write(FIRST)
+    assert mapped.write(FIRST)
+
+
 def test_a_mapping_lives_until_what_looks_through_it_has_ended() -> None:
     mapped = Mapped()
     claim = mapped.pages.claim([FIRST])
@@ -371,6 +377,28 @@ def test_whoever_copies_every_page_gets_none_from_before_the_first_one_on() -> N
     assert all(mapped.pages.claim([FIRST]) is None for _ in range(3))
     assert not _libc.munlock(before, PAGE_NBYTES)  # which makes no copy undone
     assert mapped.pages.claim([FIRST]) is None
+
+
+_LOCKED_FROM_THE_FIRST = """
+import ctypes, os, sys
+from asynckv.tensors.stitching import PrivatePages
+fd = os.memfd_create("x")
+os.ftruncate(fd, 2**16)
+if ctypes.CDLL(None).mlockall(2):
+    sys.exit("may not")
+pages = PrivatePages(fd, 2**16)
+os.pwrite(fd, bytes([1]) * 2**16, 0)
+assert pages.memory.all() and pages.claim([(0, 2**16)])
+"""
+
+
+@pytest.mark.multiprocess
+def test_pages_that_are_locked_from_the_first_are_no_copies() -> None:
+    program = [sys.executable, "-c", _LOCKED_FROM_THE_FIRST]
+    done = subprocess.run(program, capture_output=True, text=True, check=False)
+    if done.stderr == "may not\n":
+        pytest.skip("this user may not lock memory")
+    assert not done.returncode, done.stderr
 
 
 def test_pages_that_are_locked_as_they_are_used_are_dropped_all_the_same() -> None:

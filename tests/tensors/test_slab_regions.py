@@ -279,6 +279,19 @@ async def test_a_view_that_is_kept_long_is_said_once(
     del view, later
 
 
+async def test_a_view_that_is_kept_for_less_is_not_said(
+    watched: Watched, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(late_views_module, "LATE_S", 60.0)
+    region = watched.take()
+    view = region.view()
+    region.release()
+    for _ in range(3):
+        await asyncio.sleep(0)
+    assert watched.late.count == 0 and region in watched.late._watched
+    del view
+
+
 async def test_a_view_that_goes_in_time_is_not_said(watched: Watched) -> None:
     region, marker = watched.take(), watched.take()
     views = [region.view(), marker.view()]

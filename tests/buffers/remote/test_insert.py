@@ -26,6 +26,7 @@ from asynckv.protocol.frames import (
     Cancelled,
     Insert,
     Push,
+    Retract,
 )
 from asynckv.protocol.transfer_frames import Grant
 from asynckv.tensors.views import bytes_of, spec_of
@@ -237,6 +238,15 @@ async def test_what_is_granted_when_it_is_over_is_ignored(
         assert pair.near.is_open
 
 
+async def test_a_put_that_is_cancelled_is_taken_back(pair: LinkPair) -> None:
+    put = asyncio.create_task(writer_on(pair.near).put("key", ONES))
+    push = await pushed(pair)
+    put.cancel()
+    await asyncio.wait({put})
+    frame, _ = await pair.service.hearers[0].next()
+    assert put.cancelled() and frame == Retract(push.transfer)
+
+
 async def test_a_put_that_nobody_needs_any_more_sends_nothing(pair: LinkPair) -> None:
     put = asyncio.create_task(writer_on(pair.near).put("key", ONES))
     await until(lambda: bool(pair.service.hearers))
@@ -321,6 +331,15 @@ async def asked(pair: LinkPair) -> tuple[LinkStream, int]:
     stream, frame, _ = pair.service.asked[0]
     assert isinstance(frame, Insert)
     return stream, frame.transfer
+
+
+async def test_what_rides_along_is_known_by_its_digest(pair: LinkPair) -> None:
+    for value in (1, 2, 2):
+        sending_on(pair.near, torch.full((8,), value))
+    await until(lambda: len(pair.service.asked) == 3)
+    inserts = [frame for _, frame, _ in pair.service.asked if isinstance(frame, Insert)]
+    first, second, again = (insert.digest for insert in inserts)
+    assert first and first != second == again
 
 
 async def test_a_grant_that_crosses_the_cancellation_sends_nothing(

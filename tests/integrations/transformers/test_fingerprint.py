@@ -229,6 +229,12 @@ def test_batches_that_differ_in_padding_only_never_match() -> None:
     assert all(Prompt.of(IDS, MASK).shared_length(other) == 0 for other in others)
 
 
+def test_batches_of_different_lengths_share_nothing() -> None:
+    longer = Prompt.of(IDS)
+    assert Prompt.of(IDS[:, :3]).shared_length(longer) == 0
+    assert longer.shared_length(Prompt.of(IDS)) == 5
+
+
 def test_positions_are_counted_from_the_first_token_of_a_row() -> None:
     positions = Prompt.of(IDS, MASK).position_ids
     assert positions.tolist() == [[0, 0, 0, 1, 2], [0, 1, 2, 3, 4]]

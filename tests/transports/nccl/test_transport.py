@@ -32,6 +32,7 @@ from asynckv.protocol.transfer_frames import (
 from asynckv.testing.blocked import until
 from asynckv.testing.transport_checks.sides import TransportCheck
 from asynckv.testing.transport_conformance import TRANSPORT_CHECKS
+from asynckv.transports.nccl import transport
 from harness.fake_gpus import FakeGpus
 from harness.nccl_pairs import NcclPair, open_nccl_pair
 
@@ -168,6 +169,25 @@ async def test_a_worker_that_cannot_be_recovered_says_so_and_keeps_its_memory(
     assert pair.far.health.startswith("failed: ")
     assert pair.workers[1].kept
     assert pair.near.health == "ok"
+
+
+WATCH_S = 0.01
+
+
+@pytest.fixture
+def short_watch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transport, "_WATCH_S", WATCH_S)
+
+
+@pytest.mark.usefixtures("short_watch")
+async def test_a_worker_that_is_stuck_when_all_is_over_is_given_up(
+    pair: NcclPair,
+) -> None:
+    pair.processes[0].nccl.destroy_blocks = True
+    await pair.far.aclose()
+    await pair.near.aclose()
+    await until(lambda: pair.near.health.startswith("failed: "))
+    pair.processes[0].nccl.destroy_blocks = False
 
 
 async def test_a_destroy_that_blocks_does_not_block_the_loop(pair: NcclPair) -> None:
