@@ -54,6 +54,7 @@ if TYPE_CHECKING:
     )
     from asynckv.pipes.group import join_group as join_group
     from asynckv.security.tls import TLS as TLS
+    from asynckv.stores.tiered import TieredStore as TieredStore
     from asynckv.tensors.blocks import KVBlocks as KVBlocks
     from asynckv.types import KVFingerprint as KVFingerprint, TensorSpec as TensorSpec
 
@@ -95,6 +96,7 @@ _HOME: Final = {
     "StoreBuffer": "asynckv.buffers.store",
     "TLS": "asynckv.security.tls",
     "TensorSpec": "asynckv.types",
+    "TieredStore": "asynckv.stores.tiered",
     "WrongLoop": "asynckv.errors",
     "WrongRole": "asynckv.errors",
     "connect": "asynckv.buffers.remote.peer",

@@ -410,6 +410,8 @@ class StoredValues:
         if value is not None and value.is_expired:
             self._remove(name)
             self.counters.expired += 1
+            if self.below is not None:
+                self.below.deleted(name)
             return None
         return value
 

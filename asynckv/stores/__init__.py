@@ -2,20 +2,4 @@
 
 from __future__ import annotations
 
-from asynckv.stores.below import FlushResult
-from asynckv.stores.client import TierStatistics
-from asynckv.stores.tiered import (
-    PrefixMatch,
-    TieredStatistics,
-    TieredStore,
-    open_tier,
-)
-
-__all__ = (
-    "FlushResult",
-    "PrefixMatch",
-    "TierStatistics",
-    "TieredStatistics",
-    "TieredStore",
-    "open_tier",
-)
+__all__: tuple[str, ...] = ()

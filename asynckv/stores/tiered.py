@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import importlib
 import importlib.metadata
 import urllib.parse
 from collections.abc import Callable, Mapping, Sequence
@@ -21,9 +20,17 @@ from asynckv.types import KVFingerprint
 
 __all__ = ("PrefixMatch", "TieredStatistics", "TieredStore", "open_tier")
 
-_TIERS: Final[Mapping[str, str]] = {"disk": "asynckv.stores.disk:open_disk_tier"}
-"""What opens the tiers that are here; others come by the entry point."""
 _GROUP: Final = "asynckv.tiers"
+
+
+def _open_disk(url: str) -> StoreTier:
+    from asynckv.stores.disk import DiskTier, parse_disk_url
+
+    place = parse_disk_url(url)
+    return DiskTier(place.path, place.max_bytes)
+
+
+_OWN: Final[Mapping[str, Callable[[str], StoreTier]]] = {"disk": _open_disk}
 
 
 def open_tier(url: str) -> StoreTier:
@@ -36,22 +43,14 @@ def open_tier(url: str) -> StoreTier:
     :raises ConfigError: nobody knows the scheme, or the URL says something wrong
     """
     scheme = urllib.parse.urlsplit(url).scheme
-    if scheme in _TIERS:
-        module, name = _TIERS[scheme].split(":")
-        make: Callable[[str], StoreTier] = getattr(
-            importlib.import_module(module), name
-        )
-        return make(url)
-    found = importlib.metadata.entry_points(group=_GROUP, name=scheme)
-    for entry in found:
+    if scheme in _OWN:
+        return _OWN[scheme](url)
+    others = importlib.metadata.entry_points(group=_GROUP)
+    for entry in others.select(name=scheme):
         made: StoreTier = entry.load()(url)
         return made
-    known = ", ".join(sorted({*_TIERS, *_names_of_others()}))
+    known = ", ".join(sorted({*_OWN, *others.names}))
     raise ConfigError(f"no tier is called {scheme!r}", hint=f"there are: {known}")
-
-
-def _names_of_others() -> set[str]:
-    return {one.name for one in importlib.metadata.entry_points(group=_GROUP)}
 
 
 class PrefixMatch(int):

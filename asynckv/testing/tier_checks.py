@@ -34,15 +34,31 @@ from asynckv.testing.blocked import until
 from asynckv.testing.expectations import expect
 
 __all__ = (
+    "DONE",
     "LASTING_CHECKS",
+    "MISSING",
+    "SIZES",
     "TIER_CHECKS",
     "MakeTier",
     "OpenTier",
     "SomeValue",
     "TierCheck",
+    "a_header_that_is_too_short_is_asked_for_again",
+    "a_large_value_may_lie_in_pieces",
+    "a_reader_never_sees_a_mix",
+    "a_reopened_tier_has_what_it_had",
+    "a_value_comes_back_as_it_was_stored",
     "check_tier",
+    "every_item_of_a_call_has_its_result",
+    "it_tells_which_keys_it_has",
+    "memory_is_the_callers_after_a_call",
     "open_tier",
     "own_memory",
+    "the_last_store_wins",
+    "until_it_has",
+    "what_is_not_wanted_is_refused",
+    "what_was_deleted_is_missing",
+    "what_was_never_stored_is_missing",
 )
 
 OpenTier: TypeAlias = Callable[[], StoreTier]

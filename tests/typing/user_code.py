@@ -96,6 +96,7 @@ async def use_layers(lookup: asynckv.KVLookupBuffer) -> None:
 async def use_store(store: asynckv.KVStoreBuffer, tensor: torch.Tensor) -> None:
     keys: Sequence[str] = connectors.prefix_block_keys(TOKENS, 16, salt="tenant")
     await store.put("key", tensor)
+    await store.put("key", tensor, ttl_s=600.0, pin=True)
     await store.put("key", None)
     if (found := await store.get("key", into=tensor)) is not None:
         use(found.shape)
@@ -287,6 +288,14 @@ async def use_connectors(config: asynckv.KVTransferConfig) -> None:
     if isinstance(scheduler, abc.AsksElsewhere):
         await ask(scheduler)
     await step_once(connectors.make_worker(config, engine), decide(scheduler))
+
+
+async def use_tiers() -> None:
+    async with asynckv.TieredStore("1GiB", ["disk:///kv?max=1GiB"]) as store:
+        await use_store(store, torch.zeros(1))
+        match = await store.match_prefix(["key"])
+        use(match.ready, match.by_tier["disk"], (await store.flush())["disk"].dropped)
+        use(store.statistics().tiers["disk"].hits)
 
 
 def make_app(store: asynckv.StoreBuffer) -> FastAPI:
