@@ -71,6 +71,10 @@ class SlotIndex:
         """Make room for so many keys before the first segment is there. In a thread."""
         self._table.prepare(count)
 
+    def begin(self, turn: int) -> None:
+        """What is wanted from now on comes after all that has a lesser sequence."""
+        self._turn = turn
+
     def find(self, keys: Sequence[str]) -> list[int]:
         """Return the slot of each key, or -1."""
         low, high = hashes_of(keys)
@@ -88,9 +92,8 @@ class SlotIndex:
         self._turn += 1
         files = places >> SLOT_BITS
         for number in numpy.unique(files).tolist():
-            segment = self.segments[number]
-            segment.use_many(places[files == number] & _SLOT_MASK)
-            segment.last_used = self._turn
+            slots_there = places[files == number] & _SLOT_MASK
+            self.segments[number].use_many(slots_there, self._turn)
 
     def begin_read(self, slot: int) -> None:
         """The slot is to stay as it is until :meth:`end_read`."""
@@ -115,11 +118,10 @@ class SlotIndex:
 
     def evict(self, pages: int) -> int | None:
         """Take the slot of that size that nobody has wanted for longest."""
-        self._turn += 1
-        found = self._class_of(pages).next_victim(self._is_read, self._turn)
-        if found is None:
+        oldest = self._class_of(pages).oldest(self._is_read)
+        if oldest is None:
             return None
-        slot = _slot_at(*found)
+        slot = _slot_at(oldest.segment, oldest.at)
         self._forget(slot)
         self.evictions += 1
         return slot
@@ -144,9 +146,8 @@ class SlotIndex:
         segment.expires[at] = expires = _whole_seconds(expires_at_s)
         self._expiring += expires != _NEVER
         self._table.put(hashed, slot)
-        segment.keep(at)
         self._turn += 1
-        segment.last_used = self._turn
+        segment.keep(at, self._turn)
         return before if before >= 0 else None
 
     def remove(self, key: str, slot: int | None = None) -> int | None:
@@ -180,24 +181,25 @@ class SlotIndex:
     def add_segment(self, segment: Segment, *, is_free: bool) -> None:
         """Here is a file, all its slots free, or none of them looked at yet."""
         self.segments[segment.number] = segment
-        self._class_of(segment.pages).add(segment)
+        self._class_of(segment.pages).segments.append(segment)
         self.file_nbytes += segment.nbytes
-        segment.last_used = self._turn
         if is_free:
             segment.note_looked_at(range(segment.count), [], [])
 
     def coldest_segment(self, pages: int, *, is_needed: bool) -> Segment | None:
         """Return a file that slots of another size should have the room of.
 
-        All in it were wanted before any slot of ``pages`` was last. ``is_needed``:
-        there is none of these to compare with, or it must be.
+        All in it was last wanted before any of ``pages``. ``is_needed``: there is none
+        of these to compare with, or that does not help.
         """
-        own = self._class_of(pages)
+        own = self._class_of(pages).oldest(self._is_read)
+        if own is None and not is_needed:
+            return None
         others = [
             segment
             for segment in self.segments.values()
             if not (segment.busy or segment.is_leaving or segment.pages == pages)
-            and (is_needed or segment.last_used < own.round_began)
+            and (is_needed or own is None or segment.last_used < own.turn)
         ]
         return min(others, key=lambda segment: segment.last_used, default=None)
 
@@ -216,7 +218,7 @@ class SlotIndex:
             self._table.remove_many(segment.low[kept], segment.high[kept], slots)
             self.evictions += len(kept)
             yield
-        self._class_of(segment.pages).remove(segment)
+        self._class_of(segment.pages).segments.remove(segment)
         del self.segments[segment.number]
         self._leaving -= 1
 
@@ -252,13 +254,9 @@ class SlotIndex:
     def end_scan(self) -> int:
         """All slots were looked at; return the sequence of the newest value."""
         self._hidden = None
-        newest = 0
-        for order in self._classes.values():
-            for segment in order.segments:
-                at = int(segment.sequences.argmax())
-                if (sequence := int(segment.sequences[at])) > newest:
-                    newest = sequence
-                    order.go_on_behind(segment, at)
+        segments = self.segments.values()
+        newest = max((int(one.sequences.max(initial=0)) for one in segments), default=0)
+        self._turn = max(self._turn, newest)
         return newest
 
     def _find_hidden(self, found: FoundSlots, places: Places) -> Places:
@@ -281,7 +279,7 @@ class SlotIndex:
             self._forget(before)
         self._table.put(hashed, slot)
         self._expiring += bool(segment.expires[at] != _NEVER)
-        segment.keep(at)
+        segment.keep(at, int(segment.sequences[at]))
         return before if before >= 0 else None
 
     def _forget(self, slot: int) -> bool:

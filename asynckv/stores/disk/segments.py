@@ -5,8 +5,8 @@ Rule of this file: everything runs on the loop, and nothing waits.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import Final, TypeAlias
+from collections.abc import Callable, Sequence
+from typing import Final, NamedTuple, TypeAlias
 
 import numpy
 import numpy.typing
@@ -14,7 +14,7 @@ import numpy.typing
 from asynckv.stores.disk.calls import PAGE_NBYTES
 from asynckv.stores.disk.table import Hashes
 
-__all__ = ("SLOT_BITS", "Segment", "SlotClass")
+__all__ = ("SLOT_BITS", "OldestSlot", "Segment", "SlotClass")
 
 SLOT_BITS: Final = 32
 """A slot's number is its segment's, then so many bits for its own there."""
@@ -24,14 +24,13 @@ _Slots: TypeAlias = numpy.typing.NDArray[numpy.int64]
 # What a slot is, as one byte of its segment. Bytes are searched at once for one value.
 _FREE: Final = 0
 _KEPT: Final = 1
-_USED: Final = 3
-"""As _KEPT, and somebody wanted it since the hand was there."""
-_TAKEN: Final = 4
+_TAKEN: Final = 2
 """It is written, was not looked at yet, or is read although its value is gone."""
-_LOST: Final = 8
+_LOST: Final = 3
 """What is there can be neither read nor overwritten: it is nobody's any more."""
 
-_WITHOUT_USE: Final = numpy.uint8(0xFF ^ _KEPT ^ _USED)
+_NEVER: Final = 2**63 - 1
+"""When a slot without a value was last used: it is never the oldest."""
 
 
 class Segment:
@@ -43,7 +42,9 @@ class Segment:
         self.count = count
         self.is_leaving = False
         self.last_used = 0
-        """When one of its slots was last wanted, in turns of the index."""
+        """The turn in which one of its slots was last used."""
+        self.first_used = 0
+        """None of its values was last used before that turn."""
         self.free = 0
         self.busy = count
         """How many are taken, or read: the file has to stay for them."""
@@ -53,6 +54,7 @@ class Segment:
         self.expires: numpy.typing.NDArray[numpy.uint32] = numpy.zeros(
             count, numpy.uint32
         )
+        self._used: _Slots = numpy.full(count, _NEVER, numpy.int64)
         self._marks = bytearray([_TAKEN]) * count
         self._marked = numpy.frombuffer(self._marks, numpy.uint8)
         self._free_at = 0
@@ -65,8 +67,9 @@ class Segment:
     @property
     def index_nbytes(self) -> int:
         """Of memory that it takes."""
-        arrays = (self.low, self.high, self.sequences, self.expires, self._marked)
-        return sum(array.nbytes for array in arrays)
+        hashes = (self.low, self.high, self.sequences)
+        others = (self.expires, self._used, self._marked)
+        return sum(array.nbytes for array in (*hashes, *others))
 
     def note_looked_at(
         self, slots: range, found: _Slots | Sequence[int], unread: Sequence[int]
@@ -75,8 +78,7 @@ class Segment:
 
         Those that something was found in stay taken.
         """
-        looked_at = self._marked[slots.start : slots.stop]
-        looked_at[:] = _FREE
+        self._marked[slots.start : slots.stop] = _FREE
         self._marked[found] = _TAKEN
         self._marked[list(unread)] = _LOST
         self.free += len(slots) - len(found) - len(unread)
@@ -101,15 +103,22 @@ class Segment:
         self.free += 1
         self._free_at = min(self._free_at, at)
 
-    def keep(self, at: int) -> None:
-        """A slot that was taken has a new value: somebody wanted that."""
-        self._marks[at] = _USED
+    def keep(self, at: int, turn: int) -> None:
+        """A slot that was taken has a value, from this turn on."""
+        self._marks[at] = _KEPT
+        self._used[at] = turn
         self.busy -= 1
+        self.last_used = max(self.last_used, turn)
+        self.first_used = min(self.first_used, turn)
 
     def keep_many(self, slots: _Slots) -> None:
-        """Slots that were taken have had values for long."""
+        """Slots that were taken have values, since they were written."""
         self._marked[slots] = _KEPT
+        turns = self.sequences[slots].astype(numpy.int64)
+        self._used[slots] = turns
         self.busy -= len(slots)
+        self.last_used = max(self.last_used, int(turns.max(initial=0)))
+        self.first_used = min(self.first_used, int(turns.min(initial=_NEVER)))
 
     def lose(self, at: int) -> None:
         """A slot that was taken is of no use any more."""
@@ -119,68 +128,55 @@ class Segment:
     def vacate(self, at: int) -> None:
         """Take a slot whose value is forgotten."""
         self._marks[at] = _TAKEN
+        self._used[at] = _NEVER
         self.busy += 1
 
-    def use(self, at: int) -> None:
-        """Somebody wants the value."""
-        if self._marks[at] == _KEPT:
-            self._marks[at] = _USED
-
-    def use_many(self, slots: _Slots) -> None:
-        """Somebody wants the values."""
-        self._marked[slots[self._marked[slots] == _KEPT]] = _USED
-
-    def is_kept(self, at: int) -> bool:
-        """Has it a value?"""
-        return bool(self._marks[at] & _KEPT)
+    def use_many(self, slots: _Slots, turn: int) -> None:
+        """Somebody wants these values, if they are there."""
+        self._used[slots[self._marked[slots] == _KEPT]] = turn
+        self.last_used = turn
 
     def kept(self, start: int, stop: int) -> _Slots:
         """Return which of some slots have values."""
         kept: _Slots
-        (kept,) = (self._marked[start:stop] & _KEPT).nonzero()
+        (kept,) = (self._marked[start:stop] == _KEPT).nonzero()
         return kept + start
 
-    def next_unused(self, start: int) -> int | None:
-        """Return the next slot that nobody wanted since this was last asked here.
+    def oldest(self, is_read: Callable[[Segment, int], bool]) -> tuple[int, int]:
+        """Return when the oldest value was last used that nobody reads, and its slot.
 
-        Those before it count as not wanted from now on.
+        Of none it is in a turn that never comes.
         """
-        found = self._marks.find(_KEPT, start)
-        self._marked[start : found if found >= 0 else self.count] &= _WITHOUT_USE
-        return found if found >= 0 else None
+        at = int(self._used.argmin())
+        self.first_used = turn = int(self._used[at])
+        if turn == _NEVER or not is_read(self, at):
+            return turn, at
+        others = self._used.copy()
+        while turn != _NEVER and is_read(self, at):
+            others[at] = _NEVER
+            at = int(others.argmin())
+            turn = int(others[at])
+        return turn, at
+
+
+class OldestSlot(NamedTuple):
+    """The slot that was not used for longest."""
+
+    turn: int
+    segment: Segment
+    at: int
 
 
 class SlotClass:
     """The segments whose slots have one size, and who leaves when they are full.
 
-    That is by second chance, which is nearly the least recently used: a hand goes
-    round, passes over whoever was wanted since it was there, and takes the next. An
-    exact order would take 16 bytes a slot and a microsecond for each one that is
-    wanted, and thousands are at once. After a restart the hand goes on behind the slot
-    that was written last.
+    That is the least recently used. When each one was is in an array, where thousands
+    are noted together; whoever looks for the oldest looks through the few segments that
+    may have it.
     """
 
     def __init__(self) -> None:
         self.segments: list[Segment] = []
-        self.round_began = 0
-        """When the round before this one began: all there is was wanted, or came,
-        since then."""
-        self._this_round_began = 0
-        self._hand: tuple[int, int] = (0, 0)
-
-    def add(self, segment: Segment) -> None:
-        self.segments.append(segment)
-
-    def remove(self, segment: Segment) -> None:
-        turn, at = self._hand
-        place = self.segments.index(segment)
-        del self.segments[place]
-        if place <= turn:
-            self._hand = (turn - 1, at) if place < turn else (turn, 0)
-
-    def go_on_behind(self, segment: Segment, at: int) -> None:
-        """The oldest value is the next one."""
-        self._hand = (self.segments.index(segment), at + 1)
 
     def take(self) -> tuple[Segment, int] | None:
         """Take a free slot."""
@@ -190,27 +186,20 @@ class SlotClass:
                 return None if at is None else (segment, at)
         return None
 
-    def next_victim(
-        self, is_read: Callable[[Segment, int], bool], now: int
-    ) -> tuple[Segment, int] | None:
+    def oldest(self, is_read: Callable[[Segment, int], bool]) -> OldestSlot | None:
         """Return the slot whose value is to go; ``None`` while all are being read."""
-        for segment, start in self._round(now):
-            at = segment.next_unused(start)
-            while at is not None and is_read(segment, at):
-                at = segment.next_unused(at + 1)
-            if at is not None:
-                self._hand = (self.segments.index(segment), at + 1)
-                return segment, at
-        return None
-
-    def _round(self, now: int) -> Iterator[tuple[Segment, int]]:
-        """Yield segments from the hand on, and where to begin in each: two rounds."""
-        turn, at = self._hand
-        for _ in range(2 * len(self.segments) + 1 if self.segments else 0):
-            if turn >= len(self.segments):
-                self.round_began, self._this_round_began = self._this_round_began, now
-                turn = 0
-            segment = self.segments[turn]
+        oldest = OldestSlot(_NEVER, *_NOWHERE)
+        for segment in sorted(self.segments, key=lambda segment: segment.first_used):
+            if segment.first_used >= oldest.turn:
+                break
             if not segment.is_leaving:
-                yield segment, at
-            turn, at = turn + 1, 0
+                turn, at = segment.oldest(is_read)
+                oldest = min(oldest, OldestSlot(turn, segment, at), key=_turn_of)
+        return None if oldest.turn == _NEVER else oldest
+
+
+_NOWHERE: Final = (Segment(-1, 0, 0), 0)
+
+
+def _turn_of(slot: OldestSlot) -> int:
+    return slot.turn

@@ -264,6 +264,7 @@ class DiskTier(LoopBound, StoreTier):
                     raise OSError(f"the tier in {self.path} was closed") from exc
                 raise
             self._sequence = opened << _GENERATION_SHIFT
+            self._index.begin(self._sequence)
             for segment in segments:
                 self._index.add_segment(segment, is_free=False)
             self._room = Room(self._index, directory, threads, self.max_bytes)

@@ -53,16 +53,17 @@ def test_slots_are_taken_in_their_order_until_none_is_free(index: SlotIndex) -> 
     assert keys_of(index) == "abcd" and len(index) == 4
 
 
-def test_the_least_wanted_goes_first(index: SlotIndex) -> None:
+def test_the_least_recently_used_goes_first(index: SlotIndex) -> None:
     put(index, *"abcd")
-    assert index.evict(PAGES) == 0  # all of them were new
-    index.put("e", 0, 20, None)
-    index.use(index.find(["b", "x"]))
-    assert index.evict(PAGES) == 2
-    assert keys_of(index) == "bde" and index.evictions == 2
+    index.use(index.find(["a", "x"]))
+    assert index.evict(PAGES) == 1
+    index.put("e", 1, 20, None)
+    index.use(index.find(["c"]))
+    assert [index.evict(PAGES) for _ in range(5)] == [3, 0, 1, 2, None]
+    assert index.evictions == 5
 
 
-def test_what_was_never_wanted_again_goes_before_what_is_new(index: SlotIndex) -> None:
+def test_what_is_new_goes_last(index: SlotIndex) -> None:
     put(index, *"abcd")
     for number, key in enumerate("efgh"):
         slot = index.evict(PAGES)
