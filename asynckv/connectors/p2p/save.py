@@ -196,7 +196,10 @@ class P2PSave:
         if self._is_local and not self._not_admitted:
             return True
         # Who reads what is there all the same is a peer, and may not let go of it.
-        return is_brought and not all(map(self._host.is_there, left))
+        return is_brought and any(
+            self._host.is_asked(one) and not self._host.is_there(one)
+            for one in self._needed
+        )
 
     def lacks_room(self) -> bool:
         """Whether it waits for room in this process."""
@@ -263,8 +266,8 @@ class P2PSave:
 
     def stop_waiting(self) -> None:
         """No step waits any longer for room. All was offered. Never waits."""
-        self._host.may_wait_for_room = False
-        if self._path is not SavePath.LEND:  # which is copied by now, or leaves
+        if self._path is not SavePath.LEND:  # which leaves, or fails, by itself
+            self._host.may_wait_for_room = False
             self.move_to_host()
 
     def end(self) -> None:

@@ -84,13 +84,33 @@ class BlockRelease:
         late = _busy(saves)
         for save in saves.values():
             save.stop_waiting()
-        for state, save in late.items():
-            self.late += 1
-            self._transfers.fail(state, _TOO_LATE, lacks_room=save.lacks_room())
-        await _wait_released(late, _FROM_BLOCKS_S)
-        for save in _busy(late).values():
-            hang_up(save.request)  # whoever reads blocks for it shall let go of them
-        await _wait_released(saves, None)
+        await self._end(saves, late, hang_up)
+
+    async def _end(
+        self,
+        saves: Mapping[TransferState, P2PSave],
+        late: Mapping[TransferState, P2PSave],
+        hang_up: Callable[[SaveRequest], None],
+    ) -> None:
+        """Fail what is late, and hang up on who reads it still, until all are released.
+
+        Those too whose copy is there only now, and who are read all the same.
+        """
+        failed, hung_up = set[TransferState](), set[TransferState]()
+        while True:
+            for state, save in late.items():
+                if state not in failed:
+                    failed.add(state)
+                    self.late += 1
+                    self._transfers.fail(state, _TOO_LATE, lacks_room=save.lacks_room())
+                elif state not in hung_up:
+                    hung_up.add(state)
+                    hang_up(save.request)
+            busy = _busy(saves)
+            await _wait_released(saves, _FROM_BLOCKS_S)
+            if all(save.released.is_set() for save in saves.values()):
+                return
+            late = {one: save for one, save in _busy(saves).items() if one in busy}
 
 
 def _busy(saves: Mapping[TransferState, P2PSave]) -> dict[TransferState, P2PSave]:
