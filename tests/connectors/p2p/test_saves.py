@@ -396,3 +396,88 @@ async def test_who_does_not_let_go_of_blocks_is_hung_up_on(room: int) -> None:
         assert (save.released.is_set(), leaving.late) == (True, 1)
         await until(lambda: not transfers.count("send"))
         assert transfers.results().failed_sending == {"r"}
+
+
+class SlowMoves(BlockMoves):
+    """Copies that take longer than a step, by the clock."""
+
+    async def gather(self, *arguments: Any) -> None:
+        await asyncio.sleep(0.3)
+        await super().gather(*arguments)
+
+
+class LentWriter(InsertWriter):
+    """Takes all at once; or reads until it is hung up on, if there is ``hung_up``."""
+
+    entry_id = "t"
+
+    def __init__(self, hung_up: asyncio.Event | None) -> None:
+        self._hung_up = hung_up
+
+    async def put(self, name: str, tensor: KVMemory) -> None:
+        if self._hung_up is not None and not isinstance(tensor, torch.Tensor):
+            await wait_shielded(asyncio.ensure_future(self._hung_up.wait()))
+            raise ConnectionError("hung up")
+
+
+class LendingBuffer(LookupBuffer):
+    """A peer's, as far as a save can see. It answers late."""
+
+    hung_up: asyncio.Event | None = None
+    answer: asyncio.Event
+
+    @contextlib.asynccontextmanager
+    async def open_insert(
+        self, *arguments: Any, **options: Any
+    ) -> AsyncIterator[InsertWriter]:
+        yield LentWriter(self.hung_up)
+        await self.answer.wait()
+
+
+Lending = tuple[Transfers, BlockRelease, Mapping[Any, P2PSave], LendingBuffer]
+
+
+@contextlib.asynccontextmanager
+async def lending(hung_up: asyncio.Event | None) -> AsyncIterator[Lending]:
+    """Lend a save's blocks to a peer, while copies of them take longer than a step."""
+    caches = PagedCaches({name: torch.ones(4, 2) for name in "ab"}, None)
+    header = EntryHeader(engine_id="P", rank=0, block_size=2, layers=("a", "b"))
+    moves, transfers = SlowMoves(caches, CopyPool()), Transfers()
+    request = SaveRequest("r", "t", "", (1, 2, 3), ((2, 0),))
+    save = P2PSave(moves, request, header, 60, Staging(2**20))
+    async with LendingBuffer("1MiB") as buffer:
+        buffer.hung_up, buffer.answer = hung_up, asyncio.Event()
+
+        async def find() -> LookupBuffer:
+            await asyncio.sleep(0.1)  # dialling takes so long, by the clock
+            return buffer
+
+        async def run() -> None:
+            await save.run([(find, "t", 1)])
+
+        state = transfers.begin("r", "send", run, ended=save.end)
+        save.offer_rest()
+        yield transfers, BlockRelease(transfers), {state: save}, buffer
+        buffer.answer.set()
+        await until(lambda: not transfers.count("send"))
+
+
+async def test_who_reads_blocks_is_hung_up_on_though_their_copy_took_long() -> None:
+    hung_up = asyncio.Event()
+    async with lending(hung_up) as (transfers, release, saves, buffer):
+        buffer.answer.set()
+        async with asyncio.timeout(5):
+            await release.release(saves, lambda request: hung_up.set())
+        assert release.late == 1
+        await until(lambda: not transfers.count("send"))
+        assert transfers.results().reasons
+
+
+async def test_what_is_put_whole_is_not_late_for_a_copy_that_nobody_needs() -> None:
+    async with lending(None) as (transfers, release, saves, buffer):
+        async with asyncio.timeout(5):
+            await release.release(saves, lambda request: None)
+        assert release.late == 0
+        buffer.answer.set()
+        await until(lambda: not transfers.count("send"))
+        assert not transfers.results().reasons
