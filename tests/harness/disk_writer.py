@@ -19,7 +19,8 @@ from asynckv.stores.disk import DiskTier
 __all__ = ("KEYS", "Found", "data_of", "find")
 
 KEYS = tuple(f"k1/{number}" for number in range(8))
-_SIZES = (0, 5000, 300_000, 3 * 2**20 + 1)
+_SIZES = (0, 5000, 300_000, 9 * 2**20 + 1)
+"""The last one is several calls of the system, between which a kill comes."""
 _WRITERS = 3
 _PAGE_NBYTES = 4096
 

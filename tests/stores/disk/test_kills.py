@@ -17,7 +17,7 @@ from harness.disk_writer import KEYS, find
 
 KILLS: Final = 10
 MANY_KILLS: Final = 1_000
-MAX_BYTES: Final = 128 * 2**20
+MAX_BYTES: Final = 256 * 2**20
 MOST_LINES: Final = 60
 SEEDS_A_LIFE: Final = 100_000
 
