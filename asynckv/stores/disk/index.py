@@ -24,6 +24,8 @@ __all__ = ("SlotIndex", "place_of")
 _SLOT_MASK: Final = 2**SLOT_BITS - 1
 _STEP: Final = 4096
 """So many slots are forgotten in one go."""
+_RETAKEN: Final = 256
+"""So many of those that are of no use are tried again at once."""
 
 _NEVER: Final = 0
 
@@ -42,13 +44,13 @@ class SlotIndex:
     def __init__(self, off_loop: OffLoop = lambda work: work()) -> None:
         self.segments: dict[int, Segment] = {}
         self.evictions = 0
-        self.lost = 0
-        """Slots that can be neither read nor overwritten."""
         self.unread = 0
-        """Those of them that may have a value that nobody knows."""
+        """Slots that may have a value that nobody knows: they could not be read."""
         self.file_nbytes = 0
         self._classes: dict[int, SlotClass] = {}
         self._table = SlotTable(off_loop)
+        self._lost: dict[int, KeyHash] = {}
+        """Slots that could not be overwritten, and which keys they may have."""
         self._readers: dict[int, int] = {}
         self._vacated: set[int] = set()
         """Slots whose value is gone, and that somebody still reads."""
@@ -60,6 +62,11 @@ class SlotIndex:
     def __len__(self) -> int:
         """How many keys there are."""
         return len(self._table)
+
+    @property
+    def lost(self) -> int:
+        """How many slots can be neither read nor overwritten."""
+        return len(self._lost) + self.unread
 
     @property
     def nbytes(self) -> int:
@@ -115,6 +122,11 @@ class SlotIndex:
         """Take a free slot of that size."""
         found = self._class_of(pages).take()
         return None if found is None else _slot_at(*found)
+
+    def begin_write(self, key: str, slot: int) -> None:
+        """A value of that key is being written to a slot that was taken."""
+        segment, at = self._place(slot)
+        segment.low[at], segment.high[at] = hash_of(key)
 
     def evict(self, pages: int) -> int | None:
         """Take the slot of that size that nobody has wanted for longest."""
@@ -176,7 +188,20 @@ class SlotIndex:
         """A slot that was taken is of no use: nobody knows what is on the disk."""
         segment, at = self._place(slot)
         segment.lose(at)
-        self.lost += 1
+        self._lost[slot] = (int(segment.low[at]), int(segment.high[at]))
+
+    def retake_lost(self, key: str | None = None) -> list[int]:
+        """Take slots that are of no use, or those that may have a value of ``key``.
+
+        They are to be overwritten, and then :meth:`free`, or are lost again.
+        """
+        hashed = None if key is None else hash_of(key)
+        slots = [slot for slot, had in self._lost.items() if hashed in (None, had)]
+        for slot in slots[:_RETAKEN]:
+            del self._lost[slot]
+            segment, at = self._place(slot)
+            segment.retake(at)
+        return slots[:_RETAKEN]
 
     def add_segment(self, segment: Segment, *, is_free: bool) -> None:
         """Here is a file, all its slots free, or none of them looked at yet."""
@@ -232,7 +257,6 @@ class SlotIndex:
         """
         segment = self.segments[number]
         segment.note_looked_at(slots, found.slots, unread)
-        self.lost += len(unread)
         self.unread += len(unread)
         expires = numpy.minimum(numpy.ceil(found.expires), 2.0**32 - 1)
         expires[numpy.isinf(found.expires)] = _NEVER

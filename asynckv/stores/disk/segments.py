@@ -125,6 +125,11 @@ class Segment:
         self._marks[at] = _LOST
         self.busy -= 1
 
+    def retake(self, at: int) -> None:
+        """Try once more with a slot that was of no use."""
+        self._marks[at] = _TAKEN
+        self.busy += 1
+
     def vacate(self, at: int) -> None:
         """Take a slot whose value is forgotten."""
         self._marks[at] = _TAKEN

@@ -175,6 +175,8 @@ class DiskTier(LoopBound, StoreTier):
         elif self._threads is not None:
             await ask(self._threads, READ, lambda bounce: self._directory.look())
             self._room.try_again()
+            for slot in self._index.retake_lost():
+                self._erase_soon(slot, lambda result: None)
         return TierFacts(
             is_local=True,
             max_value_nbytes=self._room.max_body_nbytes if self._room else 0,
@@ -219,10 +221,15 @@ class DiskTier(LoopBound, StoreTier):
         if self._room is None:
             return [TierResult.FAILED] * len(keys)
         was_scanning = self._is_scanning
-        slots = [self._index.remove(key) for key in keys]
-        results = await asyncio.gather(*map(self._erase, slots))
+        slots = [(self._index.remove(k), *self._index.retake_lost(k)) for k in keys]
+        results = await asyncio.gather(*map(self._erase_all, slots))
         if was_scanning:
             await self._scanned.wait()
+            late = [self._index.retake_lost(key) for key in keys]
+            again = await asyncio.gather(*map(self._erase_all, late))
+            results = [
+                max(both, key=_is_failed) for both in zip(results, again, strict=True)
+            ]
         await self._room.settled()
         if self._is_closed or self._index.unread:
             # It may be where nobody could look, or could write.
@@ -296,8 +303,6 @@ class DiskTier(LoopBound, StoreTier):
 
     def _end_scan_erase(self, result: TierResult) -> None:
         self._scan_erases -= 1
-        if result is not TierResult.DONE:
-            self._index.unread += 1
         self._end_scan_if_over()
 
     def _end_scan(self) -> None:
@@ -331,6 +336,7 @@ class DiskTier(LoopBound, StoreTier):
         slot = await room.take(value.memory.nbytes)
         if isinstance(slot, TierResult):
             return slot
+        self._index.begin_write(value.key, slot)
         file, at = self._file_of(slot)
         header = SlotHeader(
             value.key,
@@ -369,6 +375,10 @@ class DiskTier(LoopBound, StoreTier):
         self._erase_soon(slot, erased.set_result)
         return await erased
 
+    async def _erase_all(self, slots: Sequence[int | None]) -> TierResult:
+        results = await asyncio.gather(*map(self._erase, slots))
+        return max(results, key=_is_failed, default=TierResult.DONE)
+
     def _erase_soon(self, slot: int, answer: Callable[[TierResult], None]) -> None:
         file, at = self._file_of(slot)
 
@@ -378,7 +388,8 @@ class DiskTier(LoopBound, StoreTier):
                 answer(TierResult.DONE)
                 return
             self._index.lose(slot)
-            answer(self._failed("overwritten", error))
+            self._failed("overwritten", error)
+            answer(TierResult.FAILED)
 
         if self._threads is not None:
             self._threads.submit(
@@ -497,3 +508,7 @@ async def _place(wanted: WantedValue, found: SlotHeader) -> TierMemory | None:
         if wanted.header_nbytes > len(found.header):
             raise
         return await wanted.place(found.header)
+
+
+def _is_failed(result: TierResult) -> bool:
+    return result is TierResult.FAILED

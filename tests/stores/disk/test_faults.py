@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -130,13 +130,60 @@ async def test_what_cannot_be_written_is_not_there(
         assert await fetch(tier, "k1/before") is DONE
 
 
-async def test_a_delete_that_cannot_be_written_has_failed(
-    calls: FaultyCalls, open_disk: OpenDisk
+@pytest.mark.parametrize("error", [errno.EIO, errno.ENOSPC])
+async def test_a_delete_that_cannot_be_written_has_failed_until_it_can(
+    error: int, calls: FaultyCalls, open_disk: OpenDisk
 ) -> None:
     async with open_disk(calls=calls) as tier:
         assert await store(tier, "k1/a") is DONE
+        calls.write_error = error
+        for _ in range(2):
+            assert list(await tier.delete(["k1/a", "k1/b"])) == [FAILED, DONE]
+            assert await fetch(tier, "k1/a") is MISSING
+        calls.write_error = 0
+        assert list(await tier.delete(["k1/a"])) == [DONE]
+        assert not tier.statistics().lost_slots
+    async with open_disk(calls=calls) as tier:
+        assert await fetch(tier, "k1/a") is MISSING
+
+
+async def test_what_a_broken_disk_has_lost_is_tried_again_by_a_probe(
+    calls: FaultyCalls, open_disk: OpenDisk
+) -> None:
+    async with open_disk(calls=calls) as tier:
         calls.write_error = errno.EIO
-        assert list(await tier.delete(["k1/a", "k1/b"])) == [FAILED, DONE]
+        for number in range(5):
+            assert await store(tier, f"k1/{number}") is FAILED
+        free = tier.statistics().free_slots
+        await tier.probe()
+        await until(lambda: tier.statistics().lost_slots == 5)
+        calls.write_error = 0
+        await tier.probe()
+        await until(lambda: tier.statistics().free_slots == free + 5)
+        assert await store(tier, "k1/0") is DONE
+
+
+async def test_an_old_value_that_stays_on_the_disk_is_deleted_too(
+    open_disk: OpenDisk,
+) -> None:
+    class NoErasing(FaultyCalls):
+        is_broken = True
+
+        def pwritev(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+            if self.is_broken and len(buffers) == 1:
+                raise OSError(errno.EIO, "told to")
+            return super().pwritev(fd, buffers, offset)
+
+    calls = NoErasing()
+    async with open_disk(calls=calls) as tier:
+        for _ in range(3):
+            assert await store(tier, "k1/a") is DONE
+        assert tier.statistics().lost_slots == 2
+        assert list(await tier.delete(["k1/a"])) == [FAILED]
+        calls.is_broken = False
+        assert list(await tier.delete(["k1/a"])) == [DONE]
+        assert not tier.statistics().lost_slots
+    async with open_disk() as tier:
         assert await fetch(tier, "k1/a") is MISSING
 
 

@@ -105,8 +105,14 @@ def test_a_lost_slot_is_nobodys(index: SlotIndex) -> None:
     put(index, *"abc")
     slot = index.take(PAGES)
     assert slot == 3
+    index.begin_write("d", slot)
     index.lose(slot)
     assert index.take(PAGES) is None and index.lost == 1
+    assert not index.retake_lost("a")
+    assert index.retake_lost("d") == [slot] and index.lost == 0
+    index.lose(slot)
+    assert index.retake_lost() == [slot]
+    index.lose(slot)
     assert [index.evict(PAGES) for _ in range(4)] == [0, 1, 2, None]
 
 
