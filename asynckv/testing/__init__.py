@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
     from asynckv.testing import faults
-    from asynckv.testing.blocked import until, until_blocked
+    from asynckv.testing.blocked import until, until_blocked, use_across_tasks
     from asynckv.testing.cancellation import (
         CancelMode,
         Outcome,
@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     )
     from asynckv.testing.pipe_checks import PIPE_CHECKS, check_pipe
     from asynckv.testing.store_checks import STORE_CHECKS, check_store_buffer
-    from asynckv.testing.tasks import use_across_tasks
     from asynckv.testing.tier_checks import TIER_CHECKS, check_tier
     from asynckv.testing.transport_conformance import TRANSPORT_CHECKS, check_transport
 
@@ -94,7 +93,7 @@ _HOME: Final = {
     "sweep_cancellation": "asynckv.testing.cancellation",
     "until": "asynckv.testing.blocked",
     "until_blocked": "asynckv.testing.blocked",
-    "use_across_tasks": "asynckv.testing.tasks",
+    "use_across_tasks": "asynckv.testing.blocked",
 }
 
 

@@ -1,15 +1,25 @@
-"""Waiting until others wait: what tests do instead of sleeping."""
+"""Tasks of a test: waiting until they wait, entering in one what another one leaves.
+
+pytest-asyncio fixtures, FastAPI dependencies and lifespans do not promise to run
+both ends of an ``async with`` in one task. Whoever holds a task group or a cancel
+scope across its ``yield`` breaks there.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Callable, Sequence
-from typing import Any, Final
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from contextlib import AbstractAsyncContextManager
+from typing import Any, Final, TypeVar
 
-__all__ = ("cancel_before_each", "until", "until_blocked")
+__all__ = ("cancel_before_each", "until", "until_blocked", "use_across_tasks")
+
+_T = TypeVar("_T")
+_R = TypeVar("_R")
 
 _TIMEOUT_S: Final = 10.0
+_STEP_TIMEOUT_S: Final = 10.0
 _QUIET_TICKS: Final = 5
 _BUSY_TURNS: Final = 100
 _PAUSE_S: Final = 0.0005
@@ -68,6 +78,34 @@ async def cancel_before_each(
         raise AssertionError("it has not waited for all")
 
 
+async def use_across_tasks(
+    manager: AbstractAsyncContextManager[_T, Any],
+    use: Callable[[_T], Awaitable[object]] | None = None,
+    *,
+    step_timeout_s: float = _STEP_TIMEOUT_S,
+) -> None:
+    """Enter ``manager`` in one task, use it in a second and leave it in a third.
+
+    Each task has ended before the next begins. Whatever a step raises is raised
+    here; ``manager`` is left also if ``use`` raises.
+
+    :raises TimeoutError: a step took longer than ``step_timeout_s``
+    """
+
+    async def using(entered: _T) -> None:
+        if use is not None:
+            await use(entered)
+
+    async def leave() -> None:
+        await manager.__aexit__(None, None, None)
+
+    entered = await _in_a_task(manager.__aenter__(), step_timeout_s)
+    try:
+        await _in_a_task(using(entered), step_timeout_s)
+    finally:
+        await _in_a_task(leave(), step_timeout_s)
+
+
 def _place(predicate: Callable[[], bool]) -> str:
     code = getattr(predicate, "__code__", None)
     return f"{code.co_filename}:{code.co_firstlineno}" if code else repr(predicate)
@@ -76,3 +114,11 @@ def _place(predicate: Callable[[], bool]) -> str:
 def _is_blocked(task: asyncio.Task[Any]) -> bool:
     waited_for: asyncio.Future[Any] | None = getattr(task, "_fut_waiter", None)
     return task.done() or (waited_for is not None and not waited_for.done())
+
+
+async def _in_a_task(step: Awaitable[_R], timeout_s: float) -> _R:
+    async def run() -> _R:
+        return await step
+
+    coroutine: Coroutine[Any, Any, _R] = run()
+    return await asyncio.wait_for(asyncio.create_task(coroutine), timeout_s)

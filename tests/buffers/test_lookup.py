@@ -17,7 +17,7 @@ from asynckv.errors import (
     LeaseLost,
     WrongLoop,
 )
-from asynckv.testing.blocked import until, until_blocked
+from asynckv.testing.blocked import until, until_blocked, use_across_tasks
 from asynckv.testing.lookup_checks.values import (
     MIB,
     borrow,
@@ -26,7 +26,6 @@ from asynckv.testing.lookup_checks.values import (
     insert,
     noise,
 )
-from asynckv.testing.tasks import use_across_tasks
 from asynckv.types import TensorSpec
 
 SPECS = {name: TensorSpec((8,), "uint8") for name in ("key", "value")}

@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 import anyio
 import pytest
 
-from asynckv.testing.tasks import use_across_tasks
+from asynckv.testing.blocked import use_across_tasks
 
 pytestmark = pytest.mark.both_loops
 
