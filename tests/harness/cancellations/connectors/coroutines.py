@@ -24,8 +24,7 @@ ONE_STEP: Final = frozenset(
         "StoreScheduler.start",
         "MultiWorker.start_load_kv",
         "MultiScheduler.start",
-        "P2PWorker.start_load_kv",
-        "StoreWorker.start_load_kv",
+        "CacheWorker.start_load_kv",
         "WholeEntry.wait_for",
     }
 )
