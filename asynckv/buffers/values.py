@@ -391,8 +391,8 @@ class StoredValues:
             if self._is_growing_for(spec):
                 return None
             victim = self._idle.victim(spare=name)
-            if victim is None and name in self._values and droppable:
-                victim = name if not self._values[name].readers else None
+            if victim is None and droppable and self._idle.nbytes < droppable:
+                victim, droppable = name, 0
             if victim is None:
                 return None
             self._evict(victim)

@@ -432,3 +432,28 @@ async def test_once_it_is_closed_every_call_says_so() -> None:
 async def test_what_is_no_key_is_refused() -> None:
     with pytest.raises(TypeError):
         (await stored()).check_usable(7)  # type: ignore[arg-type]
+
+
+def test_what_is_pinned_makes_room_for_its_successor(
+    values: StoredValues,
+) -> None:
+    values.commit(reserve(values, "a", 60), b"", is_pinned=True)
+    assert values.reserve_nowait("b", spec_of(60), None) is None
+    held = pin(values, "a")
+    assert values.reserve_nowait("a", spec_of(60), None) is None
+    values.release(held)
+    values.commit(reserve(values, "a", 100), b"new", is_pinned=True)
+    assert pin(values, "a").digest == b"new"
+
+
+def test_a_pinned_value_in_a_full_arena_of_pieces_goes_for_its_successor() -> None:
+    values = StoredValues(ArenaInPieces(_MAX_BYTES), lambda: None)
+    values.commit(reserve(values, "a", 10), b"", is_pinned=True)
+    values.commit(reserve(values, "a", 20), b"new", is_pinned=True)
+    assert pin(values, "a").digest == b"new"
+
+
+def test_what_has_expired_is_gone_and_counted(values: StoredValues) -> None:
+    values.commit(reserve(values, "a", 10), b"", expires_at_s=1.0)
+    assert not values.has_name(("a", None))
+    assert (values.counters.expired, len(values)) == (1, 0)

@@ -323,7 +323,7 @@ class StoreService(Service):
                 return ServedGet(self, stream, pinned)
             case Pin():
                 return ServedPin(self, stream, frame.keys)
-            case Contains():
+            case _:
                 flags = self.values.has(frame.keys, self.link.fingerprint)
                 return answer_at_once(stream, Result(sum(flags), flags))
 

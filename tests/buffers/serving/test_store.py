@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 
 import pytest
 import torch
@@ -11,6 +11,7 @@ import torch
 from asynckv.buffers.remote.peer import connect
 from asynckv.buffers.serve import Server, serve
 from asynckv.buffers.store import StoreBuffer
+from asynckv.buffers.values import Name, ValuesBelow
 from asynckv.errors import BufferClosed
 from asynckv.links.dial import dial
 from asynckv.links.link import Link, LinkStream
@@ -385,3 +386,33 @@ async def test_a_closed_store_charges_nobody_for_what_it_refuses() -> None:
             with pytest.raises(BufferClosed):
                 await peer.store.get("a")
             assert not server.waiting_bytes
+
+
+class SilentBelow(ValuesBelow):
+    """There may be something, and it never comes."""
+
+    def __init__(self) -> None:
+        self.asked: list[Name] = []
+
+    def stored(self, name: Name) -> None: ...
+
+    def used(self, name: Name) -> None: ...
+
+    def deleted(self, name: Name) -> None: ...
+
+    async def bring(self, names: Sequence[Name]) -> None:
+        self.asked += names
+        await asyncio.get_running_loop().create_future()
+
+    async def contains(self, names: Sequence[Name]) -> tuple[bool, ...]:
+        return (False,) * len(names)
+
+
+async def test_who_waits_for_what_is_far_may_say_no_more_than_that_it_goes(
+    store: StoreBuffer, link: Link
+) -> None:
+    store.values.below = below = SilentBelow()
+    stream = link.open_stream(hearer := Hearer(), Get("far"))
+    await until(lambda: bool(below.asked))
+    stream.send(Grant(1))
+    assert "no Grant belongs here" in str((await hearer.loss()).__cause__)

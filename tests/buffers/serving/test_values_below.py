@@ -131,3 +131,33 @@ async def test_many_peers_that_miss_one_key_are_one_fetch(tier: DictTier) -> Non
         await put_far(peer, store)
         await asyncio.gather(*(get(peer.store) for _ in range(50)))
         assert tier.calls["fetch"] == 1
+
+
+async def begun_far(
+    tier: DictTier, link_of: asynckv.Peer, store: TieredStore
+) -> asyncio.Task[torch.Tensor | None]:
+    """Ask for a value that the tier does not give yet."""
+    await put_far(link_of, store)
+    tier.hold("fetch")
+    getting = asyncio.create_task(link_of.store.get("a"))
+    await until(lambda: tier.calls["fetch"] == 1)
+    return getting
+
+
+async def test_a_store_that_closes_meanwhile_says_so(tier: DictTier) -> None:
+    async with served(tier) as (peer, store):
+        getting = await begun_far(tier, peer, store)
+        store.values.close()
+        tier.let_go("fetch")
+        with pytest.raises(asynckv.BufferClosed):
+            await getting
+
+
+async def test_a_pin_of_what_was_far_ends_with_its_link(tier: DictTier) -> None:
+    async with served(tier) as (peer, store):
+        await put_far(peer, store)
+        with contextlib.suppress(asynckv.LeaseLost):  # where it has heard in time
+            async with peer.store.pin(["a"]) as has:
+                assert has == (True,)
+                peer.abort()
+        await until(lambda: not store.statistics().pinned_bytes)
