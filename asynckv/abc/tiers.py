@@ -38,14 +38,12 @@ class TierFacts:
     """What a tier says of itself when it is opened.
 
     ``is_local``: what it has, only this process can take away, and ``contains`` is
-    answered from memory. ``best_nbytes``: values should be about as large, at least.
-    ``patience_s``: so long a call may go on without moving a byte before it is given
-    up, beside the time that its bytes take.
+    answered from memory. ``patience_s``: so long a call may go on without moving a byte
+    before it is given up, beside the time that its bytes take.
     """
 
     is_local: bool = False
     max_value_nbytes: int | None = None
-    best_nbytes: int = 0
     patience_s: float = 1.0
 
 

@@ -49,6 +49,7 @@ _FETCH_KEYS: Final = 16
 """So many keys are asked for by one call of a tier."""
 _FETCHES: Final = 4
 """So many such calls are made at once. The first keys go first."""
+_NAMES_A_TURN: Final = 256
 _ROOM_S: Final = 1.0
 _RETRIES: Final = 3
 _NOT_ADMITTED: Final = 65_536
@@ -90,7 +91,9 @@ class _Fetch:
 class _Wanted(WantedValue):
     """One value as one tier is asked for it, and where it lands."""
 
-    __slots__ = ("_below", "_client", "_is_held", "fetch", "header", "pending")
+    __slots__ = (
+        *("_below", "_client", "_is_held", "fetch", "header", "is_left", "pending"),
+    )
 
     def __init__(
         self, below: TiersBelow, client: TierClient[_HeldValue], fetch: _Fetch
@@ -100,6 +103,8 @@ class _Wanted(WantedValue):
         self._client = client
         self._is_held = False
         self.fetch = fetch
+        self.is_left = False
+        """Nobody waits for it any more: it is given no memory."""
         self.header: ValueHeader | None = None
         self.pending: PendingPut | None = None
 
@@ -128,7 +133,7 @@ class _Wanted(WantedValue):
             self._is_held = False
         if self.pending is None:
             return None
-        if self.fetch.is_void:
+        if self.fetch.is_void or self.is_left:
             self.discard()
             return None
         self.header = found
@@ -139,7 +144,7 @@ class _Wanted(WantedValue):
         expires_at_s = header.expires_at_s
         return (
             header.name == self._below.full_name(self.fetch.name)
-            and not self.fetch.is_void
+            and not (self.fetch.is_void or self.is_left)
             and (expires_at_s is None or expires_at_s > time.time())
             and self._client.behind.is_valid(
                 self.key, header.epoch, _identity_of(header)
@@ -189,13 +194,17 @@ class TiersBelow(ValuesBelow):
         self._epoch = 0
 
     async def open(self) -> None:
-        """Open all tiers.
+        """Open all tiers. A failed or a cancelled call closes all of them.
 
         :raises ConfigError: one cannot be used as it was configured
         """
         self._loop = asyncio.get_running_loop()
-        for client in self.clients:
-            await client.open()
+        try:
+            for client in self.clients:
+                await client.open()
+        except BaseException:
+            self.abort()
+            raise
 
     def full_name(self, name: Name) -> ValueName:
         """Return what a header calls it."""
@@ -217,7 +226,7 @@ class TiersBelow(ValuesBelow):
             header = self._header_of(name, pinned, epoch)
             for client in self.clients:
                 client.note(self.key_of(name), epoch, _identity_of(header))
-            self._release_pinned(pinned)
+            self.values.release(pinned)
         self._not_admitted[name] = epoch
         if len(self._not_admitted) > _NOT_ADMITTED:
             self._not_admitted.popitem(last=False)
@@ -255,12 +264,22 @@ class TiersBelow(ValuesBelow):
         found = await self.where(names)
         return tuple(bool(one) for one in found)
 
+    def touch(self, names: Sequence[Name]) -> None:
+        """They are soon to be used: tiers should not drop them next. Never waits."""
+        keys = [self.key_of(name) for name in names]
+        for client in self.clients:
+            client.touch(keys)
+
     async def where(self, names: Sequence[Name]) -> list[list[str]]:
         """Return the tiers that have each of ``names``, all asked at once.
 
         A cancelled call leaves no trace.
         """
-        keys = [self.key_of(name) for name in names]
+        keys = []
+        for number, name in enumerate(names):
+            keys.append(self.key_of(name))
+            if number % _NAMES_A_TURN == _NAMES_A_TURN - 1:
+                await asyncio.sleep(0)  # to name them all takes milliseconds
         has = await asyncio.gather(*(one.contains(keys) for one in self.clients))
         return [
             [
@@ -288,8 +307,9 @@ class TiersBelow(ValuesBelow):
 
         A cancelled call leaves no trace.
         """
+        epoch = self._epoch
         for client in self.clients:
-            await client.flush()
+            await client.flush(epoch)
         return {
             client.name: FlushResult(one.accepted, one.dropped, one.failed)
             for client in self.clients
@@ -302,10 +322,8 @@ class TiersBelow(ValuesBelow):
 
     async def aclose(self) -> None:
         """Close all tiers, in bounded time."""
-        self.abort()
         await self._tasks.quiesce()
-        for client in self.clients:
-            await client.aclose()
+        await asyncio.gather(*(client.aclose() for client in self.clients))
 
     def abort(self) -> None:
         """Ask and tell tiers nothing more. Never waits."""
@@ -324,19 +342,19 @@ class TiersBelow(ValuesBelow):
             fetch.is_void = True
 
     def _write(self, name: Name, epoch: int) -> None:
-        for client in self.clients:
-            (pinned,) = self.values.hold_names([name])
-            if pinned is None:
-                return
-            header = self._header_of(name, pinned, epoch)
-            packed = pack_header(header)
-            if len(packed) > MAX_HEADER_NBYTES:
-                client.note(self.key_of(name), epoch, _identity_of(header))
-                self._release_pinned(pinned)
+        pinned = self.values.hold_names([name] * len(self.clients))
+        if not pinned or pinned[0] is None:
+            return
+        header, key = self._header_of(name, pinned[0], epoch), self.key_of(name)
+        packed, identity = pack_header(header), _identity_of(header)
+        for client, one in zip(self.clients, pinned, strict=True):
+            if one is None or len(packed) > MAX_HEADER_NBYTES:
+                client.note(key, epoch, identity)
+                if one is not None:
+                    self.values.release(one)
                 continue
-            held = _HeldValue(packed, pinned)
-            nbytes = pinned.region.nbytes
-            client.write(self.key_of(name), epoch, held, nbytes, _identity_of(header))
+            held = _HeldValue(packed, one)
+            client.write(key, epoch, held, one.region.nbytes, identity)
 
     def _header_of(self, name: Name, pinned: PinnedValue, epoch: int) -> ValueHeader:
         return ValueHeader(
@@ -345,10 +363,7 @@ class TiersBelow(ValuesBelow):
         )
 
     def _release(self, held: _HeldValue) -> None:
-        self._release_pinned(held.pinned)
-
-    def _release_pinned(self, pinned: PinnedValue) -> None:
-        self.values.release(pinned)
+        self.values.release(held.pinned)
 
     def _fetch_of(self, name: Name) -> tuple[_Fetch, bool]:
         """Return who looks for ``name``, and whether that is still to begin."""
@@ -389,17 +404,14 @@ class TiersBelow(ValuesBelow):
     async def _take(
         self, client: TierClient[_HeldValue], wanted: Sequence[_Wanted]
     ) -> set[_Fetch]:
-        is_over = is_left = False
+        is_over = False
 
         def ended() -> None:
             nonlocal is_over
             is_over = True
-            if is_left:
-                discard()
-
-        def discard() -> None:
             for one in wanted:
-                one.discard()
+                if one.is_left:
+                    one.discard()
 
         try:
             results = await client.fetch(wanted, ended)
@@ -409,9 +421,10 @@ class TiersBelow(ValuesBelow):
                     found.add(one.fetch)
             return found
         finally:
-            is_left = not is_over
-            if is_over:
-                discard()
+            for one in wanted:
+                one.is_left = True
+                if is_over:
+                    one.discard()
 
     async def _admit(self, client: TierClient[_HeldValue], one: _Wanted) -> bool:
         """Verify a value that has landed, and keep it in memory."""

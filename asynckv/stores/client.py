@@ -10,8 +10,10 @@ import asyncio
 import contextlib
 import dataclasses
 import logging
+import math
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from typing import Final, Generic, Protocol, TypeVar
 
 from asynckv.abc import StoreTier, TierFacts, TierResult, TierValue, WantedValue
@@ -111,7 +113,8 @@ class TierClient(Generic[W]):
         self.hits = self.misses = self.failed = self.refused = self.corrupt = 0
         self._quarantine = quarantine
         self._release = release
-        self._behind: WriteBehind[W] = WriteBehind(write_bytes, release)
+        self.behind: WriteBehind[W] = WriteBehind(write_bytes, release)
+        """What the tier is still to be told, and what of it is void."""
         self._loads = TierHealth(self.facts.patience_s)
         self._stores = TierHealth(self.facts.patience_s)
         self._absent: OrderedDict[str, float] = OrderedDict()
@@ -122,11 +125,6 @@ class TierClient(Generic[W]):
         self._watch: asyncio.TimerHandle | None = None
         self._retry: asyncio.TimerHandle | None = None
         self._is_closed = False
-
-    @property
-    def behind(self) -> WriteBehind[W]:
-        """What the tier is still to be told, and what of it is void."""
-        return self._behind
 
     async def open(self) -> None:
         """See what the tier is like, and begin to write to it.
@@ -166,12 +164,12 @@ class TierClient(Generic[W]):
 
     async def contains(self, keys: Sequence[str]) -> list[bool]:
         """Say of each whether it is there, as new as it should be, as far as known."""
-        asked = [key for key in keys if self._behind.is_sure(key)]
+        asked = [key for key in keys if self.behind.is_sure(key)]
         asked = [key for key in asked if self.may_have(key)]
         if not asked:
             return [False] * len(keys)
         results = await self._call(
-            self._loads, lambda: self.tier.contains(asked), [_NoBytes()], 0
+            self._loads, lambda: self.tier.contains(asked), [_NoBytes()]
         )
         has = {
             key
@@ -189,7 +187,7 @@ class TierClient(Generic[W]):
         returns, or later.
         """
         results = await self._call(
-            *(self._loads, lambda: self.tier.fetch(wanted), wanted, 0),
+            *(self._loads, lambda: self.tier.fetch(wanted), wanted),
             ended=lambda results: ended(),
         )
         if results is None:
@@ -205,7 +203,13 @@ class TierClient(Generic[W]):
     def touch(self, keys: Sequence[str]) -> None:
         """They are in use. Never waits."""
         if keys and not self._loads.is_open and not self._is_closed:
-            self._calls.start(lambda: self.tier.touch(keys), f"touch in {self.name}")
+            touched = [_NoBytes()]
+            work = partial(self._call, self._loads, partial(self._touch, keys), touched)
+            self._calls.start(work, f"touch in {self.name}")
+
+    async def _touch(self, keys: Sequence[str]) -> Sequence[TierResult]:
+        await self.tier.touch(keys)
+        return ()
 
     def write(
         self, key: str, epoch: int, value: W, nbytes: int, identity: object
@@ -214,37 +218,41 @@ class TierClient(Generic[W]):
         self._absent.pop(key, None)
         most = self.facts.max_value_nbytes
         is_too_large = most is not None and nbytes > most
-        if self._is_closed or is_too_large or self._stores.is_open:
-            self._behind.skip(key, epoch, identity)
+        if is_too_large or not self._can_store:
+            self.behind.skip(key, epoch, identity)
             self._release(value)
             return False
-        is_taken = self._behind.write(key, epoch, value, nbytes, identity)
+        is_taken = self.behind.write(key, epoch, value, nbytes, identity)
         self._changed.wake()
         return is_taken
 
     def note(self, key: str, epoch: int, identity: object) -> None:
         """A key has a new value, which is not to be written yet. Never waits."""
         self._absent.pop(key, None)
-        self._behind.note(key, epoch, identity)
+        self.behind.note(key, epoch, identity)
         self._changed.wake()
 
     def delete(self, key: str, epoch: int) -> None:
         """Delete a key soon. Never waits."""
         self._absent.pop(key, None)
-        self._behind.delete(key, epoch)
+        self.behind.delete(key, epoch)
         self._changed.wake()
 
-    async def flush(self) -> None:
-        """Wait until what was to be written is, or came to nothing.
+    async def flush(self, epoch: float = math.inf) -> None:
+        """Wait until changes up to ``epoch`` are made, or came to nothing.
 
         A cancelled call leaves no trace.
         """
-        while len(self._behind) and not self._stores.is_open and not self._is_closed:
+        while self.behind.is_behind(epoch) and self._can_store:
             await self._changed.next_change(self._loop)
+
+    @property
+    def _can_store(self) -> bool:
+        return not self._stores.is_open and not self._is_closed
 
     def statistics(self) -> TierStatistics:
         """Return counters and gauges. Never waits."""
-        behind = self._behind
+        behind = self.behind
         return TierStatistics(
             is_loading=not self._loads.is_open,
             is_storing=not self._stores.is_open,
@@ -263,18 +271,21 @@ class TierClient(Generic[W]):
 
     async def aclose(self) -> None:
         """Close it. A call that does not end is left to itself after a second."""
-        self.abort()
+        self._stop()
         await self._tasks.quiesce()
-        closing = self._loop.create_task(self.tier.aclose(), name=f"end of {self.name}")
+        closing = self._calls.start(self.tier.aclose, f"end of {self.name}")
         await asyncio.wait({closing}, timeout=_CLOSE_S)
         if not closing.done():
             logger.warning("%s does not end; it is left to itself", self.name)
-            closing.cancel()
 
     def abort(self) -> None:
-        """Tell it nothing more. Never waits."""
+        """Close it now. Never waits."""
+        self._stop()
+        self.tier.abort()
+
+    def _stop(self) -> None:
         self._is_closed = True
-        self._behind.close()
+        self.behind.close()
         self._tasks.cancel()
         for timer in (self._watch, self._retry):
             if timer is not None:
@@ -289,7 +300,6 @@ class TierClient(Generic[W]):
         health: TierHealth,
         make: Callable[[], Awaitable[Sequence[TierResult]]],
         items: Sequence[Moving],
-        nbytes: int,
         ended: Callable[[Sequence[TierResult] | None], None] = lambda results: None,
     ) -> Sequence[TierResult] | None:
         """Make a call, and return what came of it; ``None``: it failed, or was late.
@@ -298,7 +308,7 @@ class TierClient(Generic[W]):
         cancelled wait leaves the call to itself, as a late one.
         """
         found: list[Sequence[TierResult] | None] = []
-        call = health.begin(items, nbytes, self._loop.time())
+        call = health.begin(items, self._loop.time())
         late = self._late[call] = self._loop.create_future()
         self._look_soon()
 
@@ -329,9 +339,10 @@ class TierClient(Generic[W]):
         worked = any(one is not TierResult.FAILED for one in results or ())
         moved = sum(item.moved_nbytes for item in call.items)
         has_failed = not worked and (results is None or len(results) > 0)
-        health.end(call, moved, self._loop.time(), failed=has_failed)
-        if worked:
+        if worked and not call.is_late:
             health.worked()
+        health.end(call, moved, self._loop.time(), failed=has_failed)
+        self._drop_if_away()
 
     def _leave(
         self, health: TierHealth, call: TierCall, task: asyncio.Task[None]
@@ -357,15 +368,19 @@ class TierClient(Generic[W]):
         for health in (self._loads, self._stores):
             for call in health.look(self._loop.time()):
                 self._late[call].set_result(None)
-        if self._stores.is_open:
-            self._behind.drop_writes()
+        self._drop_if_away()
         self._look_soon()
         self._changed.wake()
+
+    def _drop_if_away(self) -> None:
+        """What waits for a tier that does not answer keeps memory from others."""
+        if self._stores.is_open:
+            self.behind.drop_writes()
 
     async def _write_forever(self) -> None:
         while True:
             can_write = not self._stores.is_open and not self._quarantine.is_full
-            changes = can_write and self._behind.take(_CHANGES_AT_ONCE, _BYTES_AT_ONCE)
+            changes = can_write and self.behind.take(_CHANGES_AT_ONCE, _BYTES_AT_ONCE)
             if not changes:
                 await self._changed.next_change(self._loop)
                 continue
@@ -380,7 +395,7 @@ class TierClient(Generic[W]):
             told = results or [TierResult.FAILED] * len(changes)
             for change, result in zip(changes, told, strict=True):
                 is_done = result is TierResult.DONE
-                self._behind.ended(change, is_done=is_done)
+                self.behind.ended(change, is_done=is_done)
                 if change.is_delete and not is_done:
                     self._retry_later()
 
@@ -388,7 +403,7 @@ class TierClient(Generic[W]):
             keys = [change.key for change in changes]
             items: list[Moving] = [_NoBytes()]
             await self._call(
-                *(self._stores, lambda: self.tier.delete(keys), items, 0, ended)
+                *(self._stores, lambda: self.tier.delete(keys), items, ended)
             )
             return
         values = [
@@ -396,9 +411,8 @@ class TierClient(Generic[W]):
             for change in changes
             if change.value is not None
         ]
-        nbytes = sum(value.nbytes for value in values)
         await self._call(
-            *(self._stores, lambda: self.tier.store(values), values, nbytes, ended)
+            *(self._stores, lambda: self.tier.store(values), values, ended)
         )
 
     def _retry_later(self) -> None:
@@ -407,7 +421,7 @@ class TierClient(Generic[W]):
 
     def _retry_now(self) -> None:
         self._retry = None
-        self._behind.retry()
+        self.behind.retry()
         self._changed.wake()
 
     async def _probe_forever(self) -> None:
@@ -446,7 +460,7 @@ class TierClient(Generic[W]):
 
     def _take_facts(self, facts: TierFacts) -> None:
         self.facts = facts
-        self._behind.deletes_old = facts.is_local
+        self.behind.deletes_old = facts.is_local
         for health in (self._loads, self._stores):
             health.patience_s = facts.patience_s
 

@@ -13,6 +13,7 @@ to the tier.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import struct
 from typing import Final
@@ -69,9 +70,8 @@ class ValueName(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         fingerprint's, so that those of one can be listed together, and 256 of the
         key's. The whole name is in the header.
         """
-        parts = (self.namespace.encode(), msgspec.msgpack.encode(self.fingerprint))
-        cut = [_hexadecimal(part, _NAME_NBYTES) for part in parts]
-        return "/".join(("k1", *cut, _hexadecimal(self.key.encode(), 32)))
+        prefix = _prefix_of(self.namespace, self.fingerprint)
+        return prefix + _hexadecimal(self.key.encode(), 32)
 
 
 class ValueHeader(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -122,6 +122,13 @@ def unpack_header(data: bytes | memoryview) -> tuple[ValueHeader, int]:
         return _decoder.decode(data[_PREFIX.size : ends]), needed
     except (msgspec.MsgspecError, ValueError, TypeError, UnicodeError) as exc:
         raise ForeignHeader(f"a header that says nothing of use: {exc}") from exc
+
+
+@functools.lru_cache(maxsize=64)
+def _prefix_of(namespace: str, fingerprint: KVFingerprint | None) -> str:
+    parts = (namespace.encode(), msgspec.msgpack.encode(fingerprint))
+    cut = [_hexadecimal(part, _NAME_NBYTES) for part in parts]
+    return "/".join(("k1", *cut, ""))
 
 
 def _hexadecimal(data: bytes, nbytes: int) -> str:

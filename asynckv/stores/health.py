@@ -43,14 +43,18 @@ class Moving(Protocol):
 
 @dataclasses.dataclass(slots=True, eq=False)
 class TierCall:
-    """One call under way, of ``nbytes`` as far as is known."""
+    """One call under way. What its items were lent is what they are to move."""
 
     items: Sequence[Moving]
-    nbytes: int
     began_s: float
     is_late: bool = False
     silent_s: float = 0.0
     moved_nbytes: int = 0
+
+    @property
+    def left_nbytes(self) -> int:
+        """So much is still to be moved, as far as is known."""
+        return max(sum(one.lent_nbytes for one in self.items) - self.moved_nbytes, 0)
 
 
 class TierHealth:
@@ -79,11 +83,11 @@ class TierHealth:
         """How many are waited for."""
         return len(self._calls)
 
-    def begin(self, items: Sequence[Moving], nbytes: int, now_s: float) -> TierCall:
+    def begin(self, items: Sequence[Moving], now_s: float) -> TierCall:
         """A call begins. It ends by :meth:`end`, or is late."""
         if not self._calls:
             self._looked_s = now_s
-        call = TierCall(items, nbytes, now_s)
+        call = TierCall(items, now_s)
         self._calls.append(call)
         return call
 
@@ -108,7 +112,7 @@ class TierHealth:
 
     def allowed_s(self) -> float:
         """Return how long a call may move nothing now."""
-        left = sum(max(call.nbytes - call.moved_nbytes, 0) for call in self._calls)
+        left = sum(call.left_nbytes for call in self._calls)
         return self.patience_s + 2 * left / max(self.rate, _LEAST_RATE)
 
     def end(self, call: TierCall, nbytes: int, now_s: float, *, failed: bool) -> None:

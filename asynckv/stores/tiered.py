@@ -9,6 +9,8 @@ import urllib.parse
 from collections.abc import Callable, Mapping, Sequence
 from typing import Final, Literal, Self
 
+import anyio
+
 from asynckv.abc import StoreTier
 from asynckv.buffers.statistics import StoreStatistics
 from asynckv.buffers.store import StoreBuffer
@@ -128,25 +130,22 @@ class TieredStore(StoreBuffer):
             admit=admit,
             namespace=namespace,
         )
-        self._is_open = False
 
     async def open(self) -> None:
         """Open memory and tiers. Entering does that. Again is nothing.
 
-        A cancelled call leaves no trace.
+        A cancelled call, or one that fails, leaves a closed store.
 
         :raises ConfigError: a tier cannot be used as it was configured
         """
         await super().open()
-        if self._is_open:
-            return
-        try:
-            await self._below.open()
-        except BaseException:
-            self.abort()
-            raise
-        self._is_open = True
-        self.values.below = self._below
+        if self.values.below is None:
+            try:
+                await self._below.open()
+            except BaseException:
+                self.abort()
+                raise
+            self.values.below = self._below
 
     async def match_prefix(self, block_keys: Sequence[str]) -> PrefixMatch:
         """Say how many of ``block_keys`` are there, from the first one on, and where.
@@ -158,6 +157,7 @@ class TieredStore(StoreBuffer):
         here = self.values.has([key for key, _ in names], self.fingerprint)
         missing = [name for name, has in zip(names, here, strict=True) if not has]
         there = dict(zip(missing, await self._below.where(missing), strict=True))
+        self._below.touch([name for name in missing if there[name]])
         found = [
             "memory" if has else next(iter(there[name]), None)
             for name, has in zip(names, here, strict=True)
@@ -187,20 +187,19 @@ class TieredStore(StoreBuffer):
         """
         self._check_loop()
         try:
-            if self._is_open and not self.values.closed:
+            if not self.values.closed:
                 async with asyncio.timeout(self._drain_s):
                     await self._below.flush()
         except TimeoutError:
             pass
         finally:
-            self.abort()
-            if self._is_open:
+            self.values.close()
+            with anyio.CancelScope(shield=True):
                 await self._below.aclose()
-            await super().aclose()
+                await super().aclose()
 
     def abort(self) -> None:
-        if self._is_open:
-            self._below.abort()
+        self._below.abort()
         super().abort()
 
 

@@ -80,11 +80,17 @@ class WriteBehind(Generic[T]):
         self._queued: OrderedDict[str, TierChange[T]] = OrderedDict()
         self._unsure: OrderedDict[str, None] = OrderedDict()
         self._undeleted: OrderedDict[str, None] = OrderedDict()
-        self._running = 0
+        self._running: set[TierChange[T]] = set()
 
     def __len__(self) -> int:
         """How many changes wait, or are under way."""
-        return len(self._queued) + self._running
+        return len(self._queued) + len(self._running)
+
+    def is_behind(self, epoch: float) -> bool:
+        """Does a change of ``epoch``, or an earlier one, wait or run?"""
+        first = next(iter(self._queued.values()), None)
+        changes = self._running if first is None else {first, *self._running}
+        return any(change.epoch <= epoch for change in changes)
 
     @property
     def known_keys(self) -> int:
@@ -145,14 +151,14 @@ class WriteBehind(Generic[T]):
             state = self._keys[change.key]
             state.queued, state.running = None, change
             del self._queued[change.key]
-            self._running += 1
+            self._running.add(change)
         return taken
 
     def ended(self, change: TierChange[T], *, is_done: bool) -> None:
         """A change is made, or came to nothing, and nothing is under way of it."""
         key, state = change.key, self._keys[change.key]
         state.running = None
-        self._running -= 1
+        self._running.discard(change)
         if not change.is_delete:
             self.accepted += is_done
             self.failed += not is_done

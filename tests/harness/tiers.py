@@ -33,6 +33,7 @@ class DictTier(StoreTier):
         self.raises: set[str] = set()
         self.calls: collections.Counter[str] = collections.Counter()
         self.asked: collections.Counter[str] = collections.Counter()
+        self.touched: list[str] = []
         self.flips_bits = False
         self.is_closed = False
         self._gates: dict[str, asyncio.Event] = {}
@@ -96,6 +97,9 @@ class DictTier(StoreTier):
         for key in keys:
             self.values.pop(key, None)
         return [TierResult.DONE] * len(keys)
+
+    async def touch(self, keys: Sequence[str]) -> None:
+        self.touched += keys
 
     async def aclose(self) -> None:
         self.abort()

@@ -93,6 +93,22 @@ async def test_nothing_is_asked_while_too_much_memory_is_lent_to_late_calls(
     assert client.statistics().refused == 1
 
 
+async def test_what_waits_for_a_tier_that_fails_is_dropped_and_lets_its_memory_go(
+    client: TierClient[Value], tier: DictTier
+) -> None:
+    tier.raises.add("store")
+    for epoch, key in enumerate("ab", start=1):
+        write(client, key, epoch)
+        await client.flush()
+    tier.hold("store")
+    write(client, "c", 3)
+    await until(lambda: tier.calls["store"] == 3)
+    write(client, "d", 4)
+    tier.let_go("store")
+    await until(lambda: not client.statistics().is_storing)
+    assert client.statistics().waiting_bytes == 0
+
+
 async def test_what_was_not_deleted_is_deleted_later(
     client: TierClient[Value], tier: DictTier
 ) -> None:

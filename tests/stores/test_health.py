@@ -31,15 +31,15 @@ def watched(health: TierHealth, since_s: float, seconds: float) -> list[TierCall
 
 def test_a_call_that_moves_nothing_is_late_after_the_patience() -> None:
     health = TierHealth(0.05)
-    call = health.begin([Item()], 0, 0.0)
+    call = health.begin([Item()], 0.0)
     assert watched(health, 0.0, 0.04) == []
     assert watched(health, 0.05, 0.03) == [call]
     assert health.is_open
 
 
 def test_a_call_that_moves_is_never_late_however_long_it_takes() -> None:
-    health, item = TierHealth(0.05), Item()
-    health.begin([item], 16 * MIB, 0.0)
+    health, item = TierHealth(0.05), Item(lent_nbytes=16 * MIB)
+    health.begin([item], 0.0)
     for step in range(1, 1000):
         item.moved_nbytes += MIB // 100
         assert health.look(step * 0.04) == []
@@ -48,7 +48,7 @@ def test_a_call_that_moves_is_never_late_however_long_it_takes() -> None:
 
 def test_time_in_which_it_waits_for_us_does_not_count() -> None:
     health, item = TierHealth(0.05), Item(is_held=True)
-    call = health.begin([item], 0, 0.0)
+    call = health.begin([item], 0.0)
     assert watched(health, 0.0, 1.0) == []
     item.is_held = False
     assert watched(health, 1.0, 0.1) == [call]
@@ -56,7 +56,7 @@ def test_time_in_which_it_waits_for_us_does_not_count() -> None:
 
 def test_a_call_that_is_left_is_nobody_s_fault() -> None:
     health = TierHealth(0.05)
-    call = health.begin([Item()], 0, 0.0)
+    call = health.begin([Item()], 0.0)
     health.leave(call)
     health.end(call, 0, 9.0, failed=True)
     assert (health.calls, health.late, health.failed) == (0, 0, 0)
@@ -66,7 +66,8 @@ def test_a_call_that_is_left_is_nobody_s_fault() -> None:
 def test_a_healthy_line_of_100_megabit_is_never_too_slow(at_once: int) -> None:
     health, rate, now_s = TierHealth(0.05), 12.5e6, 0.0
     for _ in range(20):  # values of 16 MiB, of which nothing is told until they end
-        calls = [health.begin([Item()], 16 * MIB, now_s) for _ in range(at_once)]
+        values = [Item(lent_nbytes=16 * MIB) for _ in range(at_once)]
+        calls = [health.begin([value], now_s) for value in values]
         takes_s = at_once * 16 * MIB / rate
         assert watched(health, now_s, takes_s - health.tick_s) == []
         now_s += takes_s
@@ -77,14 +78,14 @@ def test_a_healthy_line_of_100_megabit_is_never_too_slow(at_once: int) -> None:
 
 def test_a_line_that_stops_is_late_by_the_rate_that_was_measured() -> None:
     health = TierHealth(0.05)
-    health.end(health.begin([Item()], 100 * MIB, 0.0), 100 * MIB, 0.1, failed=False)
-    health.begin([Item()], 10 * MIB, 1.0)
+    health.end(health.begin([Item()], 0.0), 100 * MIB, 0.1, failed=False)
+    health.begin([Item(lent_nbytes=10 * MIB)], 1.0)
     assert health.allowed_s() == pytest.approx(0.05 + 2 * 0.01)
 
 
 def test_time_in_which_our_own_loop_stood_still_does_not_count() -> None:
     health = TierHealth(0.05)
-    health.begin([Item()], 0, 0.0)
+    health.begin([Item()], 0.0)
     assert health.look(10.0) == []
     assert len(watched(health, 10.0, 0.06)) == 1
 
@@ -92,9 +93,9 @@ def test_time_in_which_our_own_loop_stood_still_does_not_count() -> None:
 def test_three_failures_in_a_row_open_the_breaker_and_two_do_not() -> None:
     health = TierHealth(1.0)
     for failed in (True, True, False, True, True):
-        health.end(health.begin([Item()], 0, 0.0), 0, 0.1, failed=failed)
+        health.end(health.begin([Item()], 0.0), 0, 0.1, failed=failed)
     assert not health.is_open
-    health.end(health.begin([Item()], 0, 0.0), 0, 0.1, failed=True)
+    health.end(health.begin([Item()], 0.0), 0, 0.1, failed=True)
     assert health.is_open
 
 
@@ -117,7 +118,7 @@ def test_probes_come_less_and_less_often_until_one_call_works() -> None:
 
 def test_a_call_that_ends_late_changes_nothing_any_more() -> None:
     health = TierHealth(0.05)
-    call = health.begin([Item()], 0, 0.0)
+    call = health.begin([Item()], 0.0)
     watched(health, 0.0, 0.1)
     health.end(call, MIB, 9.0, failed=False)
     assert (health.calls, health.rate, health.late) == (0, 0.0, 1)

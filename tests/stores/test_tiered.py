@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 
 import pytest
 import torch
 
-from asynckv.abc import KVStoreBuffer, TierFacts
+from asynckv.abc import KVStoreBuffer, TierFacts, TierResult, WantedValue
 from asynckv.buffers.store import StoreBuffer
-from asynckv.errors import ConfigError
+from asynckv.errors import BufferClosed, ConfigError
 from asynckv.stores.below import FlushResult
 from asynckv.stores.tiered import PrefixMatch, TieredStore, open_tier
 from asynckv.testing.blocked import until, until_blocked
@@ -389,6 +389,94 @@ async def test_a_get_that_is_cancelled_brings_the_value_for_the_next_one(
         await asyncio.wait([getting])
         assert torch.equal(await found(store, "a"), noise(64, 1))
         assert tier.calls["fetch"] == 1
+
+
+async def test_a_flush_waits_for_puts_before_it_and_for_none_after(
+    tier: DictTier,
+) -> None:
+    async with opened(tier) as store:
+        tier.hold("store")
+        await store.put("a", noise(64, 1))
+        await until(lambda: tier.calls["store"] == 1)
+        flushing = asyncio.create_task(store.flush())
+        await until_blocked(flushing)
+        await store.put("b", noise(64, 2))
+        tier.let_go("store")
+        tier.hold("store")
+        async with asyncio.timeout(5):
+            assert (await flushing)["DictTier"].accepted == 1
+        tier.let_go("store")
+
+
+async def test_a_tier_that_refuses_closes_those_that_were_opened(
+    tier: DictTier,
+) -> None:
+    class Refusing(DictTier):
+        async def probe(self) -> TierFacts:
+            raise ConfigError("not like this")
+
+    with pytest.raises(ConfigError, match="not like this"):
+        async with TieredStore(MIB, [tier, Refusing()]):
+            pass
+    assert tier.is_closed
+
+
+async def test_an_abort_closes_the_tiers(tier: DictTier) -> None:
+    async with opened(tier) as store:
+        store.abort()
+        assert tier.is_closed
+
+
+async def test_a_call_that_is_late_before_it_found_anything_is_lent_nothing() -> None:
+    class SlowToFind(DictTier):
+        async def fetch(self, wanted: Sequence[WantedValue]) -> Sequence[TierResult]:
+            await self._enter("find")
+            return await super().fetch(wanted)
+
+    tier = SlowToFind(facts=TierFacts(patience_s=0.05))
+    async with opened(tier) as store:
+        await store.put("a", noise(300_000, 1))
+        await evict(store)
+        tier.hold("find")
+        assert await store.get("a") is None
+        tier.hold("fetch")
+        tier.let_go("find")
+        await until(lambda: tier.calls["fetch"] == 1)
+        assert store.statistics().used_bytes == 0
+        tier.let_go("fetch")
+
+
+async def test_what_a_prefix_has_in_tiers_is_touched_there(tier: DictTier) -> None:
+    async with opened(tier) as store:
+        await store.put("a", noise(64, 1))
+        await evict(store)
+        await store.match_prefix(["a", "b"])
+        await until(lambda: tier.touched == list(tier.values))
+
+
+@pytest.mark.parametrize("call", ["open", "aclose"])
+async def test_a_store_is_open_or_closed_wherever_that_is_cancelled(call: str) -> None:
+    stores: list[TieredStore] = []
+    tiers: list[DictTier] = []
+
+    async def before() -> None:
+        tiers.append(DictTier())
+        stores.append(TieredStore(MIB, [tiers[-1]], drain_s=0.2))
+        if call == "aclose":
+            await stores[-1].open()
+            await stores[-1].put("a", noise(64, 1))
+
+    async def check(k: int, mode: CancelMode, outcome: Outcome[object]) -> None:
+        if call == "open" and not outcome.cancelled:
+            await stores[-1].put("a", noise(64, 1))
+        await stores[-1].aclose()
+        assert tiers[-1].is_closed
+        with pytest.raises(BufferClosed):
+            await stores[-1].get("a")
+
+    await sweep_cancellation(
+        lambda: getattr(stores[-1], call)(), check, before=before, modes=CANCEL_MODES
+    )
 
 
 @pytest.mark.parametrize("is_far", [False, True])

@@ -49,7 +49,7 @@ from asynckv.transfers.targets import HostTarget
 from asynckv.waits.replies import Watchers
 
 __all__ = (
-    "ServedFar",
+    "ServedFromTiers",
     "ServedGet",
     "ServedPin",
     "ServedPut",
@@ -162,7 +162,7 @@ class ServedPin:
         self._charged = 0
 
 
-class ServedFar:
+class ServedFromTiers:
     """A request for values that are not all in memory: they are brought there first.
 
     ``answer`` is called then, and returns who has the stream from there on, if anybody.
@@ -311,7 +311,9 @@ class StoreService(Service):
         keys = (frame.key,) if isinstance(frame, Get) else frame.keys
         if self.values.below is None or all(self.values.has(keys, fingerprint)):
             return self._answer(stream, frame)
-        return ServedFar(self, stream, keys, partial(self._bring, stream, frame, keys))
+        return ServedFromTiers(
+            self, stream, keys, partial(self._bring, stream, frame, keys)
+        )
 
     def _answer(self, stream: LinkStream, frame: Get | Pin | Contains) -> StreamHandler:
         """Answer by what is in memory."""

@@ -481,7 +481,7 @@ def catalogue(*, quick: bool) -> list[Exhibit]:
 def _asked(quick: bool, entry: int) -> list[Exhibit]:
     """Return the cases of what one waits for, one call or some at a time."""
     tail = (4, 64 * _KIB) if quick else (32, 4 * _MIB)
-    tiny, many = (1, 64), (1, 10) if quick else (1, 10, 100, 1000)
+    tiny = (1, 64)
     return [
         _exhibit(
             "latency",
@@ -499,18 +499,7 @@ def _asked(quick: bool, entry: int) -> list[Exhibit]:
             open_moving,
             2 if quick else 100,
         ),
-        *(
-            _exhibit(
-                "concurrency",
-                f"outstanding-{most}",
-                f"16 KiB requests, {most:,} outstanding",
-                (1, 16 * _KIB),
-                open_outstanding,
-                20 if quick else 2000,
-                outstanding=most,
-            )
-            for most in many
-        ),
+        *_outstanding(quick),
         _exhibit(
             "tail",
             "tail",
@@ -535,6 +524,22 @@ def _asked(quick: bool, entry: int) -> list[Exhibit]:
             open_lag,
             10 if quick else 1000,
         ),
+    ]
+
+
+def _outstanding(quick: bool) -> list[Exhibit]:
+    """Return the cases of some small requests at a time."""
+    return [
+        _exhibit(
+            "concurrency",
+            f"outstanding-{most}",
+            f"16 KiB requests, {most:,} outstanding",
+            (1, 16 * _KIB),
+            open_outstanding,
+            20 if quick else 2000,
+            outstanding=most,
+        )
+        for most in ((1, 10) if quick else (1, 10, 100, 1000))
     ]
 
 

@@ -49,7 +49,6 @@ logger = logging.getLogger(__name__)
 
 _THREADS: Final = 4
 _CLOSE_GRACE_S: Final = 1.0
-_BEST_NBYTES: Final = 256 * 1024
 _KEYS_AT_ONCE: Final = 1024
 """More are looked up with a pause for others in between."""
 
@@ -180,7 +179,6 @@ class DiskTier(LoopBound, StoreTier):
         return TierFacts(
             is_local=True,
             max_value_nbytes=self._room.max_body_nbytes if self._room else 0,
-            best_nbytes=_BEST_NBYTES,
         )
 
     async def contains(self, keys: Sequence[str]) -> Sequence[TierResult]:
