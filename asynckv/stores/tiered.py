@@ -26,10 +26,9 @@ _GROUP: Final = "asynckv.tiers"
 
 
 def _open_disk(url: str) -> StoreTier:
-    from asynckv.stores.disk import DiskTier, parse_disk_url
+    from asynckv.stores.disk import DiskTier
 
-    place = parse_disk_url(url)
-    return DiskTier(place.path, place.max_bytes)
+    return DiskTier.from_url(url)
 
 
 _OWN: Final[Mapping[str, Callable[[str], StoreTier]]] = {"disk": _open_disk}
