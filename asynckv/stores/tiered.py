@@ -99,6 +99,9 @@ class TieredStore(StoreBuffer):
     need not be after a power loss. What memory has dropped is brought back from a tier
     by whoever asks for it: :meth:`get`, :meth:`pin`. Every value is verified then.
 
+    :meth:`delete` says what it knows at once: of a value that only a tier has, that it
+    was not there. ``put(pin=True)`` keeps a value in memory, for as long as that lives.
+
     A tier that fails, is slow, full or gone, is a tier that does not have things, and
     costs nobody more than its deadline, once.
 
