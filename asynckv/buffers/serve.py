@@ -41,6 +41,7 @@ from asynckv.protocol.frames import (
     OpenPipe,
     Pin,
     Put,
+    Stat,
 )
 from asynckv.protocol.handshake import ONE_FINGERPRINT, DigestMode
 from asynckv.protocol.values import PeerIdentity
@@ -284,7 +285,7 @@ def _not_served(frame: OpeningFrame, served: str) -> NotServed:
     if isinstance(frame, OpenPipe | JoinGroup):
         return NotServed(f"this peer serves {served}, no pipe: use connect()")
     missing, option = "lookup buffer", "lookup"
-    if isinstance(frame, Put | Get | Delete | Contains | Pin):
+    if isinstance(frame, Put | Get | Delete | Contains | Pin | Stat):
         missing = option = "store"
     # No hint: those of a peer's errors are not sent.
     return NotServed(

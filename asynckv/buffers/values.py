@@ -8,12 +8,15 @@ come, first served; every other function is plain.
 from __future__ import annotations
 
 import abc
+import asyncio
+import contextlib
 import dataclasses
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Final, Generic, TypeAlias, TypeVar
 
+from asynckv.abc import PrefixMatch, StoredValue
 from asynckv.buffers.statistics import StoreCounters
 from asynckv.errors import BufferClosed, EntryTooLarge
 from asynckv.tensors.arena import Arena, Region
@@ -51,10 +54,15 @@ class EvictionOrder(Generic[K]):
     def __iter__(self) -> Iterator[K]:
         return iter(self._nbytes_of)
 
-    def add(self, key: K, nbytes: int) -> None:
-        """Make ``key`` the most recently used; it would free ``nbytes``."""
+    def add(self, key: K, nbytes: int, *, is_used: bool = True) -> None:
+        """Make ``key`` the most recently used, or else the next to go.
+
+        It would free ``nbytes``.
+        """
         self.discard(key)
         self._nbytes_of[key] = nbytes
+        if not is_used:
+            self._nbytes_of.move_to_end(key, last=False)
         self.nbytes += nbytes
 
     def discard(self, key: K) -> None:
@@ -99,8 +107,12 @@ class ValuesBelow(abc.ABC):
         """
 
     @abc.abstractmethod
-    async def contains(self, names: Sequence[Name]) -> tuple[bool, ...]:
-        """Tell of each whether it is there, as far as is known soon."""
+    async def where(self, names: Sequence[Name]) -> Sequence[Sequence[str]]:
+        """Tell of each which tiers have it, as far as is known soon, in their order."""
+
+    @abc.abstractmethod
+    def touch(self, names: Sequence[Name]) -> None:
+        """They are soon to be used: tiers should not drop them next. Never waits."""
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -121,6 +133,7 @@ class _StoredValue:
     digest: bytes
     expires_at_s: float | None = None
     is_pinned: bool = False
+    is_unread: bool = False
     readers: int = 0
     is_stored: bool = True
 
@@ -253,7 +266,8 @@ class StoredValues:
                 break
             self._evict(victim)
         value = self._values[name] = _StoredValue(
-            *(name, pending.spec, pending.region, digest, expires_at_s, is_pinned)
+            *(name, pending.spec, pending.region, digest, expires_at_s, is_pinned),
+            is_unread=is_brought,
         )
         self._now_idle(value)
         self.counters.puts += not is_brought
@@ -271,8 +285,11 @@ class StoredValues:
     def lookup(self, key: str, fingerprint: KVFingerprint | None) -> PinnedValue | None:
         """Hold what is stored under ``key``, if anything, until it is released."""
         (pinned,) = self.hold([key], fingerprint)
-        self.counters.misses += pinned is None
-        self.counters.hits += pinned is not None
+        if pinned is None:
+            self.counters.misses += 1
+        else:
+            self.counters.hits += 1
+            pinned._value.is_unread = False
         return pinned
 
     def hold(
@@ -305,7 +322,8 @@ class StoredValues:
         if value.readers:
             return
         if value.is_stored:
-            self._now_idle(value)
+            # What was brought for somebody who has not read it is the first to go.
+            self._now_idle(value, is_used=not value.is_unread)
         else:
             value.region.release()
         self.room.change()
@@ -328,30 +346,73 @@ class StoredValues:
         self._check_open()
         return tuple(self._live((key, fingerprint)) is not None for key in keys)
 
-    async def has_anywhere(
+    async def nearest(
         self, keys: Sequence[str], fingerprint: KVFingerprint | None
-    ) -> tuple[bool, ...]:
-        """As :meth:`has`, of what is below memory, too.
+    ) -> list[str | None]:
+        """Tell of each key where it is: in ``"memory"``, in which tier, or nowhere.
 
         A cancelled call leaves no trace.
         """
         here = self.has(keys, fingerprint)
+        nearest = ["memory" if has else None for has in here]
         if self.below is None or all(here):
-            return here
-        names = [(key, fingerprint) for key in keys]
-        missing = [name for name, has in zip(names, here, strict=True) if not has]
-        there = dict(zip(missing, await self.below.contains(missing), strict=True))
-        return tuple(has or there[name] for name, has in zip(names, here, strict=True))
+            return nearest
+        missing = [index for index, has in enumerate(here) if not has]
+        names = [(keys[index], fingerprint) for index in missing]
+        for index, tiers in zip(missing, await self.below.where(names), strict=True):
+            nearest[index] = tiers[0] if tiers else None
+        return nearest
 
-    async def bring(self, names: Sequence[Name]) -> None:
-        """Bring into memory what of ``names`` is below it, and not in it.
+    async def match_prefix(
+        self, keys: Sequence[str], fingerprint: KVFingerprint | None
+    ) -> PrefixMatch:
+        """Return how many are there from the first one on, which are to be used soon.
 
         A cancelled call leaves no trace.
         """
+        match = PrefixMatch.of(await self.nearest(keys, fingerprint))
+        self._touch(keys[:match], fingerprint)
+        return match
+
+    async def stat(
+        self, key: str, fingerprint: KVFingerprint | None
+    ) -> StoredValue | None:
+        """Say what there is of ``key``.  A cancelled call leaves no trace."""
+        self.check_usable(key)
+        tiers: Sequence[str] = ()
+        if self.below is not None:
+            [tiers] = await self.below.where([(key, fingerprint)])
+        value = self._live((key, fingerprint))
+        if value is None:
+            return StoredValue(tuple(tiers)) if tiers else None
+        until_s = value.expires_at_s
+        return StoredValue(
+            tiers=("memory", *tiers),
+            spec=value.spec,
+            ttl_s=None if until_s is None else max(until_s - time.time(), 0.001),
+            is_pinned=value.is_pinned,
+        )
+
+    async def bring(
+        self,
+        keys: Sequence[str],
+        fingerprint: KVFingerprint | None,
+        *,
+        within_s: float | None = None,
+    ) -> None:
+        """Bring into memory what of ``keys`` is below it, and not in it.
+
+        What takes longer than ``within_s`` is left. A cancelled call leaves no trace.
+        """
         self._check_open()
+        if self.below is None:
+            return
+        names = [(key, fingerprint) for key in keys]
         missing = [name for name in names if self._live(name) is None]
-        if missing and self.below is not None:
-            await self.below.bring(missing)
+        if missing:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(within_s):
+                    await self.below.bring(missing)
 
     def close(self) -> None:
         """Forget everything; what is being read goes when its readers go."""
@@ -405,6 +466,11 @@ class StoredValues:
         could_fit = self._arena.could_ever_fit([ticket.spec.nbytes])
         return ticket.pending is not None or not could_fit
 
+    def _touch(self, keys: Sequence[str], fingerprint: KVFingerprint | None) -> None:
+        if self.below is not None:
+            names = [(key, fingerprint) for key in keys]
+            self.below.touch([name for name in names if name not in self._values])
+
     def _live(self, name: Name) -> _StoredValue | None:
         value = self._values.get(name)
         if value is not None and value.is_expired:
@@ -415,9 +481,9 @@ class StoredValues:
             return None
         return value
 
-    def _now_idle(self, value: _StoredValue) -> None:
+    def _now_idle(self, value: _StoredValue, *, is_used: bool = True) -> None:
         if not value.is_pinned:
-            self._idle.add(value.name, value.region.nbytes)
+            self._idle.add(value.name, value.region.nbytes, is_used=is_used)
 
     def _hold(self, name: Name) -> PinnedValue | None:
         value = self._live(name)

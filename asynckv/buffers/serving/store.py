@@ -6,8 +6,9 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
+from asynckv.abc import StoredValue
 from asynckv.buffers.serving.insert import answer
 from asynckv.buffers.serving.service import (
     REQUEST_NBYTES,
@@ -34,9 +35,11 @@ from asynckv.protocol.frames import (
     Pinned,
     Put,
     Result,
+    Stat,
     Took,
 )
 from asynckv.protocol.transfer_frames import Grant
+from asynckv.protocol.values import Facts
 from asynckv.protocol.wire import digest_of
 from asynckv.tensors.runs import fill, joined
 from asynckv.tensors.views import dtype_of
@@ -298,7 +301,7 @@ class StoreService(Service):
     ) -> StreamHandler | None:
         """Answer a request; ``None`` if it is none of a store buffer's."""
         fingerprint = self.link.fingerprint
-        if not isinstance(frame, Put | Get | Delete | Contains | Pin):
+        if not isinstance(frame, Put | Get | Delete | Contains | Pin | Stat):
             return None
         if self.is_draining:
             raise BufferClosed("the server is leaving; it takes no new requests")
@@ -308,8 +311,9 @@ class StoreService(Service):
                 return answer_at_once(stream, Result(int(was_there)))
             case Put():
                 return ServedPut(self, stream, frame, body)
-        keys = (frame.key,) if isinstance(frame, Get) else frame.keys
-        if self.values.below is None or all(self.values.has(keys, fingerprint)):
+        keys = (frame.key,) if isinstance(frame, Get | Stat) else frame.keys
+        is_here = self.values.below is None or all(self.values.has(keys, fingerprint))
+        if is_here and not isinstance(frame, Stat):
             return self._answer(stream, frame)
         return ServedFromTiers(
             self, stream, keys, partial(self._bring, stream, frame, keys)
@@ -332,15 +336,20 @@ class StoreService(Service):
     async def _bring(
         self,
         stream: LinkStream,
-        frame: Get | Pin | Contains,
+        frame: Get | Pin | Contains | Stat,
         keys: Sequence[str],
     ) -> StreamHandler:
         """Answer by what is below memory, too."""
         fingerprint = self.link.fingerprint
-        if isinstance(frame, Contains):
-            flags = await self.values.has_anywhere(keys, fingerprint)
-            return answer_at_once(stream, Result(sum(flags), flags))
-        await self.values.bring([(key, fingerprint) for key in keys])
+        match frame:
+            case Stat(key=key):
+                told = _result_of(await self.values.stat(key, fingerprint))
+                return answer_at_once(stream, told)
+            case Contains():
+                nearest = await self.values.nearest(keys, fingerprint)
+                return answer_at_once(stream, _nearest(nearest))
+        within_s = frame.within_s if isinstance(frame, Pin) else None
+        await self.values.bring(keys, fingerprint, within_s=within_s)
         return self._answer(stream, frame)
 
     def run_put(
@@ -375,3 +384,25 @@ class StoreService(Service):
             if pinned is None:
                 self.kept.queries.give(REQUEST_NBYTES)
         return pinned
+
+
+_NOWHERE: Final = 255
+
+
+def _nearest(nearest: Sequence[str | None]) -> Result:
+    """Say where each of several keys is."""
+    flags = tuple(tier is not None for tier in nearest)
+    tiers = tuple(dict.fromkeys(tier for tier in nearest if tier is not None))
+    number_of: dict[str | None, int] = {}
+    number_of.update((tier, number) for number, tier in enumerate(tiers))
+    numbers = bytes(number_of.get(tier, _NOWHERE) for tier in nearest)
+    return Result(sum(flags), flags, tiers=tiers, nearest=numbers)
+
+
+def _result_of(stored: StoredValue | None) -> Result:
+    if stored is None:
+        return Result(0)
+    facts = None
+    if stored.spec is not None:
+        facts = Facts(stored.spec, stored.ttl_s or 0.0, stored.is_pinned)
+    return Result(1, tiers=stored.tiers, facts=facts)
