@@ -77,6 +77,7 @@ class EvictionOrder(Generic[K]):
         return spare if spare in self._nbytes_of else None
 
 
+_HERE: Final = "memory"
 _MAX_KEYS: Final = 2**20
 """Keys cost memory too, which the arena does not count: a bound for tiny values."""
 
@@ -136,11 +137,6 @@ class _StoredValue:
     is_unread: bool = False
     readers: int = 0
     is_stored: bool = True
-
-    @property
-    def is_expired(self) -> bool:
-        """Is it void by the clock?"""
-        return self.expires_at_s is not None and time.time() >= self.expires_at_s
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -354,7 +350,7 @@ class StoredValues:
         A cancelled call leaves no trace.
         """
         here = self.has(keys, fingerprint)
-        nearest = ["memory" if has else None for has in here]
+        nearest = [_HERE if has else None for has in here]
         if self.below is None or all(here):
             return nearest
         missing = [index for index, has in enumerate(here) if not has]
@@ -370,8 +366,13 @@ class StoredValues:
 
         A cancelled call leaves no trace.
         """
-        match = PrefixMatch.of(await self.nearest(keys, fingerprint))
-        self._touch(keys[:match], fingerprint)
+        nearest = await self.nearest(keys, fingerprint)
+        match = PrefixMatch.of(nearest)
+        far = [
+            number for number in range(match.ready, match) if nearest[number] != _HERE
+        ]
+        if far and self.below is not None:
+            self.below.touch([(keys[number], fingerprint) for number in far])
         return match
 
     async def stat(
@@ -387,7 +388,7 @@ class StoredValues:
             return StoredValue(tuple(tiers)) if tiers else None
         until_s = value.expires_at_s
         return StoredValue(
-            tiers=("memory", *tiers),
+            tiers=(_HERE, *tiers),
             spec=value.spec,
             ttl_s=None if until_s is None else max(until_s - time.time(), 0.001),
             is_pinned=value.is_pinned,
@@ -466,20 +467,17 @@ class StoredValues:
         could_fit = self._arena.could_ever_fit([ticket.spec.nbytes])
         return ticket.pending is not None or not could_fit
 
-    def _touch(self, keys: Sequence[str], fingerprint: KVFingerprint | None) -> None:
-        if self.below is not None:
-            names = [(key, fingerprint) for key in keys]
-            self.below.touch([name for name in names if name not in self._values])
-
     def _live(self, name: Name) -> _StoredValue | None:
         value = self._values.get(name)
-        if value is not None and value.is_expired:
-            self._remove(name)
-            self.counters.expired += 1
-            if self.below is not None:
-                self.below.deleted(name)
-            return None
-        return value
+        if value is None or value.expires_at_s is None:
+            return value
+        if time.time() < value.expires_at_s:
+            return value
+        self._remove(name)
+        self.counters.expired += 1
+        if self.below is not None:
+            self.below.deleted(name)
+        return None
 
     def _now_idle(self, value: _StoredValue, *, is_used: bool = True) -> None:
         if not value.is_pinned:
