@@ -104,7 +104,7 @@ class StoreBuffer(InMemoryBuffer, KVStoreBuffer):
 
     async def delete(self, key: str) -> bool:
         self.values.check_usable(key)
-        return self.values.remove(key, self.fingerprint)
+        return await self.values.delete(key, self.fingerprint)
 
     async def contains(self, keys: Sequence[str]) -> tuple[bool, ...]:
         nearest = await self.values.nearest(as_keys(keys), self.fingerprint)

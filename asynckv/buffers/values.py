@@ -14,7 +14,7 @@ import dataclasses
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from typing import Final, Generic, TypeAlias, TypeVar
+from typing import Final, Generic, NamedTuple, TypeAlias, TypeVar
 
 from asynckv.abc import PrefixMatch, StoredValue
 from asynckv.buffers.statistics import StoreCounters
@@ -27,9 +27,11 @@ from asynckv.waits.queue import FairQueue
 __all__ = (
     "EvictionOrder",
     "Name",
+    "Owner",
     "PendingPut",
     "PinnedValue",
     "StoredValues",
+    "TenantModel",
     "ValuesBelow",
 )
 
@@ -81,8 +83,18 @@ _HERE: Final = "memory"
 _MAX_KEYS: Final = 2**20
 """Keys cost memory too, which the arena does not count: a bound for tiny values."""
 
-Name: TypeAlias = tuple[str, KVFingerprint | None]
-"""A key, and the model it belongs to: another model's value is another value."""
+
+class TenantModel(NamedTuple):
+    """A model of one tenant of a server."""
+
+    tenant: str
+    fingerprint: KVFingerprint | None
+
+
+Owner: TypeAlias = KVFingerprint | TenantModel | None
+"""Whose values these are: of one model, and of one tenant where there are several."""
+Name: TypeAlias = tuple[str, Owner]
+"""A key, and its owner: another owner's value is another value."""
 
 
 class ValuesBelow(abc.ABC):
@@ -170,7 +182,7 @@ class _Ticket:
 class StoredValues:
     """The values of one store buffer in ``arena``, by name.
 
-    A name is a key, with the fingerprint of who put the value. ``check_loop`` is called
+    A name is a key, with the owner of the value. ``check_loop`` is called
     first by what only the store's own loop may do.
     """
 
@@ -190,9 +202,7 @@ class StoredValues:
     def __len__(self) -> int:
         return len(self._values)
 
-    async def reserve(
-        self, key: str, spec: TensorSpec, fingerprint: KVFingerprint | None
-    ) -> PendingPut:
+    async def reserve(self, key: str, spec: TensorSpec, owner: Owner) -> PendingPut:
         """Take memory for a value to be written there, then committed.
 
         Waits, last in line, only while readers and other puts hold too much. A
@@ -201,10 +211,10 @@ class StoredValues:
         :raises EntryTooLarge: it could never fit, or since memory was refused
         :raises BufferClosed: the buffer is closed, or was closed meanwhile
         """
-        pending = self.reserve_nowait(key, spec, fingerprint)
+        pending = self.reserve_nowait(key, spec, owner)
         if pending is not None:
             return pending
-        ticket = _Ticket((key, fingerprint), spec)
+        ticket = _Ticket((key, owner), spec)
         self.counters.room_waits += not self._is_growing_for(spec)
         who = f"put of {key!r} ({spec.nbytes} bytes)"
         try:
@@ -223,13 +233,13 @@ class StoredValues:
         return ticket.pending
 
     def reserve_nowait(
-        self, key: str, spec: TensorSpec, fingerprint: KVFingerprint | None
+        self, key: str, spec: TensorSpec, owner: Owner
     ) -> PendingPut | None:
         """As :meth:`reserve`; ``None`` where that would wait."""
         self.check_usable(key)
         if not self._arena.could_ever_fit([spec.nbytes]):
             raise EntryTooLarge(nbytes=spec.nbytes, max_bytes=self._arena.max_bytes)
-        return None if self.room else self._reserve((key, fingerprint), spec)
+        return None if self.room else self._reserve((key, owner), spec)
 
     def commit(
         self,
@@ -278,9 +288,9 @@ class StoredValues:
             pending.region.release()
             self.room.change()
 
-    def lookup(self, key: str, fingerprint: KVFingerprint | None) -> PinnedValue | None:
+    def lookup(self, key: str, owner: Owner) -> PinnedValue | None:
         """Hold what is stored under ``key``, if anything, until it is released."""
-        (pinned,) = self.hold([key], fingerprint)
+        (pinned,) = self.hold([key], owner)
         if pinned is None:
             self.counters.misses += 1
         else:
@@ -288,16 +298,14 @@ class StoredValues:
             pinned._value.is_unread = False
         return pinned
 
-    def hold(
-        self, keys: Sequence[str], fingerprint: KVFingerprint | None
-    ) -> list[PinnedValue | None]:
+    def hold(self, keys: Sequence[str], owner: Owner) -> list[PinnedValue | None]:
         """As :meth:`lookup`, for each of ``keys``; no hit or miss of what is there."""
         self._check_open()
-        held = [self._hold((key, fingerprint)) for key in keys]
+        held = [self._hold((key, owner)) for key in keys]
         if self.below is not None:
             for key, one in zip(keys, held, strict=True):
                 if one is not None:
-                    self.below.used((key, fingerprint))
+                    self.below.used((key, owner))
         return held
 
     def hold_names(self, names: Sequence[Name]) -> list[PinnedValue | None]:
@@ -324,66 +332,69 @@ class StoredValues:
             value.region.release()
         self.room.change()
 
-    def remove(self, key: str, fingerprint: KVFingerprint | None) -> bool:
+    def remove(self, key: str, owner: Owner) -> bool:
         """Forget ``key``; ``True`` if it was there."""
         self._check_open()
         if self.below is not None:
-            self.below.deleted((key, fingerprint))
-        if not self._remove((key, fingerprint)):
+            self.below.deleted((key, owner))
+        if not self._remove((key, owner)):
             return False
         self.counters.deletes += 1
         self.room.change()
         return True
 
-    def has(
-        self, keys: Sequence[str], fingerprint: KVFingerprint | None
-    ) -> tuple[bool, ...]:
-        """Tell of each key if whoever has ``fingerprint`` finds it."""
-        self._check_open()
-        return tuple(self._live((key, fingerprint)) is not None for key in keys)
+    async def delete(self, key: str, owner: Owner) -> bool:
+        """As :meth:`remove`, and say of what is below memory, too, if it was there.
 
-    async def nearest(
-        self, keys: Sequence[str], fingerprint: KVFingerprint | None
-    ) -> list[str | None]:
+        If cancelled, it has or has not.
+        """
+        is_below = False
+        if self.below is not None and not all(self.has([key], owner)):
+            [tiers] = await self.below.where([(key, owner)])
+            is_below = bool(tiers)
+        return self.remove(key, owner) or is_below
+
+    def has(self, keys: Sequence[str], owner: Owner) -> tuple[bool, ...]:
+        """Tell of each key if its ``owner`` has it."""
+        self._check_open()
+        return tuple(self._live((key, owner)) is not None for key in keys)
+
+    async def nearest(self, keys: Sequence[str], owner: Owner) -> list[str | None]:
         """Tell of each key where it is: in ``"memory"``, in which tier, or nowhere.
 
         A cancelled call leaves no trace.
         """
-        here = self.has(keys, fingerprint)
+        here = self.has(keys, owner)
         nearest = [_HERE if has else None for has in here]
         if self.below is None or all(here):
             return nearest
         missing = [index for index, has in enumerate(here) if not has]
-        names = [(keys[index], fingerprint) for index in missing]
+        names = [(keys[index], owner) for index in missing]
         for index, tiers in zip(missing, await self.below.where(names), strict=True):
             nearest[index] = tiers[0] if tiers else None
         return nearest
 
-    async def match_prefix(
-        self, keys: Sequence[str], fingerprint: KVFingerprint | None
-    ) -> PrefixMatch:
+    async def match_prefix(self, keys: Sequence[str], owner: Owner) -> PrefixMatch:
         """Return how many are there from the first one on, which are to be used soon.
 
         A cancelled call leaves no trace.
         """
-        nearest = await self.nearest(keys, fingerprint)
+        nearest = await self.nearest(keys, owner)
         match = PrefixMatch.of(nearest)
         far = [
             number for number in range(match.ready, match) if nearest[number] != _HERE
         ]
         if far and self.below is not None:
-            self.below.touch([(keys[number], fingerprint) for number in far])
+            self.below.touch([(keys[number], owner) for number in far])
         return match
 
-    async def stat(
-        self, key: str, fingerprint: KVFingerprint | None
-    ) -> StoredValue | None:
+    async def stat(self, key: str, owner: Owner) -> StoredValue | None:
         """Say what there is of ``key``.  A cancelled call leaves no trace."""
         self.check_usable(key)
         tiers: Sequence[str] = ()
         if self.below is not None:
-            [tiers] = await self.below.where([(key, fingerprint)])
-        value = self._live((key, fingerprint))
+            [tiers] = await self.below.where([(key, owner)])
+        value = self._live((key, owner))
         if value is None:
             return StoredValue(tuple(tiers)) if tiers else None
         until_s = value.expires_at_s
@@ -397,7 +408,7 @@ class StoredValues:
     async def bring(
         self,
         keys: Sequence[str],
-        fingerprint: KVFingerprint | None,
+        owner: Owner,
         *,
         within_s: float | None = None,
     ) -> None:
@@ -408,7 +419,7 @@ class StoredValues:
         self._check_open()
         if self.below is None:
             return
-        names = [(key, fingerprint) for key in keys]
+        names = [(key, owner) for key in keys]
         missing = [name for name in names if self._live(name) is None]
         if missing:
             with contextlib.suppress(TimeoutError):

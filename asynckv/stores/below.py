@@ -23,6 +23,7 @@ from asynckv.buffers.values import (
     PendingPut,
     PinnedValue,
     StoredValues,
+    TenantModel,
     ValuesBelow,
 )
 from asynckv.devices.arena import place_of
@@ -217,8 +218,11 @@ class TiersBelow(ValuesBelow):
 
     def full_name(self, name: Name) -> ValueName:
         """Return what a header calls it."""
-        key, fingerprint = name
-        return ValueName(key, fingerprint, self._namespace)
+        key, owner = name
+        if isinstance(owner, TenantModel):
+            namespace = f"{self._namespace}\0{owner.tenant}"
+            return ValueName(key, owner.fingerprint, namespace)
+        return ValueName(key, owner, self._namespace)
 
     def key_of(self, name: Name) -> str:
         """Return what tiers call it."""
@@ -293,12 +297,12 @@ class TiersBelow(ValuesBelow):
 
     async def reserve(self, name: Name, header: ValueHeader) -> PendingPut | None:
         """Return memory for a value that was found; ``None``: there is no room now."""
-        key, fingerprint = name
+        key, owner = name
         try:
-            pending = self.values.reserve_nowait(key, header.spec, fingerprint)
+            pending = self.values.reserve_nowait(key, header.spec, owner)
             if pending is None and self._loop.time() >= self._no_room_until_s:
                 async with asyncio.timeout(_ROOM_S):
-                    pending = await self.values.reserve(key, header.spec, fingerprint)
+                    pending = await self.values.reserve(key, header.spec, owner)
         except (BufferClosed, EntryTooLarge):
             return None
         except TimeoutError:

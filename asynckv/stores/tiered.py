@@ -76,8 +76,7 @@ class TieredStore(StoreBuffer):
     need not be after a power loss. What memory has dropped is brought back from a tier
     by whoever asks for it: :meth:`get`, :meth:`pin`. Every value is verified then.
 
-    :meth:`delete` says what it knows at once: of a value that only a tier has, that it
-    was not there. ``put(pin=True)`` keeps a value in memory, for as long as that lives.
+    ``put(pin=True)`` keeps a value in memory, for as long as that lives.
 
     A tier that fails, is slow, full or gone, is a tier that does not have things, and
     costs nobody more than its deadline, once.
@@ -102,6 +101,8 @@ class TieredStore(StoreBuffer):
         super().__init__(max_bytes, fingerprint=fingerprint)
         if admit not in ("always", "second_use"):
             raise ValueError(f'admit is "always" or "second_use", not {admit!r}')
+        if not namespace.isprintable():
+            raise ValueError(f"{namespace!r} is no namespace: it has to be printable")
         self._drain_s = drain_s
         self._below = TiersBelow(
             *(self.values, self.pool, _named(tiers)),
