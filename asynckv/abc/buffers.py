@@ -345,18 +345,17 @@ class KVLookupBuffer(KVCacheBuffer):
 class PrefixMatch(int):
     """How many blocks are there from the first one on, and where.
 
-    ``ready`` of them, from the first one on, are in memory. ``by_tier`` counts each
-    where it is found first.
+    ``found`` has the tier of each, or ``None`` for one that is not there. ``ready`` of
+    them, from the first one on, are in memory. ``by_tier`` counts each where it is
+    found first.
     """
 
     ready: int
     by_tier: Mapping[str, int]
 
-    @classmethod
-    def of(cls, found: Sequence[str | None]) -> Self:
-        """Return it for blocks of which each is there, or ``None``: is not."""
+    def __new__(cls, found: Sequence[str | None]) -> Self:
         count = found.index(None) if None in found else len(found)
-        match = cls(count)
+        match = super().__new__(cls, count)
         names = [name for name in found[:count] if name is not None]
         match.by_tier = {name: names.count(name) for name in dict.fromkeys(names)}
         far = [number for number, name in enumerate(names) if name != "memory"]

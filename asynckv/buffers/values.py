@@ -380,7 +380,7 @@ class StoredValues:
         A cancelled call leaves no trace.
         """
         nearest = await self.nearest(keys, owner)
-        match = PrefixMatch.of(nearest)
+        match = PrefixMatch(nearest)
         far = [
             number for number in range(match.ready, match) if nearest[number] != _HERE
         ]

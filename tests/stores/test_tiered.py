@@ -476,7 +476,7 @@ async def test_a_prefix_is_found_over_all_tiers_and_it_says_where() -> None:
 
 
 def test_a_prefix_of_nothing_is_nothing() -> None:
-    assert PrefixMatch.of([]).ready == PrefixMatch.of([None, "memory"]) == 0
+    assert PrefixMatch([]).ready == PrefixMatch([None, "memory"]) == 0
 
 
 async def test_a_get_that_is_cancelled_brings_the_value_for_the_next_one(

@@ -311,7 +311,7 @@ class RemoteStoreBuffer(KVStoreBuffer):
         nearest: list[str | None] = []
         for answer in await self._ask_of(as_keys(block_keys)):
             nearest += _nearest_of(answer)
-        return PrefixMatch.of(nearest)
+        return PrefixMatch(nearest)
 
     async def stat(self, key: str) -> StoredValue | None:
         self._peer.check()
