@@ -1,8 +1,18 @@
-"""Words of others in our log and our errors: one line each, and nothing hidden."""
+"""Words of others in our log and our errors: one line each, and nothing hidden.
+
+But for passwords: those are not shown to anybody.
+"""
 
 from __future__ import annotations
 
-__all__ = ("as_line",)
+import re
+from typing import Final
+
+__all__ = ("as_line", "redacted")
+
+_HIDDEN: Final = "***"
+_PASSWORD: Final = re.compile(r"(?<=//)([^/?#@:]*):[^/?#]*@")
+_SECRET_NAME: Final = re.compile(r"pass|secret|token|key|auth|sig|cred", re.IGNORECASE)
 
 
 def as_line(text: str, *, max_chars: int | None = None) -> str:
@@ -18,3 +28,17 @@ def as_line(text: str, *, max_chars: int | None = None) -> str:
         char if char.isprintable() else char.encode("unicode_escape").decode("ascii")
         for char in text
     )
+
+
+def redacted(url: str) -> str:
+    """Return ``url`` for a log: without its password, and what else may be secret.
+
+    That is what a query says of a key, token, secret or password.
+    """
+    base, mark, query = url.partition("?")
+    pairs = [
+        f"{name}={_HIDDEN}" if value and _SECRET_NAME.search(name) else pair
+        for pair in query.split("&")
+        for name, _, value in (pair.partition("="),)
+    ]
+    return as_line(_PASSWORD.sub(rf"\1:{_HIDDEN}@", base) + mark + "&".join(pairs))
