@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
-from typing import Final
+from typing import Final, NoReturn
 
 from asynckv import __version__
 from asynckv.errors import ConfigError
@@ -63,4 +64,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except (CycloptsError, ConfigError) as exc:
         print(f"asynckv: {exc}", file=sys.stderr)
         sys.exit(2)
-    sys.exit(status if isinstance(status, int) else 0)
+    status = status if isinstance(status, int) else 0
+    if arguments is None and given[:1] == ["serve"]:
+        _end_at_once(status)
+    sys.exit(status)
+
+
+def _end_at_once(status: int) -> NoReturn:
+    """End the process, and wait for no thread: one that hangs in a tier never ends.
+
+    All that was open is closed; taking the interpreter down would take a second more.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)

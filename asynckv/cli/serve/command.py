@@ -33,10 +33,10 @@ def serve(
     """
     from asynckv.cli.serve.running import EndDeadline, run_until_stopped
 
-    deadline = EndDeadline()
     try:
         options.check()
-        with _logging_to_stderr(options.log_level, options.tier):
+        logging_ = _logging_to_stderr(options.log_level, options.tier)
+        with logging_, EndDeadline() as deadline:
             asyncio.run(run_until_stopped(options, keys, deadline))
     except (KeyboardInterrupt, asyncio.CancelledError):
         return 0
@@ -44,8 +44,6 @@ def serve(
         words = _without_passwords(str(exc), options.tier)
         print(f"asynckv serve: {words}", file=sys.stderr)
         return 1
-    finally:
-        deadline.has_returned = True
     return 0
 
 

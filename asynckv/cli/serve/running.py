@@ -67,26 +67,33 @@ async def run_until_stopped(
 
 
 class EndDeadline:
-    """Ends the process if its own end takes longer than it may: threads may hang."""
+    """Ends the process if what it is used for takes longer than it may, once it is set.
+
+    Tasks may refuse to end, and threads hang: nobody waits for those then.
+    """
 
     def __init__(self) -> None:
         self._timer: threading.Timer | None = None
         self._end_s = math.inf
-        self.has_returned = False
-        """The command is over; if its process is not, it is that of others."""
+
+    def __enter__(self) -> EndDeadline:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
 
     def set(self, in_s: float) -> None:
         """From now on it may take so long, and no longer than it might before."""
-        self._end_s = min(self._end_s, time.monotonic() + in_s)
+        now_s = time.monotonic()
+        self._end_s = min(self._end_s, now_s + in_s)
         if self._timer is not None:
             self._timer.cancel()
-        self._timer = threading.Timer(self._end_s - time.monotonic(), self._end)
+        self._timer = threading.Timer(self._end_s - now_s, self._end)
         self._timer.daemon = True
         self._timer.start()
 
     def _end(self) -> None:
-        if self.has_returned and threading.main_thread().is_alive():
-            return
         logger.warning("something does not end; the process ends without it")
         os._exit(0)
 
