@@ -6,13 +6,13 @@ What needs torch is imported when it is used, so that ``--help`` is quick.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final, TypeAlias
 
 import msgspec
-from cyclopts import Parameter, Token
+from cyclopts import Parameter
 
+from asynckv.cli.sources import converter
 from asynckv.errors import ConfigError
 from asynckv.security.tls import TLS
 from asynckv.types import KVFingerprint
@@ -23,8 +23,7 @@ if TYPE_CHECKING:
 __all__ = ("NO_KEY_OPTIONS", "Fingerprint", "KeyOptions", "tls_of")
 
 
-def _fingerprint(hint: object, tokens: Sequence[Token]) -> KVFingerprint:
-    text = tokens[0].value
+def _fingerprint(text: str) -> KVFingerprint:
     if not text.startswith("{"):
         return KVFingerprint(model=text)
     try:
@@ -35,7 +34,7 @@ def _fingerprint(hint: object, tokens: Sequence[Token]) -> KVFingerprint:
 
 Fingerprint: TypeAlias = Annotated[
     KVFingerprint | None,
-    Parameter(converter=_fingerprint, accepts_keys=False, n_tokens=1),
+    Parameter(converter=converter(_fingerprint), accepts_keys=False, n_tokens=1),
 ]
 """A model's name, or JSON of a fingerprint's fields."""
 

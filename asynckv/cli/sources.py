@@ -9,15 +9,18 @@ from __future__ import annotations
 
 import json
 import tomllib
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
-from cyclopts import App, ArgumentCollection
+from cyclopts import App, ArgumentCollection, Token
 from cyclopts.config import Dict, Env
 
 from asynckv.errors import ConfigError
 
-__all__ = ("ENVIRONMENT", "from_file")
+__all__ = ("ENVIRONMENT", "converter", "converter_of_each", "from_file")
+
+_T = TypeVar("_T")
 
 ENVIRONMENT: Final = Env("ASYNCKV_", command=False)
 """``ASYNCKV_DRAIN_S`` is ``--drain-s``; of a list the items are apart by spaces."""
@@ -37,6 +40,29 @@ def from_file(
             path = Path(argument.tokens[-1].value)
             # Without commands: the keys are at the top, also one named as a command.
             Dict(_read(path), source=str(path))(app, (), arguments)
+
+
+def converter(make: Callable[[str], _T]) -> Callable[[object, Sequence[Token]], _T]:
+    """Return how cyclopts makes an option of one text, if that is not by its type.
+
+    ``make`` raises ``ValueError`` for what is wrong; what is said then names the file.
+    """
+    return lambda hint, tokens: _made(make, tokens[0])
+
+
+def converter_of_each(
+    make: Callable[[str], _T],
+) -> Callable[[object, Sequence[Token]], tuple[_T, ...]]:
+    """As :func:`converter`, for an option that may be repeated."""
+    return lambda hint, tokens: tuple(_made(make, token) for token in tokens)
+
+
+def _made(make: Callable[[str], _T], token: Token) -> _T:
+    try:
+        return make(token.value)
+    except ValueError as exc:
+        is_named = token.source in ("cli", ENVIRONMENT.source)
+        raise ValueError(f"{exc}{'' if is_named else f', in {token.source}'}") from exc
 
 
 def _read(path: Path) -> dict[str, Any]:

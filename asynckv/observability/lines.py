@@ -8,10 +8,10 @@ from __future__ import annotations
 import re
 from typing import Final
 
-__all__ = ("as_line", "redacted")
+__all__ = ("as_line", "redacted", "without_secrets")
 
 _HIDDEN: Final = "***"
-_PASSWORD: Final = re.compile(r"(?<=//)([^/?#@:]*):[^/?#]*@")
+_PASSWORD: Final = re.compile(r"//[^/?#@:]*:([^/?#]+)@")
 _SECRET_NAME: Final = re.compile(r"pass|secret|token|key|auth|sig|cred", re.IGNORECASE)
 
 
@@ -31,14 +31,20 @@ def as_line(text: str, *, max_chars: int | None = None) -> str:
 
 
 def redacted(url: str) -> str:
-    """Return ``url`` for a log: without its password, and what else may be secret.
+    """Return ``url`` for a log: without its password, and what else may be secret."""
+    return as_line(without_secrets(url, url))
 
-    That is what a query says of a key, token, secret or password.
+
+def without_secrets(text: str, url: str) -> str:
+    """Return ``text``, which may quote ``url``, without what is secret in that.
+
+    That is its password, and what its query says of a key, a token and the like.
     """
-    base, mark, query = url.partition("?")
-    pairs = [
-        f"{name}={_HIDDEN}" if value and _SECRET_NAME.search(name) else pair
-        for pair in query.split("&")
-        for name, _, value in (pair.partition("="),)
-    ]
-    return as_line(_PASSWORD.sub(rf"\1:{_HIDDEN}@", base) + mark + "&".join(pairs))
+    base, _, query = url.partition("?")
+    if (found := _PASSWORD.search(base)) is not None:
+        text = text.replace(f":{found[1]}@", f":{_HIDDEN}@")
+    for pair in query.split("&"):
+        name, _, value = pair.partition("=")
+        if value and _SECRET_NAME.search(name):
+            text = text.replace(pair, f"{name}={_HIDDEN}")
+    return text

@@ -12,12 +12,14 @@ from asynckv.cli.sources import ENVIRONMENT, from_file
 from asynckv.errors import ConfigError
 from asynckv.types import KVFingerprint
 
+DEFAULTS = ServeOptions()
+
 
 def parsed(*arguments: str) -> ServeOptions:
     """Return what ``asynckv serve`` makes of its arguments here."""
     found: list[ServeOptions] = []
 
-    def serve(options: ServeOptions) -> None:
+    def serve(options: ServeOptions = DEFAULTS) -> None:
         found.append(options)
 
     app = App(exit_on_error=False, print_error=False, result_action="return_value")

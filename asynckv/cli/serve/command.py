@@ -15,7 +15,7 @@ from typing import Final
 from asynckv.cli.keys import NO_KEY_OPTIONS, KeyOptions
 from asynckv.cli.serve.options import LogLevel, ServeOptions
 from asynckv.errors import AsyncKVError
-from asynckv.observability.lines import redacted
+from asynckv.observability.lines import without_secrets
 
 __all__ = ("serve",)
 
@@ -60,7 +60,7 @@ class _OneLine(logging.Formatter):
 
 def _without_passwords(text: str, urls: Sequence[str]) -> str:
     for url in urls:
-        text = text.replace(url, redacted(url))
+        text = without_secrets(text, url)
     return text
 
 

@@ -52,7 +52,10 @@ async def serve_http(address: str, pages: Pages) -> AsyncIterator[str]:
         if len(answering) >= _MAX_CONNECTIONS:
             writer.transport.abort()
         else:
-            answering.own(_answer(pages, reader, writer), "asynckv: an HTTP request")
+            work = _answer(pages, reader, writer)
+            task = answering.own(work, "asynckv: an HTTP request")
+            # Also of one that was cancelled before it began.
+            task.add_done_callback(lambda _: writer.transport.abort())
 
     try:
         server = await asyncio.start_server(take, host, port, limit=_MAX_REQUEST_NBYTES)
@@ -96,8 +99,6 @@ async def _answer(
             await writer.wait_closed()
     except (OSError, TimeoutError, asyncio.IncompleteReadError):
         pass  # whoever asked is gone, or too slow
-    finally:
-        writer.transport.abort()
 
 
 async def _page_for(pages: Pages, reader: asyncio.StreamReader) -> tuple[Page, bool]:

@@ -7,15 +7,15 @@ or a file.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Literal, TypeAlias
 
-from cyclopts import Parameter, Token, validators
+from cyclopts import Parameter, validators
 
 from asynckv.cli.keys import Fingerprint
+from asynckv.cli.sources import converter, converter_of_each
 from asynckv.errors import ConfigError
-from asynckv.observability.lines import redacted
+from asynckv.observability.lines import without_secrets
 from asynckv.types import parse_bytes
 
 __all__ = ("LogLevel", "ServeOptions")
@@ -23,24 +23,18 @@ __all__ = ("LogLevel", "ServeOptions")
 LogLevel: TypeAlias = Literal["debug", "info", "warning", "error"]
 
 
-def _size(hint: object, tokens: Sequence[Token]) -> int:
-    return parse_bytes(tokens[0].value)
-
-
-def _tiers(hint: object, tokens: Sequence[Token]) -> tuple[str, ...]:
-    """Return URLs of tiers, each of which can be opened."""
+def _tier(url: str) -> str:
+    """Return the URL of a tier that can be opened; that is done later."""
     from asynckv.stores.tiered import open_tier
 
-    for token in tokens:
-        try:
-            open_tier(token.value)
-        except ConfigError as exc:
-            words = str(exc).replace(token.value, redacted(token.value))
-            raise ValueError(words) from None
-    return tuple(token.value for token in tokens)
+    try:
+        open_tier(url)
+    except ConfigError as exc:
+        raise ValueError(without_secrets(str(exc), url)) from None
+    return url
 
 
-_Size: TypeAlias = Annotated[int | None, Parameter(converter=_size)]
+_Size: TypeAlias = Annotated[int | None, Parameter(converter=converter(parse_bytes))]
 _Seconds: TypeAlias = Annotated[float, Parameter(validator=validators.Number(gte=0))]
 
 
@@ -64,7 +58,8 @@ class ServeOptions:
     """Serve a store of at most so many bytes of memory."""
 
     tier: Annotated[
-        tuple[str, ...], Parameter(converter=_tiers, n_tokens=1, negative=())
+        tuple[str, ...],
+        Parameter(converter=converter_of_each(_tier), n_tokens=1, negative=()),
     ] = ()
     """Where the store keeps values below its memory: `disk:///var/kv?max=100GiB`.
     May be repeated: the first one is asked first."""

@@ -6,7 +6,7 @@ import asyncio
 import dataclasses
 import time
 from collections.abc import AsyncIterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -35,11 +35,14 @@ class Served(NamedTuple):
     store: TieredStore
     server: Server
 
-    async def metrics(self) -> dict[str, dict[str, float]]:
-        """Return what is told, by name, then by labels."""
-        text = await metrics_text(
+    async def text(self) -> bytes:
+        return await metrics_text(
             is_ready=True, server=self.server, lookup=self.lookup, store=self.store
         )
+
+    async def metrics(self) -> dict[str, dict[str, float]]:
+        """Return what is told, by name, then by labels."""
+        text = await self.text()
         found: dict[str, dict[str, float]] = {}
         for family in text_string_to_metric_families(text.decode()):
             for sample in family.samples:
@@ -60,7 +63,7 @@ async def served() -> AsyncIterator[Served]:
 
 async def test_every_number_of_statistics_is_told(served: Served) -> None:
     found = await served.metrics()
-    told = {
+    told: dict[str, Any] = {
         "lookup": served.lookup.statistics(),
         "store": served.store.statistics(),
         "tier": next(iter(served.store.statistics().tiers.values())),
@@ -117,12 +120,7 @@ async def test_times_are_histograms_of_seconds(served: Served) -> None:
 async def test_words_of_peers_are_in_no_metric(served: Served) -> None:
     async with connect(served.server.url, identity="somebody") as peer:
         await peer.store.put("my key", torch.ones(3))
-        text = await metrics_text(
-            is_ready=True,
-            server=served.server,
-            lookup=served.lookup,
-            store=served.store,
-        )
+        text = await served.text()
     assert b"somebody" not in text and b"my key" not in text
 
 
@@ -137,7 +135,7 @@ async def test_to_tell_it_holds_the_loop_for_less_than_a_millisecond(
 ) -> None:
     pieces: list[float] = []
     for _ in range(20):
-        telling = asyncio.create_task(served.metrics())
+        telling = asyncio.create_task(served.text())
         longest = 0.0
         while not telling.done():
             began_s = time.thread_time()

@@ -66,8 +66,8 @@ async def test_what_was_put_is_on_disk_after_a_signal_and_in_the_next_process(
     assert any("disk: 8 puts accepted, 0 dropped" in line for line in served.log)
     async with serving(*options) as served:
         async with asynckv.connect(await served.until_serving()) as peer:
-            value = await peer.store.get("key 7")
-            assert value is not None and value[0] == 7
+            found = await peer.store.get("key 7")
+            assert found is not None and found[0] == 7
 
 
 async def test_probes_say_whether_it_is_alive_and_ready(path: Path) -> None:
