@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import socket
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -92,8 +93,7 @@ async def test_half_of_the_certificates_is_refused(
 async def test_a_server_that_does_not_answer_is_not_waited_for(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    silent = await asyncio.start_server(lambda reader, writer: None, "127.0.0.1", 0)
-    async with silent:
-        port = silent.sockets[0].getsockname()[1]
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        port = silent.getsockname()[1]
         assert await pinged(f"tcp://127.0.0.1:{port}", timeout_s=0.2) == 1
     assert "no answer within 0.2 s" in capsys.readouterr().err
