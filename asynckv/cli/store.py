@@ -22,9 +22,9 @@ from asynckv.types import KVFingerprint
 if TYPE_CHECKING:
     import torch
 
-    from asynckv import KVStoreBuffer
+    from asynckv.abc import KVStoreBuffer, StoredValue
 
-__all__ = ("get", "rm", "store")
+__all__ = ("get", "rm", "stat", "store")
 
 _T = TypeVar("_T")
 
@@ -105,11 +105,7 @@ def rm(
     names = (key, *more)
 
     async def delete(remote: KVStoreBuffer) -> Sequence[bool]:
-        # A delete does not know of what is in tiers alone.
-        were_there = await remote.contains(names)
-        for name in names:
-            await remote.delete(name)
-        return were_there
+        return [await remote.delete(name) for name in names]
 
     def tell(were_there: Sequence[bool]) -> int:
         for name, was_there in zip(names, were_there, strict=True):
@@ -117,6 +113,55 @@ def rm(
         return 0 if all(were_there) else 1
 
     return _run(url, fingerprint, keys, delete, tell)
+
+
+@store.command
+def stat(
+    url: str,
+    key: str,
+    /,
+    *more: str,
+    fingerprint: _Fingerprint = None,
+    keys: KeyOptions = NO_KEY_OPTIONS,
+) -> int:
+    """Say what is stored under keys, and where. That is no use of them.
+
+    The exit status is 1 if one is not there.
+
+    Parameters
+    ----------
+    url
+        Where the store is served. What it has in all is in its `/metrics`.
+    key
+        The name of the value.
+    more
+        Names of others.
+    """
+    names = (key, *more)
+
+    async def look(remote: KVStoreBuffer) -> Sequence[StoredValue | None]:
+        return [await remote.stat(name) for name in names]
+
+    def tell(found: Sequence[StoredValue | None]) -> int:
+        for name, value in zip(names, found, strict=True):
+            print(f"{as_line(name)}: {_described(value)}")
+        return 1 if None in found else 0
+
+    return _run(url, fingerprint, keys, look, tell)
+
+
+def _described(value: StoredValue | None) -> str:
+    if value is None:
+        return "is not there"
+    said = [f"in {', '.join(map(as_line, value.tiers))}"]
+    if value.spec is not None:
+        spec = value.spec
+        said += [f"{spec.dtype} {list(spec.shape)}", f"{spec.nbytes} bytes"]
+    if value.ttl_s is not None:
+        said.append(f"for {value.ttl_s:.0f} s more")
+    if value.is_pinned:
+        said.append("pinned")
+    return "; ".join(said)
 
 
 def _run(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -68,6 +69,17 @@ def test_tiers_are_a_list_in_each_of_them(monkeypatch: pytest.MonkeyPatch) -> No
     assert parsed("--tier", tiers[0], "--tier", tiers[1]).tier == tiers
     monkeypatch.setenv("ASYNCKV_TIER", " ".join(tiers))
     assert parsed().tier == tiers
+
+
+def test_tenants_are_pairs_and_each_comes_once() -> None:
+    found = parsed("--store", "1MiB", "--tenant", "a=b.example", "--tenant", "c=d")
+    assert found.tenant == (("a", "b.example"), ("c", "d"))
+    twice = dataclasses.replace(found, tenant=(("a", "b"), ("a", "c")))
+    with pytest.raises(ConfigError, match="same tenant twice"):
+        twice.check()
+    for wrong in ("a", "=b", "a="):
+        with pytest.raises(CycloptsError, match="is not NAME=CERTIFICATE_NAME"):
+            parsed("--tenant", wrong)
 
 
 def test_variables_of_other_things_are_nobody_s_options(

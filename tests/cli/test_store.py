@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -85,6 +86,27 @@ async def test_values_are_removed_and_each_is_said(
     assert await store.contains(["key"]) == (False,)
 
 
+async def test_it_is_said_what_is_stored_and_for_how_long(
+    server: Server, store: StoreBuffer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    await store.put("other", torch.ones(3), ttl_s=1000, pin=True)
+    options = ("--fingerprint", "llama")
+    assert await status_of("stat", server.url, "key", "other", *options) == 0
+    first, second = capsys.readouterr().out.splitlines()
+    assert first == "key: in memory; bfloat16 [2, 3]; 12 bytes"
+    assert re.fullmatch(r"other: .*; for (999|1000) s more; pinned", second)
+
+
+async def test_it_is_said_what_is_not_stored(
+    server: Server, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert await status_of("stat", server.url, "key", "--fingerprint", "qwen") == 1
+    assert "fingerprints differ" in capsys.readouterr().err
+    options = ("--fingerprint", "llama")
+    assert await status_of("stat", server.url, "key", "other", *options) == 1
+    assert capsys.readouterr().out.endswith("\nother: is not there\n")
+
+
 async def test_what_only_a_tier_has_is_removed_too(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -96,9 +118,11 @@ async def test_what_only_a_tier_has_is_removed_too(
         TieredStore("1MiB", [tier], drain_s=0.1) as store,
         serve("tcp://127.0.0.1:0", store=store) as server,
     ):
+        assert await status_of("stat", server.url, "key") == 0
         assert await status_of("rm", server.url, "key") == 0
         await store.flush()
-    assert tier.values == {} and capsys.readouterr().out == "key: deleted\n"
+    assert tier.values == {}
+    assert capsys.readouterr().out == "key: in DictTier\nkey: deleted\n"
 
 
 async def test_another_model_s_values_are_not_there(tmp_path: Path) -> None:

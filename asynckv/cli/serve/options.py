@@ -34,6 +34,13 @@ def _tier(url: str) -> str:
     return url
 
 
+def _tenant(text: str) -> tuple[str, str]:
+    tenant, is_given, certified = text.partition("=")
+    if not (tenant and is_given and certified):
+        raise ValueError(f"{text!r} is not NAME=CERTIFICATE_NAME")
+    return tenant, certified
+
+
 _Size: TypeAlias = Annotated[int | None, Parameter(converter=converter(parse_bytes))]
 _Seconds: TypeAlias = Annotated[float, Parameter(validator=validators.Number(gte=0))]
 
@@ -70,6 +77,13 @@ class ServeOptions:
     namespace: str = ""
     """Keeps keys apart from those of others on the same tiers; keeps nobody out."""
 
+    tenant: Annotated[
+        tuple[tuple[str, str], ...],
+        Parameter(converter=converter_of_each(_tenant), n_tokens=1, negative=()),
+    ] = ()
+    """A tenant of the store, and the name that its peers are certified for, as
+    `a=engines.a.example`. May be repeated: each finds its own values alone."""
+
     fingerprint: Fingerprint = None
     """The model that the KV belongs to: its name, or JSON of a fingerprint's fields.
     Peers of another one are refused."""
@@ -94,6 +108,8 @@ class ServeOptions:
             raise ConfigError("nothing to serve", hint="--store 2GiB, --lookup 2GiB")
         if self.tier and self.store is None:
             raise ConfigError("--tier is below a store", hint="add --store 2GiB")
+        if len(dict(self.tenant)) < len(self.tenant):
+            raise ConfigError("--tenant has the same tenant twice")
         if not self.tier and (self.namespace or self.admit != "always"):
             raise ConfigError(
                 "--namespace and --admit are for tiers", hint="add --tier"

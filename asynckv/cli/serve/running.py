@@ -131,6 +131,7 @@ class Serving:
             secret_file=keys.secret_file,
             tls=keys.tls,
             allow_plaintext=keys.allow_plaintext,
+            tenants=dict(options.tenant),
         )
         await self.server.__aenter__()
         self.state = "serving"
