@@ -95,7 +95,8 @@ def test_variables_of_other_things_are_nobody_s_options(
     [
         ('stroe = "8GiB"', "stroe"),
         ('store = "many"', "'many' is not a size"),
-        ("drain_s = -1", "drain_s"),
+        ("drain_s = -1", "-1 is not 0 to 86400 seconds"),
+        ("drain_s = nan", "nan is not 0 to 86400 seconds"),
         ('drain_s = "soon"', "drain_s"),
         ('admit = "never"', "admit"),
         ('tier = ["dsik:///a?max=1GiB"]', "no tier is called 'dsik' (there are: disk"),

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import Annotated, Literal, TypeAlias
+from typing import Annotated, Final, Literal, TypeAlias
 
-from cyclopts import Parameter, validators
+from cyclopts import Parameter
 
 from asynckv.cli.keys import Fingerprint
 from asynckv.cli.sources import converter, converter_of_each
@@ -19,6 +19,8 @@ from asynckv.observability.lines import without_secrets
 from asynckv.types import parse_bytes
 
 __all__ = ("LogLevel", "ServeOptions")
+
+_MOST_S: Final = 86_400
 
 LogLevel: TypeAlias = Literal["debug", "info", "warning", "error"]
 
@@ -34,6 +36,13 @@ def _tier(url: str) -> str:
     return url
 
 
+def _seconds(text: str) -> float:
+    seconds = float(text)
+    if not 0 <= seconds <= _MOST_S:
+        raise ValueError(f"{text} is not 0 to {_MOST_S} seconds")
+    return seconds
+
+
 def _tenant(text: str) -> tuple[str, str]:
     tenant, is_given, certified = text.partition("=")
     if not (tenant and is_given and certified):
@@ -42,7 +51,7 @@ def _tenant(text: str) -> tuple[str, str]:
 
 
 _Size: TypeAlias = Annotated[int | None, Parameter(converter=converter(parse_bytes))]
-_Seconds: TypeAlias = Annotated[float, Parameter(validator=validators.Number(gte=0))]
+_Seconds: TypeAlias = Annotated[float, Parameter(converter=converter(_seconds))]
 
 
 @Parameter(name="*")
