@@ -22,7 +22,8 @@ from asynckv.types import KVFingerprint
 if TYPE_CHECKING:
     import torch
 
-    from asynckv.abc import KVStoreBuffer, StoredValue
+    from asynckv import Peer
+    from asynckv.abc import StoredValue
 
 __all__ = ("get", "rm", "stat", "store")
 
@@ -77,7 +78,7 @@ def get(
         print(f"{as_line(key)}: {what}", file=sys.stderr)
         return 0
 
-    return _run(url, fingerprint, keys, lambda remote: remote.get(key), write)
+    return _run(url, fingerprint, keys, lambda peer: peer.store.get(key), write)
 
 
 @store.command
@@ -104,8 +105,8 @@ def rm(
     """
     names = (key, *more)
 
-    async def delete(remote: KVStoreBuffer) -> Sequence[bool]:
-        return [await remote.delete(name) for name in names]
+    async def delete(peer: Peer) -> Sequence[bool]:
+        return [await peer.store.delete(name) for name in names]
 
     def tell(were_there: Sequence[bool]) -> int:
         for name, was_there in zip(names, were_there, strict=True):
@@ -118,32 +119,32 @@ def rm(
 @store.command
 def stat(
     url: str,
-    key: str,
     /,
-    *more: str,
+    *key: str,
     fingerprint: _Fingerprint = None,
     keys: KeyOptions = NO_KEY_OPTIONS,
 ) -> int:
-    """Say what is stored under keys, and where. That is no use of them.
+    """Say what is stored under keys, and where; without one, who serves the store.
 
-    The exit status is 1 if one is not there.
+    That is no use of them. The exit status is 1 if one is not there.
 
     Parameters
     ----------
     url
-        Where the store is served. What it has in all is in its `/metrics`.
+        Where the store is served. What it counts is in its `/metrics`.
     key
-        The name of the value.
-    more
-        Names of others.
+        Names of values.
     """
-    names = (key, *more)
 
-    async def look(remote: KVStoreBuffer) -> Sequence[StoredValue | None]:
-        return [await remote.stat(name) for name in names]
+    async def look(peer: Peer) -> Sequence[StoredValue | None]:
+        if not key:
+            await peer.store.contains(["stat"])  # is a store served there at all?
+            print(f"{url} is {peer.identity}, which serves a store")
+            print("what it counts is in its /metrics: asynckv serve --http")
+        return [await peer.store.stat(name) for name in key]
 
     def tell(found: Sequence[StoredValue | None]) -> int:
-        for name, value in zip(names, found, strict=True):
+        for name, value in zip(key, found, strict=True):
             print(f"{as_line(name)}: {_described(value)}")
         return 1 if None in found else 0
 
@@ -168,14 +169,14 @@ def _run(
     url: str,
     fingerprint: KVFingerprint | None,
     keys: KeyOptions,
-    work: Callable[[KVStoreBuffer], Awaitable[_T]],
+    work: Callable[[Peer], Awaitable[_T]],
     done: Callable[[_T], int],
 ) -> int:
-    """Do ``work`` with the store at ``url``; return what ``done`` makes of it."""
+    """Do ``work`` with the server at ``url``; return what ``done`` makes of it."""
 
     async def connected() -> _T:
         async with keys.connect(url, fingerprint) as peer:
-            return await work(peer.store)
+            return await work(peer)
 
     try:
         return done(asyncio.run(connected()))

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from asynckv.buffers.lookup import LookupBuffer
 from asynckv.buffers.serve import Server, serve
 from asynckv.buffers.store import StoreBuffer
 from asynckv.cli import store as commands
@@ -95,6 +96,23 @@ async def test_it_is_said_what_is_stored_and_for_how_long(
     first, second = capsys.readouterr().out.splitlines()
     assert first == "key: in memory; bfloat16 [2, 3]; 12 bytes"
     assert re.fullmatch(r"other: .*; for (999|1000) s more; pinned", second)
+
+
+async def test_without_a_key_it_is_said_who_serves_a_store(
+    server: Server, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert await status_of("stat", server.url) == 0
+    who = f"{server.url} is {server.identity.id}, which serves a store\n"
+    assert capsys.readouterr().out.startswith(who)
+
+
+async def test_a_server_without_a_store_says_so(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    async with LookupBuffer("1MiB") as lookup:
+        async with serve("tcp://127.0.0.1:0", lookup=lookup) as server:
+            assert await status_of("stat", server.url) == 1
+    assert "asynckv store: this peer serves a lookup buffer" in capsys.readouterr().err
 
 
 async def test_it_is_said_what_is_not_stored(

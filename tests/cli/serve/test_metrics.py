@@ -129,7 +129,6 @@ async def test_without_anything_open_it_says_that_it_is_not_ready() -> None:
     assert b"\nasynckv_ready 0.0\n" in text and b"asynckv_info{version=" in text
 
 
-@pytest.mark.alone
 async def test_to_tell_it_holds_the_loop_for_less_than_a_millisecond(
     served: Served,
 ) -> None:

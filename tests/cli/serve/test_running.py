@@ -111,8 +111,8 @@ async def test_metrics_count_what_peers_do_and_what_tiers_have(tmp_path: Path) -
     ("how", "call"),
     [
         ("thread", "fetch"),
-        ("thread", "store"),
-        ("task", "store"),
+        pytest.param("thread", "store", marks=pytest.mark.trust),
+        pytest.param("task", "store", marks=pytest.mark.trust),
         ("disk", "pwritev"),
     ],
 )
