@@ -13,8 +13,10 @@ import pytest
 import torch
 
 import asynckv
+from asynckv import TLS
 from asynckv.cli.serve.running import EndDeadline
 from asynckv.errors import PeerLost
+from asynckv.testing.certificates import Authority
 from harness.serve_processes import ServeProcess, http_get, serving
 from harness.stuck_tiers import add_stuck_tiers
 
@@ -214,6 +216,40 @@ async def test_a_file_the_environment_and_flags_are_taken_together(
         _, text = await http_get(f"{http}/metrics")
     assert re.search(r"\nasynckv_store_max_bytes 3.145728e\+06\n", text)
     assert re.search(r"\nasynckv_lookup_max_bytes 4.194304e\+06\n", text)
+
+
+@pytest.fixture
+def engines(authority: Authority) -> dict[str, TLS]:
+    """Return certificates of two engines, issued where blocking is no harm."""
+    return {name: authority.issue(name) for name in ("engine-a", "engine-b")}
+
+
+@pytest.fixture
+def keys_of_server(authority: Authority) -> tuple[str, ...]:
+    """Return the options for the server's own certificate."""
+    tls = authority.issue()
+    return (
+        "--certificate",
+        f"{tls.certificate}",
+        "--key",
+        f"{tls.key}",
+        "--ca",
+        f"{tls.ca}",
+    )
+
+
+async def test_tenants_with_certificates_find_their_own_values_alone(
+    engines: dict[str, TLS], keys_of_server: tuple[str, ...]
+) -> None:
+    tenants = ("--tenant", "a=engine-a", "--tenant", "b=engine-b")
+    listen = ("--listen", "tls://127.0.0.1:0", "--store", "8MiB")
+    async with serving(*listen, *tenants, *keys_of_server) as served:
+        url = await served.until_serving()
+        async with asynckv.connect(url, tls=engines["engine-a"]) as peer:
+            await peer.store.put("key", torch.ones(3))
+            assert await peer.store.contains(["key"]) == (True,)
+        async with asynckv.connect(url, tls=engines["engine-b"]) as peer:
+            assert await peer.store.contains(["key"]) == (False,)
 
 
 async def test_passwords_of_tiers_are_in_no_line(path: Path) -> None:
