@@ -16,6 +16,7 @@ from asynckv.buffers.serving.devices import DeviceService
 from asynckv.buffers.serving.lookup import LookupService
 from asynckv.buffers.serving.service import LinkBytes, Service, WaitingBytes
 from asynckv.buffers.serving.store import StoreService
+from asynckv.buffers.serving.times import RequestTimes
 from asynckv.buffers.store import StoreBuffer
 from asynckv.errors import ConfigError, NotServed
 from asynckv.links.link import Link, LinkStream
@@ -31,6 +32,7 @@ from asynckv.links.options import (
 )
 from asynckv.links.streams import StreamHandler
 from asynckv.loops import LoopBound
+from asynckv.observability.latencies import Latencies
 from asynckv.observability.lines import as_line
 from asynckv.protocol.frames import (
     Contains,
@@ -62,11 +64,13 @@ class _Services:
         self,
         link: Link,
         what: str,
+        times: RequestTimes,
         *,
         lookup: LookupService | None,
         store: StoreService | None,
     ) -> None:
         self.link = link
+        self._times = times
         self.lookup = lookup
         self.store = store
         self.devices = None if lookup is None else lookup.devices
@@ -83,6 +87,7 @@ class _Services:
     def open(
         self, stream: LinkStream, frame: OpeningFrame, body: bytes
     ) -> StreamHandler:
+        self._times.begin(stream, frame)
         for service in self.all:
             handler = service.open(stream, frame, body)
             if handler is not None:
@@ -137,6 +142,7 @@ class Server(LoopBound, AsyncWithOnly):
         self._services: set[_Services] = set()
         self._lost_callbacks: list[Callable[[PeerIdentity], None]] = []
         self._waiting = WaitingBytes(max_waiting_bytes)
+        self._times = RequestTimes()
 
     def __repr__(self) -> str:
         if self._listener is None:
@@ -152,6 +158,16 @@ class Server(LoopBound, AsyncWithOnly):
     def refused_requests(self) -> int:
         """How many requests got ``Overloaded``, because of ``max_waiting_bytes``."""
         return self._waiting.refused
+
+    @property
+    def request_latencies(self) -> Mapping[str, Latencies]:
+        """How long requests took here, by what was asked: ``"get"``, ``"insert"``...
+
+        A get lasts until the peer has the value, verified, a put until it is stored, an
+        insert until the entry is in, a drop_select until there is a match. What failed
+        or was cancelled is not counted.
+        """
+        return self._times.latencies()
 
     @property
     def url(self) -> str:
@@ -204,9 +220,18 @@ class Server(LoopBound, AsyncWithOnly):
     ) -> None:
         await self._close(self._drain_s if exc_type is None else 0)
 
-    async def aclose(self) -> None:
-        """Leave as the context manager does. May be called again."""
-        await self._close(self._drain_s)
+    def stop_accepting(self) -> None:
+        """Let nobody connect any more. Who is connected goes on. Never waits."""
+        if self._listener is not None:
+            self._listener.stop_accepting()
+
+    async def aclose(self, *, drain_s: float | None = None) -> None:
+        """Leave as the context manager does. May be called again.
+
+        With ``drain_s``, deliveries under way have so long to end. A cancelled call
+        hangs up at once.
+        """
+        await self._close(self._drain_s if drain_s is None else drain_s)
 
     def abort(self) -> None:
         """Hang up now. Never waits."""
@@ -245,7 +270,9 @@ class Server(LoopBound, AsyncWithOnly):
             _, _, certified = link.peer.id.rpartition("@")
             tenant = self._tenants.get(certified, "")
             store = StoreService(self._store.values, link, kept, tenant)
-        services = _Services(link, self._what, lookup=lookup, store=store)
+        services = _Services(
+            *(link, self._what, self._times), lookup=lookup, store=store
+        )
         for service in services.all:
             service.call_when_ended(lambda: self._forget_ended(services))
             if self._is_draining:

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
-from typing import Final
+from typing import Final, NoReturn
 
 from asynckv import __version__
+from asynckv.errors import ConfigError
 
 __all__ = ("main",)
 
 _COMMANDS: Final = {
     "demo": ("asynckv.cli.demo.command:demo", "Prefill here, decode there: watch it."),
     "bench": ("asynckv.cli.bench.command:bench", "Measure asynckv on this machine."),
-    "serve": ("asynckv.cli.serving:serve", "Serve a buffer in its own process."),
+    "serve": ("asynckv.cli.serve.command:serve", "Serve buffers in a process."),
+    "store": ("asynckv.cli.store:store", "Look into a store that is served."),
+    "ping": ("asynckv.cli.ping:ping", "See how a server answers."),
     "check-config": (
         "asynckv.cli.checking:check_config",
         "Explain a KVTransferConfig.",
@@ -28,9 +32,14 @@ _NOT_INSTALLED: Final = (
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the command line and exit with its status: 2 if the extra is missing."""
+    """Run the command line and exit with its status.
+
+    That is 2 if the extra is missing, or if the options make no sense.
+    """
     try:
-        from cyclopts import App
+        from cyclopts import App, CycloptsError
+
+        from asynckv.cli.sources import ENVIRONMENT, from_file
     except ModuleNotFoundError as exc:
         print(_NOT_INSTALLED.format(missing=exc.name), file=sys.stderr)
         sys.exit(2)
@@ -39,10 +48,33 @@ def main(arguments: Sequence[str] | None = None) -> None:
         help="Move LLM KV caches between processes and machines.",
         version=__version__,
         result_action="return_value",
+        exit_on_error=False,
+        print_error=False,
     )
     given = sys.argv[1:] if arguments is None else list(arguments)
     for name, (where, line) in _COMMANDS.items():
         # A command that is asked for its own help says more than that line.
-        app.command(where, name=name, help=None if name in given else line)
-    status = app(given)
-    sys.exit(status if isinstance(status, int) else 0)
+        shown = None if name in given else line
+        if name == "serve":
+            app.command(where, name=name, help=shown, config=[ENVIRONMENT, from_file])
+        else:
+            app.command(where, name=name, help=shown)
+    try:
+        status = app(given)
+    except (CycloptsError, ConfigError) as exc:
+        print(f"asynckv: {exc}", file=sys.stderr)
+        sys.exit(2)
+    status = status if isinstance(status, int) else 0
+    if arguments is None and given[:1] == ["serve"]:
+        _end_at_once(status)
+    sys.exit(status)
+
+
+def _end_at_once(status: int) -> NoReturn:
+    """End the process, and wait for no thread: one that hangs in a tier never ends.
+
+    All that was open is closed; taking the interpreter down would take a second more.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)

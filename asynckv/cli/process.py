@@ -1,7 +1,8 @@
 """The process that a command runs in: its event loop, its end, and its machine.
 
 The loop is the faster one, where that is installed; Ctrl-C, SIGTERM and SIGHUP end a
-command alike.
+command alike. One that has something to do before its end hears of the first of them by
+:func:`stop_signal`.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import importlib.util
 import os
 import platform
 import signal
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
 from typing import Any, Literal, TypeAlias, TypeVar
 
 from asynckv.errors import ConfigError
@@ -23,6 +24,7 @@ __all__ = (
     "describe_host",
     "processor",
     "run",
+    "stop_signal",
     "until_ended",
 )
 
@@ -77,6 +79,35 @@ async def until_ended(work: Coroutine[object, object, _T]) -> _T:
     finally:
         for number in _POLITE_ENDS:
             loop.remove_signal_handler(number)
+
+
+@contextlib.contextmanager
+def stop_signal() -> Iterator[asyncio.Future[str]]:
+    """Yield what has the name of the first signal that is to end the process.
+
+    The second one ends it at once, whatever the loop is doing: the kernel does that.
+    """
+    loop = asyncio.get_running_loop()
+    stopped: asyncio.Future[str] = loop.create_future()
+    numbers = (*_POLITE_ENDS, signal.SIGINT)
+    interrupts = signal.getsignal(signal.SIGINT)
+
+    def stop(number: signal.Signals) -> None:
+        for one in numbers:
+            loop.remove_signal_handler(one)
+            signal.signal(one, signal.SIG_DFL)
+        stopped.set_result(number.name)
+
+    for number in numbers:
+        loop.add_signal_handler(number, stop, number)
+    try:
+        yield stopped
+    finally:
+        if not stopped.done():
+            stopped.cancel()
+            for number in numbers:
+                loop.remove_signal_handler(number)
+            signal.signal(signal.SIGINT, interrupts)
 
 
 def processor() -> str:

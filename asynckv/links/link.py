@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import time
 from collections.abc import Callable
 from typing import Final, Protocol
 
@@ -22,14 +23,15 @@ from asynckv.links.options import make_payload
 from asynckv.links.reader import LinkReader, Turns
 from asynckv.links.streams import ControlStream, StreamHandler
 from asynckv.links.writer import LinkWriter
+from asynckv.observability.latencies import LatencyHistogram
 from asynckv.protocol.codec import BODY_PART_BYTES, Buffer
 from asynckv.protocol.failures import to_failure
-from asynckv.protocol.frames import Frame, OpeningFrame
+from asynckv.protocol.frames import Cancelled, Failure, Frame, OpeningFrame
 from asynckv.protocol.handshake import Agreement
 from asynckv.protocol.limits import Unfinished
 from asynckv.protocol.session import ROLES, Opened, Role, Session
 
-__all__ = ("Link", "LinkStream", "Service")
+__all__ = ("Link", "LinkStream", "RequestTiming", "Service")
 
 
 class Service(Protocol):
@@ -259,14 +261,30 @@ _ANSWERS: Final = frozenset(
 )
 
 
+class RequestTiming(LatencyHistogram):
+    """How long requests of one kind took, from their frame to an ``ended_by``."""
+
+    __slots__ = ("ended_by",)
+
+    def __init__(self, ended_by: type) -> None:
+        super().__init__()
+        self.ended_by = ended_by
+
+
 class LinkStream(msgspec.Struct, eq=False):
-    """A stream of a link, as the side that asks and the side that answers see it."""
+    """A stream of a link, as the side that asks and the side that answers see it.
+
+    With a ``timing`` the time since ``began_s`` is counted there once: when what ends
+    it is sent, or when the stream is closed without a failure.
+    """
 
     # A Struct, because two are made for each request.
     link: Link
     _session: Session[StreamHandler]
     _outgoing: LinkWriter
     id: int
+    timing: RequestTiming | None = None
+    began_s: float = 0.0
 
     def __repr__(self) -> str:
         return f"<LinkStream {self.id} of {self.link!r}>"
@@ -281,6 +299,8 @@ class LinkStream(msgspec.Struct, eq=False):
         :raises LocalProtocolError: it is longer than ``link.limits``
         """
         is_queued = self._session.send(self.id, frame, body)
+        if self.timing is not None:
+            self._look_at_time(type(frame))
         if not is_queued or self._outgoing.will_flush:
             return
         if type(frame) in _ANSWERS:
@@ -303,3 +323,12 @@ class LinkStream(msgspec.Struct, eq=False):
     def close(self) -> None:
         """Forget the stream: its handler hears nothing more, nor of a loss."""
         self._session.close(self.id)
+        if self.timing is not None and self.link.is_open:
+            self._look_at_time(self.timing.ended_by)
+
+    def _look_at_time(self, sent: type[Frame]) -> None:
+        if self.timing is not None and sent is self.timing.ended_by:
+            self.timing.observe(time.perf_counter() - self.began_s)
+            self.timing = None
+        elif sent is Failure or sent is Cancelled:
+            self.timing = None

@@ -153,6 +153,10 @@ class LinkListener(ProcessBound):
         finally:
             self.abort()
 
+    def stop_accepting(self) -> None:
+        """Take no more links. Those that are up stay. Never waits."""
+        self._close_acceptor()
+
     def abort(self) -> None:
         """Close it and every link now. Never waits."""
         self._close_acceptor()

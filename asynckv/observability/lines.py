@@ -1,8 +1,18 @@
-"""Words of others in our log and our errors: one line each, and nothing hidden."""
+"""Words of others in our log and our errors: one line each, and nothing hidden.
+
+But for passwords: those are not shown to anybody.
+"""
 
 from __future__ import annotations
 
-__all__ = ("as_line",)
+import re
+from typing import Final
+
+__all__ = ("as_line", "redacted", "without_secrets")
+
+_HIDDEN: Final = "***"
+_PASSWORD: Final = re.compile(r"//[^/?#@:]*:([^/?#]+)@")
+_SECRET_NAME: Final = re.compile(r"pass|secret|token|key|auth|sig|cred", re.IGNORECASE)
 
 
 def as_line(text: str, *, max_chars: int | None = None) -> str:
@@ -18,3 +28,23 @@ def as_line(text: str, *, max_chars: int | None = None) -> str:
         char if char.isprintable() else char.encode("unicode_escape").decode("ascii")
         for char in text
     )
+
+
+def redacted(url: str) -> str:
+    """Return ``url`` for a log: without its password, and what else may be secret."""
+    return as_line(without_secrets(url, url))
+
+
+def without_secrets(text: str, url: str) -> str:
+    """Return ``text``, which may quote ``url``, without what is secret in that.
+
+    That is its password, and what its query says of a key, a token and the like.
+    """
+    base, _, query = url.partition("?")
+    if (found := _PASSWORD.search(base)) is not None:
+        text = text.replace(f":{found[1]}@", f":{_HIDDEN}@")
+    for pair in query.split("&"):
+        name, _, value = pair.partition("=")
+        if value and _SECRET_NAME.search(name):
+            text = text.replace(pair, f"{name}={_HIDDEN}")
+    return text

@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import logging
 import math
+import time
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
@@ -18,6 +19,7 @@ from typing import Final, Generic, Protocol, TypeVar
 
 from asynckv.abc import StoreTier, TierFacts, TierResult, TierValue, WantedValue
 from asynckv.errors import ConfigError
+from asynckv.observability.latencies import Latencies, LatencyHistogram
 from asynckv.stores.health import Moving, TierCall, TierHealth
 from asynckv.stores.write_behind import TierChange, WriteBehind
 from asynckv.waits.own_tasks import OwnTasks
@@ -67,6 +69,8 @@ class TierStatistics:
 
     ``refused`` calls were not made, as the tier does not answer; ``late`` ones were
     waited for no more. ``corrupt`` values were not as they had been written.
+    ``fetch_latencies`` and ``store_latencies`` are of its calls, of several values a
+    call, until they ended or were waited for no more.
     """
 
     is_loading: bool
@@ -82,6 +86,8 @@ class TierStatistics:
     unwritten: int
     waiting: int
     waiting_bytes: int
+    fetch_latencies: Latencies
+    store_latencies: Latencies
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -111,6 +117,7 @@ class TierClient(Generic[W]):
         self.tier = tier
         self.facts = TierFacts()
         self.hits = self.misses = self.failed = self.refused = self.corrupt = 0
+        self._fetch_times, self._store_times = LatencyHistogram(), LatencyHistogram()
         self._quarantine = quarantine
         self._release = release
         self.behind: WriteBehind[W] = WriteBehind(write_bytes, release)
@@ -186,10 +193,12 @@ class TierClient(Generic[W]):
         ``ended`` is called when nothing writes to their memory any more: before this
         returns, or later.
         """
+        began_s = time.perf_counter()
         results = await self._call(
             *(self._loads, lambda: self.tier.fetch(wanted), wanted),
             ended=lambda results: ended(),
         )
+        self._fetch_times.observe(time.perf_counter() - began_s)
         if results is None:
             return [TierResult.FAILED] * len(wanted)
         for one, result in zip(wanted, results, strict=True):
@@ -267,6 +276,8 @@ class TierClient(Generic[W]):
             unwritten=behind.failed,
             waiting=len(behind),
             waiting_bytes=behind.nbytes,
+            fetch_latencies=self._fetch_times.latencies(),
+            store_latencies=self._store_times.latencies(),
         )
 
     async def aclose(self) -> None:
@@ -411,9 +422,11 @@ class TierClient(Generic[W]):
             for change in changes
             if change.value is not None
         ]
+        began_s = time.perf_counter()
         await self._call(
             *(self._stores, lambda: self.tier.store(values), values, ended)
         )
+        self._store_times.observe(time.perf_counter() - began_s)
 
     def _retry_later(self) -> None:
         if self._retry is None and not self._is_closed:

@@ -257,3 +257,31 @@ async def test_a_peer_that_is_displaced_by_itself_again_and_again_keeps_no_servi
             services.update(one.lookup for one in server._services)
         await until(are_two_left)
         await link.aclose()
+
+
+async def test_who_is_connected_goes_on_when_nobody_else_may_connect(
+    peers: Peers, local: LookupBuffer
+) -> None:
+    peers.server.stop_accepting()
+    with pytest.raises(PeerLost):
+        await connect(peers.server.url).__aenter__()
+    await local.insert([1], None, None, None, None)
+    assert (await peers.consumer.lookup.drop_select([1])).entry_id
+
+
+async def test_before_it_is_entered_nobody_connects_anyway(local: LookupBuffer) -> None:
+    server = serve("mem://", lookup=local)
+    server.stop_accepting()
+    async with server, connect(server.url) as peer:
+        assert await peer.lookup.peek([1]) == 0
+
+
+async def test_deliveries_have_as_long_to_end_as_is_asked_for(
+    peers: Peers, local: LookupBuffer
+) -> None:
+    await local.insert([1], None, torch.ones(MIB), None, None)
+    with pytest.raises(PeerLost):
+        async with peers.consumer.lookup.drop_select([1]):
+            async with asyncio.timeout(5):
+                await peers.server.aclose(drain_s=0)
+    assert local.statistics().leased == 0

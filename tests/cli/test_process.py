@@ -5,6 +5,7 @@ import importlib.util
 import os
 import platform
 import signal
+from collections.abc import Iterator
 
 import pytest
 
@@ -14,6 +15,7 @@ from asynckv.cli.process import (
     describe_host,
     processor,
     run,
+    stop_signal,
     until_ended,
 )
 from asynckv.errors import ConfigError
@@ -56,6 +58,35 @@ async def test_a_polite_end_is_a_cancellation() -> None:
 
     with pytest.raises(asyncio.CancelledError):
         await asyncio.create_task(until_ended(work()))
+
+
+@pytest.mark.both_loops
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+async def test_the_first_signal_is_told_and_the_next_one_is_the_kernel_s(
+    number: signal.Signals, all_signals: None
+) -> None:
+    with stop_signal() as stopped:
+        os.kill(os.getpid(), number)
+        assert await stopped == number.name
+        for one in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            assert signal.getsignal(one) == signal.SIG_DFL
+
+
+async def test_without_a_signal_all_is_as_it_was(all_signals: None) -> None:
+    before = signal.getsignal(signal.SIGINT)
+    with stop_signal() as stopped:
+        assert signal.getsignal(signal.SIGINT) != before
+    assert stopped.cancelled() and signal.getsignal(signal.SIGINT) == before
+
+
+@pytest.fixture
+def all_signals() -> Iterator[None]:
+    """Put back what signals do."""
+    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+    before = {number: signal.getsignal(number) for number in numbers}
+    yield
+    for number, what in before.items():
+        signal.signal(number, what)
 
 
 def test_a_host_is_described_without_its_name() -> None:

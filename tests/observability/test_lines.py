@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, strategies as st
 
-from asynckv.observability.lines import as_line
+from asynckv.observability.lines import as_line, redacted
 
 
 @pytest.mark.parametrize(
@@ -29,3 +29,19 @@ def test_a_line_is_one_line_that_any_terminal_can_show(text: str) -> None:
     line = as_line(text)
     assert line.isprintable()
     assert len(line.splitlines()) <= 1
+
+
+@pytest.mark.parametrize(
+    ("url", "shown"),
+    [
+        ("redis://user:pa:ss@h:1/0", "redis://user:***@h:1/0"),
+        ("redis://:pass@h", "redis://:***@h"),
+        ("rediss://h?password=p&db=1", "rediss://h?password=***&db=1"),
+        ("s3://b/x?secret_key=k&SIGNATURE=s", "s3://b/x?secret_key=***&SIGNATURE=***"),
+        ("disk:///var/kv?max=100GiB", "disk:///var/kv?max=100GiB"),
+        ("s3://b/who@where:1", "s3://b/who@where:1"),
+        ("redis://h/\nfake line", "redis://h/\\nfake line"),
+    ],
+)
+def test_a_url_is_shown_without_what_is_secret(url: str, shown: str) -> None:
+    assert redacted(url) == shown

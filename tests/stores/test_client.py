@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from asynckv.abc import TierFacts, TierMemory, TierValue
+from asynckv.abc import TierFacts, TierMemory, TierValue, WantedValue
 from asynckv.stores.client import Quarantine, TierClient
 from asynckv.testing.blocked import until
 from harness.tiers import DictTier
@@ -18,6 +18,16 @@ class Value:
 
     def tier_value(self, key: str) -> TierValue:
         return TierValue(key, b"header", TierMemory(0, ()))
+
+
+class Unwanted(WantedValue):
+    """Something that is asked for, and has no room."""
+
+    is_held = False
+    lent_nbytes = 0
+
+    async def place(self, header: bytes | memoryview) -> None:
+        return None
 
 
 @pytest.fixture
@@ -119,3 +129,15 @@ async def test_what_was_not_deleted_is_deleted_later(
     await until(lambda: tier.calls["delete"] > 0)
     tier.fails.clear()
     await until(lambda: not tier.values)
+
+
+async def test_calls_that_move_values_are_timed_each(
+    client: TierClient[Value], tier: DictTier
+) -> None:
+    write(client, "a", 1)
+    await client.flush()
+    await until(lambda: client.statistics().store_latencies.count == 1)
+    await client.contains(["a"])
+    await client.fetch([Unwanted("a"), Unwanted("b")], lambda: None)
+    assert client.statistics().fetch_latencies.count == 1
+    assert client.statistics().store_latencies.count == 1

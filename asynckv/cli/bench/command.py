@@ -16,8 +16,8 @@ from rich.text import Text
 
 from asynckv.cli.bench.settings import DigestName, Selection, Settings
 from asynckv.cli.document import check_writable
+from asynckv.cli.keys import tls_of
 from asynckv.cli.process import INTERRUPTED, LoopName, run, until_ended
-from asynckv.cli.serving import tls_of
 from asynckv.errors import AsyncKVError, ConfigError
 
 __all__ = ("bench",)

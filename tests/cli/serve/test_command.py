@@ -1,0 +1,65 @@
+"""What ``asynckv serve`` refuses, and says."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import pytest
+
+from asynckv.cli.keys import KeyOptions
+from asynckv.cli.main import main
+from asynckv.cli.serve.command import serve
+from asynckv.cli.serve.options import ServeOptions
+
+DISK = "disk:///nowhere/at/all?max=64MiB"
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({}, "nothing to serve (--store 2GiB, --lookup 2GiB)"),
+        ({"lookup": 2**20, "tier": (DISK,)}, "--tier is below a store"),
+        ({"store": 2**20, "namespace": "a"}, "--namespace and --admit are for tiers"),
+        ({"store": 2**20, "admit": "second_use"}, "--namespace and --admit are for"),
+        ({"listen": "nonsense", "store": 2**20}, "nonsense"),
+        ({"listen": "tcp://0.0.0.0:0", "store": 2**20}, "beyond this host"),
+        ({"store": 2**20, "tenant": (("a", "b"),)}, "tenants are told apart by cert"),
+        ({"store": 2**20, "http": "9464"}, "--http is '9464', no address"),
+        ({"store": 2**20, "http": "192.0.2.1:1"}, "cannot listen at 192.0.2.1:1"),
+    ],
+)
+def test_what_cannot_be_served_is_one_line(
+    options: dict[str, Any], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert serve(ServeOptions(**options)) == 1
+    shown = capsys.readouterr()
+    assert shown.out == "" and shown.err.startswith("asynckv serve: ")
+    assert words in shown.err and shown.err.count("\n") == 1
+
+
+def test_half_of_the_certificates_is_refused(
+    capsys: pytest.CaptureFixture[str], tmp_path: Any
+) -> None:
+    assert serve(ServeOptions(store=2**20), KeyOptions(ca=tmp_path)) == 1
+    assert "--certificate, --key and --ca belong together" in capsys.readouterr().err
+
+
+def test_without_prometheus_client_it_says_what_to_install(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delitem(sys.modules, "asynckv.cli.serve.metrics", raising=False)
+    monkeypatch.setitem(sys.modules, "prometheus_client", None)
+    assert serve(ServeOptions(store=2**20, http="127.0.0.1:0")) == 1
+    shown = capsys.readouterr().err
+    assert "--http needs prometheus_client" in shown and '".[metrics]"' in shown
+
+
+def test_wrong_options_have_a_status_of_their_own(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["serve", "--store", "many"])
+    assert ended.value.code == 2
+    shown = capsys.readouterr().err
+    assert shown.startswith("asynckv: Invalid value for --store: 'many' is not a size")

@@ -1,0 +1,128 @@
+"""``asynckv serve`` in a process of its own, beside a test."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+import urllib.parse
+from collections.abc import AsyncIterator, Mapping
+from pathlib import Path
+
+__all__ = ("ServeProcess", "http_get", "run_command", "serving")
+
+_TESTS = Path(__file__).parent.parent
+_HTTP = "health and metrics are at "
+
+
+class ServeProcess:
+    """``url`` is where it serves; ``log`` has the lines of its log so far."""
+
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        self.process = process
+        self.log: list[str] = []
+        self.url = ""
+
+    async def until_logged(self, words: str) -> str:
+        """Wait for the next line of its log with ``words`` in it.
+
+        :raises EOFError: it has ended without one
+        """
+        if self.process.stderr is None:
+            raise ValueError("its log goes elsewhere")
+        while line := (await self.process.stderr.readline()).decode().rstrip("\n"):
+            self.log.append(line)
+            if words in line:
+                return line
+        raise EOFError("\n".join(self.log))
+
+    async def http_url(self) -> str:
+        """Wait until it says where it answers over HTTP."""
+        return (await self.until_logged(_HTTP)).partition(_HTTP)[2]
+
+    async def until_serving(self) -> str:
+        """Wait until it serves; return where, with what it has printed.
+
+        :raises EOFError: it has ended without
+        """
+        self.url = await self.line()
+        if not self.url:
+            await self.until_logged("no such line")
+        return self.url
+
+    async def line(self) -> str:
+        """Wait for what it prints next; an empty line if it has ended."""
+        if self.process.stdout is None:
+            raise ValueError("what it prints goes elsewhere")
+        return (await self.process.stdout.readline()).decode().strip()
+
+    def signal(self, number: signal.Signals = signal.SIGTERM) -> None:
+        """Send it a signal."""
+        self.process.send_signal(number)
+
+    async def ended(self) -> int:
+        """Wait for its end; return its status. All of its log is read then."""
+        with contextlib.suppress(EOFError):
+            await self.until_logged("no such line")
+        return await self.process.wait()
+
+
+@contextlib.asynccontextmanager
+async def serving(
+    *options: str, environ: Mapping[str, str] | None = None, path: Path | None = None
+) -> AsyncIterator[ServeProcess]:
+    """Run ``asynckv serve`` at a free port; leaving kills it, if it still runs.
+
+    Modules are looked for in ``path``, too. Of this process's variables it gets none of
+    asynckv.
+    """
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "asynckv", "serve", *options),
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+        env=_environ(environ or {}, path),
+    )
+    try:
+        yield ServeProcess(process)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
+        await process.communicate()
+
+
+async def run_command(
+    *arguments: str, environ: Mapping[str, str] | None = None
+) -> tuple[int, bytes, str]:
+    """Run ``asynckv``; return its status, what it printed, and its errors."""
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "asynckv", *arguments),
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+        env=_environ(environ or {}, None),
+    )
+    printed, errors = await process.communicate()
+    return process.returncode or 0, printed, errors.decode()
+
+
+def _environ(more: Mapping[str, str], path: Path | None) -> dict[str, str]:
+    kept = {k: v for k, v in os.environ.items() if not k.startswith("ASYNCKV_")}
+    places = [str(path)] if path is not None else []
+    places += [str(_TESTS), *filter(None, [kept.get("PYTHONPATH")])]
+    listen = {"ASYNCKV_LISTEN": "tcp://127.0.0.1:0"}
+    return {**kept, **listen, "PYTHONPATH": os.pathsep.join(places), **more}
+
+
+async def http_get(url: str) -> tuple[int, str]:
+    """Get a page; return its status and its body."""
+    parts = urllib.parse.urlsplit(url)
+    reader, writer = await asyncio.open_connection(parts.hostname, parts.port)
+    try:
+        writer.write(f"GET {parts.path} HTTP/1.1\r\nHost: x\r\n\r\n".encode())
+        answer = (await reader.read()).decode()
+    finally:
+        writer.close()
+        await writer.wait_closed()
+    head, _, body = answer.partition("\r\n\r\n")
+    return int(head.split(" ", 2)[1]), body
