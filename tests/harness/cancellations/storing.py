@@ -228,6 +228,8 @@ async def many_gets(ground: Ground, sweeper: Sweeper, nbytes: int) -> None:
                 place.fill_(OVERWRITE)
 
     async def check(outcome: Outcome[None]) -> None:
+        for place in into:
+            place.fill_(OVERWRITE)
         for key, value in zip(keys, values, strict=True):
             expect_same(await ground.client.get(key), value)
         await ground.check_quiet()

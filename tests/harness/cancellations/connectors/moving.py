@@ -304,10 +304,7 @@ MOVING: Final[tuple[ConnectorScenario[P2PGround], ...]] = (
     ),
     ConnectorScenario(
         a_save,
-        (
-            "P2PSave.run",
-            "PlainTaskGroup.__aexit__",
-        ),
+        ("P2PSave.run",),
     ),
     ConnectorScenario(
         a_host_copy, ("HostCopies.copy_of", "HostCopies.run", "Staging.copy")
