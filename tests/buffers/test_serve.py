@@ -280,7 +280,7 @@ async def test_deliveries_have_as_long_to_end_as_is_asked_for(
     peers: Peers, local: LookupBuffer
 ) -> None:
     await local.insert([1], None, torch.ones(MIB), None, None)
-    with pytest.raises(PeerLost):
+    with pytest.raises(LeaseLost):
         async with peers.consumer.lookup.drop_select([1]):
             async with asyncio.timeout(5):
                 await peers.server.aclose(drain_s=0)

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from typing import Final
 
 from asynckv.cli.keys import NO_KEY_OPTIONS, KeyOptions
+from asynckv.cli.process import run
 from asynckv.cli.serve.options import LogLevel, ServeOptions
 from asynckv.errors import AsyncKVError
 from asynckv.observability.lines import without_secrets
@@ -37,7 +38,7 @@ def serve(
         options.check()
         logging_ = _logging_to_stderr(options.log_level, options.tier)
         with logging_, EndDeadline() as deadline:
-            asyncio.run(run_until_stopped(options, keys, deadline))
+            run(run_until_stopped(options, keys, deadline))
     except (KeyboardInterrupt, asyncio.CancelledError):
         return 0
     except (AsyncKVError, ValueError, OSError) as exc:

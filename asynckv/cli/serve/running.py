@@ -30,10 +30,12 @@ __all__ = ("EndDeadline", "Serving", "run_until_stopped")
 
 logger = logging.getLogger(__name__)
 
-_GOODBYE_S: Final = 0.5
+_GOODBYE_S: Final = 0.3
 _CLOSE_S: Final = 1.0
-_MORE_S: Final = 1.8
-"""So long the end takes beside the drain: two seconds, less those of the machine."""
+_MORE_S: Final = 1.5
+"""So long the end takes beside the drain: two seconds, less those of a busy machine."""
+_LOOP_S: Final = 1.0
+"""So long the loop may take to end, when all that was open is closed."""
 
 
 async def run_until_stopped(
@@ -63,7 +65,7 @@ async def run_until_stopped(
         signal_name = await stopped
         deadline.set(options.drain_s + _MORE_S)
         await serving.drain(signal_name)
-        deadline.set(_MORE_S)
+        deadline.set(_LOOP_S)
 
 
 class EndDeadline:
@@ -140,7 +142,7 @@ class Serving:
         print(self.server.url, flush=True)
 
     async def drain(self, why: str) -> None:
-        """End all of it: in the time that there is for that, and 1.5 s more.
+        """End all of it: in the time that there is for that, and 1.3 s more.
 
         Consumers take what is left, requests that are under way end, and tiers take
         what waits for them. Nobody connects any more.

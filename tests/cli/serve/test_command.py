@@ -12,6 +12,8 @@ from asynckv.cli.main import main
 from asynckv.cli.serve.command import serve
 from asynckv.cli.serve.options import ServeOptions
 
+pytest.importorskip("uvloop").new_event_loop().close()  # its first makes a lasting pipe
+
 DISK = "disk:///nowhere/at/all?max=64MiB"
 
 
