@@ -33,9 +33,9 @@ from asynckv.connectors.connections import StoreConnection
 from asynckv.connectors.engine import (
     SHAPE_KEY,
     KVEngine,
+    PrefixKeys,
     StoredShape,
     namespace_of,
-    prefix_block_keys,
     rank_block_keys,
 )
 from asynckv.connectors.options import ConnectorOptions
@@ -128,7 +128,7 @@ class StoreScheduler(
     ) -> None:
         self.engine = engine
         self.load_failure_policy: KVLoadFailurePolicy = config.kv_load_failure_policy
-        self._fingerprint = config.fingerprint
+        self._keys = PrefixKeys(engine.block_size, config.fingerprint)
         self._is_consumer = config.is_kv_consumer
         self._is_producer = config.is_kv_producer
         self.finder = PrefixLookup(config, engine, store)
@@ -269,12 +269,7 @@ class StoreScheduler(
     def _known(self, request: KVRequest) -> _Known:
         known = self._requests.get(request.request_id)
         if known is None:
-            keys = prefix_block_keys(
-                request.token_ids,
-                self.engine.block_size,
-                self._fingerprint,
-                request.salt,
-            )
+            keys = self._keys.of(request.token_ids, request.salt)
             known = _Known(request, keys, self._seen)
             self._requests[request.request_id] = known
             self._seen += 1

@@ -49,6 +49,10 @@ _NOT_TOLD: Final = (
 )
 
 
+_NO_RESULTS: Final = KVTransferResults()
+_NO_ORDERS: Final = AsyncKVMetadata()
+
+
 class AsyncKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     """Moves vLLM's KV cache by asynckv: prefill here, decode there.
 
@@ -78,7 +82,7 @@ class AsyncKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 reports_saves=settings.reports_saves,
                 longest_save_s=settings.longest_save_s,
             )
-        self._reports = KVTransferResults()
+        self._reports = _NO_RESULTS
         self._is_p2p = settings.reports_saves
         self._cache_hit_source = (
             CacheHitSource.P2P if self._is_p2p else CacheHitSource.EXTERNAL_UNSPECIFIED
@@ -116,6 +120,8 @@ class AsyncKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         scheduling, manager = self._scheduling, self._kv_cache_manager
         are_read = scheduling.overwritten(scheduler_output.preempted_req_ids or set())
         orders = scheduling.orders(scheduler_output, manager.get_block_ids)
+        if orders is None and not are_read:
+            return _NO_ORDERS
         return AsyncKVMetadata(orders, must_be_quiet=are_read)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
@@ -225,6 +231,8 @@ class AsyncKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self, finished_req_ids: set[str]
     ) -> KVConnectorTransferResults:
         self._reports = results = self._working.results()
+        if not results:
+            return KVConnectorTransferResults()
         # Blocks that failed are told apart from others by ``invalid_blocks``, except
         # where a model has several groups of them.
         failed = results.failed_recving if self._has_groups else ()
@@ -236,8 +244,8 @@ class AsyncKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return set() if self._has_groups else set(self._reports.invalid_block_ids)
 
     def build_connector_worker_meta(self) -> AsyncKVWorkerMetadata | None:
-        reports, self._reports = self._reports, KVTransferResults()
-        return AsyncKVWorkerMetadata.of(reports)
+        reports, self._reports = self._reports, _NO_RESULTS
+        return AsyncKVWorkerMetadata.of(reports) if reports else None
 
     def get_kv_connector_stats(self) -> AsyncKVStats | None:
         role = self._worker or self._scheduler

@@ -188,7 +188,7 @@ class _Process:
             finished_sending=frozenset(self._lied_of),
             finished_recving=frozenset(self._lied_of),
         )
-        get_kv_transfer_group()._worker._bridge.tell((lie, (0, 0)))
+        get_kv_transfer_group()._worker._bridge.tell(lie)
 
     def _read(self) -> None:
         for line in sys.stdin:
