@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import struct
 from collections.abc import Sequence
@@ -228,8 +227,10 @@ def _digest(data: bytes) -> bytes:
 def _bytes_of(token_ids: Sequence[int]) -> bytes:
     # As an engine has them, for which numpy takes five times as long.
     if isinstance(token_ids, (list, tuple)) and token_ids and type(token_ids[0]) is int:
-        with contextlib.suppress(struct.error):  # not all of them are such numbers
+        try:
             return struct.pack(f"<{len(token_ids)}q", *token_ids)
+        except struct.error:
+            pass  # not all of them are such numbers: numpy says so
     ids = numpy.asarray(token_ids)
     # Cut to whole numbers, other tokens would have the same key. (None are floats.)
     if ids.size and ids.dtype.kind not in "iu":

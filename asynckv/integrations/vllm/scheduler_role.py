@@ -83,16 +83,11 @@ class SchedulerRole:
         self._failures: dict[tuple[str, str], str] = {}
         self._began: dict[str, float] = {}
         self._counts: dict[str, Any] = {}
-        # What there is now, as the loop saw it last, and what was told of that.
-        self._gauges: dict[str, int] = {}
-        self._said: dict[str, int] = {}
+        self._told_gauges: dict[str, int] = {}
         self.dropped = 0
-        self._asking: Bridge[KVAnswer] | None = None
+        self._asking: _Asking | None = None
         if isinstance(connector, AsksElsewhere):
-            self._asking = Bridge("vllm scheduler")
-            self._asking.run(connector.start, timeout_s=_START_S)
-            self._asking.at_end(connector.aclose)
-            self._asking.start(self._recheck)
+            self._asking = _Asking(connector, connector.statistics)
 
     @property
     def held(self) -> int:
@@ -120,7 +115,8 @@ class SchedulerRole:
         ours = self._requests.get(request.request_id)
         if ours is None:
             return 0, False
-        self._take_answers()
+        if self._asking is not None:
+            self._asking.take_answers()
         return self._connector.get_num_new_matched_tokens(ours, num_computed_tokens)
 
     def allocated(
@@ -141,7 +137,8 @@ class SchedulerRole:
         What has to be asked elsewhere is, all of the step at once: the loop is woken
         no more often.
         """
-        self._ask()
+        if self._asking is not None:
+            self._asking.ask()
         step = self._step_of(output, block_ids) if self._computing else _NO_STEP
         orders = self._connector.build_connector_meta(step)
         if orders == type(orders)():
@@ -225,8 +222,9 @@ class SchedulerRole:
 
     def take_counts(self) -> dict[str, Any] | None:
         """Return what was counted since the last call, if anything was."""
-        if (gauges := self._gauges) != self._said:
-            self._said = gauges
+        gauges = {} if self._asking is None else self._asking.gauges
+        if gauges != self._told_gauges:
+            self._told_gauges = gauges
             self._counts["gauges"] = {"scheduler": gauges}
         if not self._counts:
             return None
@@ -251,47 +249,6 @@ class SchedulerRole:
         self._connector.shutdown()
         if self._asking is not None:
             self._asking.shutdown()
-
-    def _take_answers(self) -> None:
-        connector = self._connector
-        if self._asking is not None and isinstance(connector, AsksElsewhere):
-            for answer in self._asking.news():
-                connector.take_answer(answer)
-
-    def _ask(self) -> None:
-        """Hand questions over to the loop."""
-        connector = self._connector
-        if self._asking is not None and isinstance(connector, AsksElsewhere):
-            if questions := connector.take_questions():
-                self._asking.start(self._ask_all, connector, self._asking, questions)
-
-    async def _ask_all(
-        self,
-        connector: AsksElsewhere,
-        bridge: Bridge[KVAnswer],
-        questions: Sequence[KVQuestion],
-    ) -> None:
-        async def ask(question: KVQuestion) -> None:
-            answer = question.answered(0)
-            try:
-                answer = await connector.ask(question)
-            except Exception:
-                # No request may be asked of for ever: nothing is known of it.
-                logger.exception("nobody knows of %r", question.request_id)
-            finally:
-                bridge.tell(answer)
-
-        await asyncio.gather(*map(ask, questions))
-        self._look()
-
-    async def _recheck(self) -> None:
-        """Look at what there is, now and then: it changes while nobody asks."""
-        while True:
-            self._look()
-            await asyncio.sleep(_LOOK_EVERY_S)
-
-    def _look(self) -> None:
-        self._gauges = gauges_of(self._connector.statistics())
 
     def _release(self, results: KVTransferResults) -> set[str]:
         """Saves have ended; return those whose blocks vLLM holds for them."""
@@ -373,6 +330,59 @@ class SchedulerRole:
             if before + count >= self._requests[request_id].num_tokens:
                 self._computing.discard(request_id)
         return KVConnectorStep(tuple(scheduled)) if scheduled else _NO_STEP
+
+
+class _Asking:
+    """Puts a connector's questions to others, on a loop of its own."""
+
+    def __init__(
+        self, connector: AsksElsewhere, statistics: Callable[[], object]
+    ) -> None:
+        self.gauges: dict[str, int] = {}
+        """What there is, as the loop saw it last: replaced, never changed."""
+        self._connector = connector
+        self._statistics = statistics
+        self._bridge = Bridge[KVAnswer]("vllm scheduler")
+        self._bridge.run(connector.start, timeout_s=_START_S)
+        self._bridge.at_end(connector.aclose)
+        self._bridge.start(self._recheck)
+
+    def take_answers(self) -> None:
+        """Give the connector the answers that have come. Never waits."""
+        for answer in self._bridge.news():
+            self._connector.take_answer(answer)
+
+    def ask(self) -> None:
+        """Hand over what the connector wants to know, all at once. Never waits."""
+        if questions := self._connector.take_questions():
+            self._bridge.start(self._ask_all, questions)
+
+    def shutdown(self) -> None:
+        """Ask nothing more, and join the thread. May be called again."""
+        self._bridge.shutdown()
+
+    async def _ask_all(self, questions: Sequence[KVQuestion]) -> None:
+        await asyncio.gather(*map(self._ask, questions))
+        self._look()
+
+    async def _ask(self, question: KVQuestion) -> None:
+        answer = question.answered(0)
+        try:
+            answer = await self._connector.ask(question)
+        except Exception:
+            # No request may be asked of for ever: nothing is known of it.
+            logger.exception("nobody knows of %r", question.request_id)
+        finally:
+            self._bridge.tell(answer)
+
+    async def _recheck(self) -> None:
+        """Look at what there is, now and then: it changes while nobody asks."""
+        while True:
+            self._look()
+            await asyncio.sleep(_LOOK_EVERY_S)
+
+    def _look(self) -> None:
+        self.gauges = gauges_of(self._statistics())
 
 
 def _as_ours(block_ids: _Blocks) -> BlockIds:
