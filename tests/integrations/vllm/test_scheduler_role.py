@@ -585,6 +585,7 @@ def test_what_has_to_be_asked_elsewhere_is_asked_again_until_it_is_known(
     asking.is_failing = is_failing
     asker.on_new_request(LONG)
     assert asker.matched_tokens(LONG, 0) == (None, False)
+    assert not asking.is_asked.is_set()  # but with all that this step has to ask
     step_of_nothing(asker)
     assert asking.is_asked.wait(5)
     deadline = time.monotonic() + 5
