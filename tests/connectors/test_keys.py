@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from typing import Any
+
 import numpy
 import pytest
 import torch
@@ -63,11 +65,11 @@ def test_tokens_that_are_no_whole_numbers_have_no_key(tokens: list[int]) -> None
 
 def test_keys_are_of_the_tokens_whatever_holds_them() -> None:
     tokens = [5, 0, 128_000, 2**40, -1, 7, 8, 9]
-    found = {
-        prefix_block_keys(held, 4)
-        for held in (tokens, tuple(tokens), numpy.array(tokens), torch.tensor(tokens))
-    }
-    assert len(found) == 1
+    holders: list[Any] = [
+        *(tokens, tuple(tokens)),
+        *(numpy.array(tokens), torch.tensor(tokens)),
+    ]
+    assert len({prefix_block_keys(held, 4) for held in holders}) == 1
 
 
 def test_keys_stay_as_they_are_for_what_a_disk_has_kept() -> None:
