@@ -303,13 +303,12 @@ def _engines() -> Iterator[dict[str, Engine]]:
             "store": transfer("kv_both", "recompute", mode="store", store=store),
         }
         engines = {
+            # One after the other: together they may take longer than they may.
             who: stack.enter_context(
                 Engine(model, folder / f"{who}.log", config, **options)
-            )
+            ).wait_ready()
             for who, config in configs.items()
         }
-        for engine in engines.values():
-            engine.wait_ready()
         yield engines
 
 
