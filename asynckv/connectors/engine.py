@@ -192,7 +192,8 @@ class PrefixKeys:
         parent = self._root(salt) if salt else self._unsalted
         keys = []
         for end in range(nbytes, len(ids) + 1, nbytes):
-            parent = _digest(parent + ids[end - nbytes : end])
+            block = parent + ids[end - nbytes : end]
+            parent = hashlib.blake2b(block, digest_size=_DIGEST_NBYTES).digest()
             keys.append(parent.hex())
         return tuple(keys)
 

@@ -75,6 +75,7 @@ class _Known:
     times_asked: int = 0
     question: int = -1
     is_loaded: bool = False
+    has_load: bool = False
     saved: int = 0
 
     def forget_old_answer(self) -> None:
@@ -210,6 +211,7 @@ class StoreScheduler(
             refusal=refusal_of_blocks(blocks, end - first),
         )
         if self._loads.begin(request.request_id, load.block_ids):
+            known.has_load = True
             self._pending_loads.append(load)
 
     def build_connector_meta(self, step: KVConnectorStep) -> KVConnectorMetadata:
@@ -230,7 +232,9 @@ class StoreScheduler(
         self, request: KVRequest, block_ids: BlockIds
     ) -> tuple[bool, dict[str, object] | None]:
         self._check_thread()
-        self._requests.pop(request.request_id, None)
+        known = self._requests.pop(request.request_id, None)
+        if known is None or not known.has_load:
+            return False, None
         return self._loads.abort(request.request_id), None
 
     def request_finished_all_groups(

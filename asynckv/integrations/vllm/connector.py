@@ -75,6 +75,7 @@ class AsyncKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._attention = ""  # not known before the caches are registered
         settings = self._settings()
         self._groups = settings.groups
+        self._has_groups = len(kv_cache_config.kv_cache_groups) > 1
         if role is KVConnectorRole.WORKER:
             self._worker = WorkerRole(
                 f"vllm worker {settings.engine.rank}",
@@ -129,6 +130,8 @@ class AsyncKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         sent = connector_output.finished_sending
         received = connector_output.finished_recving
         told = connector_output.kv_connector_worker_meta
+        if told is None and not sent and not received:
+            return  # in most steps
         said = told.ended if isinstance(told, AsyncKVWorkerMetadata) else None
         if not (sent or received or said):
             return
@@ -270,10 +273,6 @@ class AsyncKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     @classmethod
     def build_prom_metrics(cls, *args: Any, **kwargs: Any) -> AsyncKVPromMetrics:
         return AsyncKVPromMetrics(*args, **kwargs)
-
-    @property
-    def _has_groups(self) -> bool:
-        return len(self._kv_cache_config.kv_cache_groups) > 1
 
     def _settings(self) -> Settings:
         is_worker = self.role is KVConnectorRole.WORKER
