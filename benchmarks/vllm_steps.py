@@ -8,8 +8,9 @@ second case eight others come and go through a second engine. In the third eight
 and go with a store: each prompt is saved once, and loaded once.
 
 Then eight requests of 200 tokens are sent together, and 192 tokens of each decoded: in
-turns by an engine without a connector, by one that has no use for its own, by one that
-loads all eight prompts, and by one that saves them in a store.
+turns by an engine without a connector, by one whose connector does nothing at all, by
+one that has no use for ours, by one that loads all eight prompts, and by one that saves
+them in a store.
 
     PYTHONPATH=tests python -m benchmarks.vllm_steps [--rounds 3]
 """
@@ -62,6 +63,11 @@ _LIMITS: Final = {
     "nothing pending": 0.05,
     f"{_IN_FLIGHT} in flight": 0.15,
     f"{_IN_FLIGHT} with a store": 0.05,
+}
+_NOTHING: Final = {
+    "kv_connector": "NothingConnector",
+    "kv_connector_module_path": "harness.vllm_engines.nothing",
+    "kv_role": "kv_both",
 }
 _PROMPT_TOKENS, _DECODED_TOKENS = 200, 192
 _LEAST_TOKENS: Final = {"idle": 0.98, "loads": 0.9}
@@ -290,19 +296,19 @@ def _engines() -> Iterator[dict[str, Engine]]:
         store = stack.enter_context(_store())
         configs = {
             "bare": None,
+            "nothing": _NOTHING,
             "idle": transfer("kv_both", listen=free_url()),
             "producer": transfer("kv_producer", listen=url),
             "consumer": transfer("kv_consumer", peers=[url]),
             "store": transfer("kv_both", "recompute", mode="store", store=store),
         }
         engines = {
+            # One after the other: together they may take longer than they may.
             who: stack.enter_context(
                 Engine(model, folder / f"{who}.log", config, **options)
-            )
+            ).wait_ready()
             for who, config in configs.items()
         }
-        for engine in engines.values():
-            engine.wait_ready()
         yield engines
 
 
@@ -351,6 +357,7 @@ def _tokens(engines: Mapping[str, Engine], rounds: int) -> bool:
         took = {
             "bare": _decoding_s(engines["bare"], prompts, none),
             "again": _decoding_s(engines["bare"], prompts, none),
+            "does nothing": _decoding_s(engines["nothing"], prompts, none),
             "idle": _decoding_s(engines["idle"], prompts, none),
             "loads": _decoding_s(pair.consumer, prompts, params),
             "saves in a store": _decoding_s(engines["store"], prompts, none),

@@ -29,6 +29,7 @@ __all__ = (
     "Specified",
     "check_apart",
     "check_landing",
+    "extent_of",
     "landing_of",
     "memory_of",
     "rows_of",
@@ -125,7 +126,7 @@ class KVBlocks:
     def memory(self) -> Memory:
         """Return where the blocks lie."""
         step = self.pool.stride(0) * self.pool.element_size()
-        return runs_in(_extent(self.pool), self.block_ids * step, self.block_nbytes)
+        return runs_in(extent_of(self.pool), self.block_ids * step, self.block_nbytes)
 
 
 class Specified(Protocol):
@@ -227,7 +228,7 @@ def tensor_at(memory: KVMemory) -> torch.Tensor:
     return memory.pool if isinstance(memory, KVBlocks) else memory
 
 
-def _extent(pool: torch.Tensor) -> memoryview:
+def extent_of(pool: torch.Tensor) -> memoryview:
     """Return the bytes from the first element of ``pool`` to its last one."""
     check_sendable(pool)
     row = pool.shape[1:].numel()

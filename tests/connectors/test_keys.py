@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+from typing import Any
+
+import numpy
 import pytest
 import torch
 
@@ -48,10 +51,30 @@ def test_no_whole_block_has_no_key() -> None:
         prefix_block_keys([1], 0)
 
 
-@pytest.mark.parametrize("tokens", [[1.5, 2.5], [1.0], ["1"], "ab", [True], [2**70]])
+@pytest.mark.parametrize(
+    "tokens",
+    [
+        *([1.5, 2.5], [1.0], ["1"], "ab", [True], [2**70]),
+        *([1, 2.5], (1, "2"), [1, 2**70], [1, None]),
+    ],
+)
 def test_tokens_that_are_no_whole_numbers_have_no_key(tokens: list[int]) -> None:
     with pytest.raises(ValueError, match="whole numbers"):
         prefix_block_keys(tokens, 1)
+
+
+def test_keys_are_of_the_tokens_whatever_holds_them() -> None:
+    tokens = [5, 0, 128_000, 2**40, -1, 7, 8, 9]
+    holders: list[Any] = [
+        *(tokens, tuple(tokens)),
+        *(numpy.array(tokens), torch.tensor(tokens)),
+    ]
+    assert len({prefix_block_keys(held, 4) for held in holders}) == 1
+
+
+def test_keys_stay_as_they_are_for_what_a_disk_has_kept() -> None:
+    keys = prefix_block_keys([1, 2, 3, 4], 2, KVFingerprint(model="m"), "tenant")
+    assert [key[:16] for key in keys] == ["5e344e2af55d5b19", "7398314a0810b099"]
 
 
 def test_ranks_and_namespaces_have_keys_of_their_own() -> None:

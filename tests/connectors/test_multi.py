@@ -384,6 +384,8 @@ async def test_a_step_that_is_cleared_once_its_wait_has_begun_is_saved_by_all() 
 class Noting(BlockMoves):
     """Notes as at which marks blocks are read."""
 
+    is_on_gpu = True  # in host memory nobody asks for marks
+
     async def gather(
         self,
         sources: Sequence[KVBlocks],

@@ -33,9 +33,9 @@ from asynckv.connectors.connections import StoreConnection
 from asynckv.connectors.engine import (
     SHAPE_KEY,
     KVEngine,
+    PrefixKeys,
     StoredShape,
     namespace_of,
-    prefix_block_keys,
     rank_block_keys,
 )
 from asynckv.connectors.options import ConnectorOptions
@@ -76,6 +76,7 @@ class _Known:
     times_asked: int = 0
     question: int = -1
     is_loaded: bool = False
+    has_load: bool = False
     saved: int = 0
 
     def forget_old_answer(self) -> None:
@@ -127,7 +128,7 @@ class StoreScheduler(
     ) -> None:
         self.engine = engine
         self.load_failure_policy: KVLoadFailurePolicy = config.kv_load_failure_policy
-        self._fingerprint = config.fingerprint
+        self._keys = PrefixKeys(engine.block_size, config.fingerprint)
         self._is_consumer = config.is_kv_consumer
         self._is_producer = config.is_kv_producer
         self.finder = PrefixLookup(config, engine, store)
@@ -209,6 +210,7 @@ class StoreScheduler(
             refusal=refusal_of_blocks(blocks, end - first),
         )
         if self._loads.begin(request.request_id, load.block_ids):
+            known.has_load = True
             self._pending_loads.append(load)
 
     def build_connector_meta(self, step: KVConnectorStep) -> KVConnectorMetadata:
@@ -229,7 +231,9 @@ class StoreScheduler(
         self, request: KVRequest, block_ids: BlockIds
     ) -> tuple[bool, dict[str, object] | None]:
         self._check_thread()
-        self._requests.pop(request.request_id, None)
+        known = self._requests.pop(request.request_id, None)
+        if known is None or not known.has_load:
+            return False, None
         return self._loads.abort(request.request_id), None
 
     def request_finished_all_groups(
@@ -268,12 +272,7 @@ class StoreScheduler(
     def _known(self, request: KVRequest) -> _Known:
         known = self._requests.get(request.request_id)
         if known is None:
-            keys = prefix_block_keys(
-                request.token_ids,
-                self.engine.block_size,
-                self._fingerprint,
-                request.salt,
-            )
+            keys = self._keys.of(request.token_ids, request.salt)
             known = _Known(request, keys, self._seen)
             self._requests[request.request_id] = known
             self._seen += 1

@@ -11,10 +11,19 @@ import dataclasses
 import functools
 import hashlib
 import logging
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from typing import Any, Final, NamedTuple
+from collections.abc import (
+    Awaitable,
+    Callable,
+    Coroutine,
+    Generator,
+    Iterator,
+    Sequence,
+)
+from typing import Any, Final, Literal, NamedTuple, TypeAlias
 
 import msgspec
+import numpy
+import numpy.typing
 import torch
 
 from asynckv.abc import BlockIds, KVStoreBuffer
@@ -40,7 +49,8 @@ from asynckv.devices.cuda import Event
 from asynckv.devices.lanes import DeviceLanes
 from asynckv.devices.tensors import gpu_of
 from asynckv.errors import EntryAborted, PeerLost
-from asynckv.tensors.blocks import KVBlocks
+from asynckv.tensors.blocks import KVBlocks, extent_of
+from asynckv.tensors.jobs import CopyJob
 from asynckv.tensors.views import bytes_of
 from asynckv.waits.own_tasks import PlainTaskGroup
 
@@ -56,6 +66,57 @@ __all__ = (
 
 _MARK_NBYTES: Final = 64
 """The digest's. What follows it is aligned for every dtype."""
+_PIECE_NBYTES: Final = 2**20
+
+
+_Into: TypeAlias = Literal["value", "blocks"]
+_Bytes: TypeAlias = numpy.typing.NDArray[numpy.uint8]
+
+
+class _HostPool(NamedTuple):
+    """One pool of blocks in host memory, and where one of them begins in a value."""
+
+    group: int
+    memory: _Bytes
+    num_blocks: int
+    step: int
+    block_nbytes: int
+    start: int
+
+
+class _HostCopy(CopyJob):
+    """One block of every pool, copied to the value they make up, or from it.
+
+    :raises IndexError: there is no block of that id
+    """
+
+    def __init__(
+        self, pools: Sequence[_HostPool], ids: Sequence[int], value: _Bytes, into: _Into
+    ) -> None:
+        for pool in pools:
+            if not 0 <= ids[pool.group] < pool.num_blocks:
+                raise IndexError(f"a pool has {pool.num_blocks} blocks: no such id")
+        self._pools, self._ids, self._value = pools, ids, value
+        self._is_gathering = into == "value"
+
+    @property
+    def nbytes(self) -> int:
+        return len(self._value) - _MARK_NBYTES
+
+    def steps(self) -> Generator[None, None, None]:
+        copied = 0
+        for pool in self._pools:
+            first, nbytes = self._ids[pool.group] * pool.step, pool.block_nbytes
+            block = pool.memory[first : first + nbytes]
+            part = self._value[pool.start : pool.start + nbytes]
+            if self._is_gathering:
+                part[:] = block
+            else:
+                block[:] = part
+            copied += nbytes
+            if copied >= _PIECE_NBYTES:
+                copied = 0
+                yield
 
 
 class PackedBlocks:
@@ -74,13 +135,14 @@ class PackedBlocks:
         none = [(layer, KVBlocks(pool, ())) for layer, pool in pools]
         told = [(layer, one.spec.dtype, one.spec.shape[1:]) for layer, one in none]
         digest = hashlib.blake2b(msgspec.msgpack.encode(told), digest_size=_MARK_NBYTES)
-        self._mark = torch.frombuffer(bytearray(digest.digest()), dtype=torch.uint8)
+        self._mark = digest.digest()
         self._pools: list[tuple[int, KVBlocks, int]] = []
         """The group of each, none of its blocks, and where one begins in a value."""
         self.block_nbytes = _MARK_NBYTES
         for layer, one in none:
             self._pools.append((caches.group_of(layer), one, self.block_nbytes))
             self.block_nbytes += one.block_nbytes
+        self._host = None if moves.is_on_gpu else list(self._in_host_memory())
         kinds = {(one.dtype, one.shape[1:]) for _, one in none}
         self._kind = kinds.pop() if len(kinds) == 1 else None
         """What all are, if that is the same."""
@@ -93,7 +155,11 @@ class PackedBlocks:
         A cancelled call no longer reads the blocks.
         """
         value = torch.empty(self.block_nbytes, dtype=torch.uint8)
-        value[:_MARK_NBYTES] = self._mark
+        memory = bytes_of(value)
+        memory[:_MARK_NBYTES] = self._mark
+        if self._host is not None:
+            await self._copy_on_host(memory, block_ids, index, "value")
+            return value
         parts = self._parts(value, block_ids, index)
         await self.moves.gather(
             [blocks for blocks, _ in parts], [part for _, part in parts], mark
@@ -119,12 +185,33 @@ class PackedBlocks:
                 f"a value of {value.nbytes} bytes is no block of {self.block_nbytes}"
             )
         (told,) = await self.moves.fetch([value[:_MARK_NBYTES]])
-        if not torch.equal(told, self._mark):
+        if bytes_of(told).tobytes() != self._mark:
             raise ValueError("a value of other layers, or of another dtype or layout")
+        if self._host is not None:
+            await self._copy_on_host(bytes_of(value), block_ids, index, "blocks")
+            return
         parts = self._parts(value, block_ids, index)
         await self.moves.scatter(
             [part for _, part in parts], [blocks for blocks, _ in parts], mark
         )
+
+    def _in_host_memory(self) -> Iterator[_HostPool]:
+        for group, none, start in self._pools:
+            pool, nbytes = none.pool, none.block_nbytes
+            memory = numpy.frombuffer(extent_of(pool), numpy.uint8)
+            step = pool.stride(0) * pool.element_size()
+            yield _HostPool(group, memory, len(pool), step, nbytes, start)
+
+    async def _copy_on_host(
+        self,
+        value: memoryview,
+        block_ids: BlockIds,
+        index: int,
+        into: _Into,
+    ) -> None:
+        ids = [int(group[index]) for group in block_ids]
+        array = numpy.frombuffer(value, numpy.uint8)
+        await self.moves.pool.run([_HostCopy(self._host or (), ids, array, into)])
 
     def _parts(
         self, value: torch.Tensor, block_ids: BlockIds, index: int

@@ -49,6 +49,10 @@ _NOT_TOLD: Final = (
 )
 
 
+_NO_RESULTS: Final = KVTransferResults()
+_NO_ORDERS: Final = AsyncKVMetadata()
+
+
 class AsyncKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     """Moves vLLM's KV cache by asynckv: prefill here, decode there.
 
@@ -71,6 +75,7 @@ class AsyncKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._attention = ""  # not known before the caches are registered
         settings = self._settings()
         self._groups = settings.groups
+        self._has_groups = len(kv_cache_config.kv_cache_groups) > 1
         if role is KVConnectorRole.WORKER:
             self._worker = WorkerRole(
                 f"vllm worker {settings.engine.rank}",
@@ -78,7 +83,7 @@ class AsyncKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 reports_saves=settings.reports_saves,
                 longest_save_s=settings.longest_save_s,
             )
-        self._reports = KVTransferResults()
+        self._reports = _NO_RESULTS
         self._is_p2p = settings.reports_saves
         self._cache_hit_source = (
             CacheHitSource.P2P if self._is_p2p else CacheHitSource.EXTERNAL_UNSPECIFIED
@@ -116,6 +121,8 @@ class AsyncKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         scheduling, manager = self._scheduling, self._kv_cache_manager
         are_read = scheduling.overwritten(scheduler_output.preempted_req_ids or set())
         orders = scheduling.orders(scheduler_output, manager.get_block_ids)
+        if orders is None and not are_read:
+            return _NO_ORDERS
         return AsyncKVMetadata(orders, must_be_quiet=are_read)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
@@ -123,6 +130,8 @@ class AsyncKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         sent = connector_output.finished_sending
         received = connector_output.finished_recving
         told = connector_output.kv_connector_worker_meta
+        if told is None and not sent and not received:
+            return  # in most steps
         said = told.ended if isinstance(told, AsyncKVWorkerMetadata) else None
         if not (sent or received or said):
             return
@@ -225,6 +234,8 @@ class AsyncKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self, finished_req_ids: set[str]
     ) -> KVConnectorTransferResults:
         self._reports = results = self._working.results()
+        if not results:
+            return KVConnectorTransferResults()
         # Blocks that failed are told apart from others by ``invalid_blocks``, except
         # where a model has several groups of them.
         failed = results.failed_recving if self._has_groups else ()
@@ -236,8 +247,8 @@ class AsyncKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return set() if self._has_groups else set(self._reports.invalid_block_ids)
 
     def build_connector_worker_meta(self) -> AsyncKVWorkerMetadata | None:
-        reports, self._reports = self._reports, KVTransferResults()
-        return AsyncKVWorkerMetadata.of(reports)
+        reports, self._reports = self._reports, _NO_RESULTS
+        return AsyncKVWorkerMetadata.of(reports) if reports else None
 
     def get_kv_connector_stats(self) -> AsyncKVStats | None:
         role = self._worker or self._scheduler
@@ -262,10 +273,6 @@ class AsyncKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     @classmethod
     def build_prom_metrics(cls, *args: Any, **kwargs: Any) -> AsyncKVPromMetrics:
         return AsyncKVPromMetrics(*args, **kwargs)
-
-    @property
-    def _has_groups(self) -> bool:
-        return len(self._kv_cache_config.kv_cache_groups) > 1
 
     def _settings(self) -> Settings:
         is_worker = self.role is KVConnectorRole.WORKER

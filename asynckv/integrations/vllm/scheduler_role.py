@@ -5,6 +5,7 @@ Plain functions, in every step: of requests that move nothing nothing is looked 
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import logging
 import time
@@ -28,7 +29,7 @@ from asynckv.abc import (
     TakesHandshakes,
 )
 from asynckv.integrations.bridge import Bridge
-from asynckv.integrations.vllm.counts import added, gauges_of
+from asynckv.integrations.vllm.counts import gauges_of
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -42,8 +43,10 @@ _Blocks: TypeAlias = Sequence[Sequence[int]]
 BlockIdsOf: TypeAlias = Callable[[str], _Blocks]
 
 _START_S: Final = 30.0
+_LOOK_EVERY_S: Final = 1.0
 _REMEMBERED: Final = 4096
 _NO_STEP: Final = KVConnectorStep()
+_NOBODY: Final = frozenset[str]()
 _WITHOUT_ANSWER: Final = ("FINISHED_ABORTED", "FINISHED_ERROR")
 
 
@@ -79,14 +82,12 @@ class SchedulerRole:
         # What ranks said of requests that have not ended on all of them.
         self._failures: dict[tuple[str, str], str] = {}
         self._began: dict[str, float] = {}
-        self._counts: dict[str, Any] | None = None
-        self._gauges: dict[str, int] = {}
+        self._counts: dict[str, Any] = {}
+        self._told_gauges: dict[str, int] = {}
         self.dropped = 0
-        self._asking: Bridge[KVAnswer] | None = None
+        self._asking: _Asking | None = None
         if isinstance(connector, AsksElsewhere):
-            self._asking = Bridge("vllm scheduler")
-            self._asking.run(connector.start, timeout_s=_START_S)
-            self._asking.at_end(connector.aclose)
+            self._asking = _Asking(connector, connector.statistics)
 
     @property
     def held(self) -> int:
@@ -115,11 +116,8 @@ class SchedulerRole:
         if ours is None:
             return 0, False
         if self._asking is not None:
-            self._ask(self._asking)
-        found = self._connector.get_num_new_matched_tokens(ours, num_computed_tokens)
-        if self._asking is not None:
-            self._ask(self._asking)
-        return found
+            self._asking.take_answers()
+        return self._connector.get_num_new_matched_tokens(ours, num_computed_tokens)
 
     def allocated(
         self, request: Request, block_ids: _Blocks, num_external_tokens: int
@@ -134,9 +132,17 @@ class SchedulerRole:
     def orders(
         self, output: SchedulerOutput, block_ids: BlockIdsOf
     ) -> KVConnectorMetadata | None:
-        """Return what workers do in this step, ``None`` for nothing."""
+        """Return what workers do in this step, ``None`` for nothing.
+
+        What has to be asked elsewhere is, all of the step at once: the loop is woken
+        no more often.
+        """
+        if self._asking is not None:
+            self._asking.ask()
         step = self._step_of(output, block_ids) if self._computing else _NO_STEP
         orders = self._connector.build_connector_meta(step)
+        if orders == type(orders)():
+            return None
         saves = getattr(orders, "saves", ())
         ordered = [one for one in saves if not getattr(one, "refusal", "")]
         saved = self._saving if self._reports_saves else self._read
@@ -146,13 +152,15 @@ class SchedulerRole:
         for load in getattr(orders, "loads", ()):
             if load.block_ids:
                 self._began[load.request_id] = time.monotonic()
-        return None if orders == type(orders)() else orders
+        return orders
 
     def overwritten(self, preempted: Set[str]) -> frozenset[str]:
         """Return the requests whose blocks may be read, and overwritten in this step.
 
         That is of the ``preempted`` ones, and of those that have finished.
         """
+        if not (preempted or self._freed):
+            return _NOBODY
         self._computing.update(one for one in preempted if one in self._requests)
         freed, self._freed = self._freed, set()
         return frozenset((self._saving | self._read) & preempted | freed)
@@ -175,18 +183,10 @@ class SchedulerRole:
                 self._failures.setdefault((request_id, way), reason)
         results = self._ours(ended, said)
         believed = self._connector.update_connector_output(results)
-        quiet = results.finished_sending & (self._saving | self._held)
         self._count_loads(believed)
-        self._count(
-            saves=len(quiet - results.failed_sending),
-            failed_saves=len(quiet & results.failed_sending),
-        )
-        sent = self._held & quiet
-        self._held -= quiet
-        self._saving -= quiet
         received = set(believed.finished_recving)
-        self.dropped += len(results.finished_sending) - len(quiet)
         self.dropped += len(results.finished_recving) - len(received)
+        sent = self._release(results) if results.finished_sending else set()
         sent |= ended.finished_sending - results.finished_sending
         received |= ended.finished_recving - results.finished_recving
         for request_id in results.failed_sending:
@@ -222,12 +222,13 @@ class SchedulerRole:
 
     def take_counts(self) -> dict[str, Any] | None:
         """Return what was counted since the last call, if anything was."""
-        counts, self._counts = self._counts, None
-        if self._asking is not None:
-            gauges = gauges_of(self._connector.statistics())
-            if gauges != self._gauges:
-                self._gauges = gauges
-                counts = added(counts or {}, {"gauges": {"scheduler": gauges}})
+        gauges = {} if self._asking is None else self._asking.gauges
+        if gauges != self._told_gauges:
+            self._told_gauges = gauges
+            self._counts["gauges"] = {"scheduler": gauges}
+        if not self._counts:
+            return None
+        counts, self._counts = self._counts, {}
         return counts
 
     def take_handshakes(self, metadata: Mapping[int, KVConnectorHandshake]) -> None:
@@ -249,28 +250,22 @@ class SchedulerRole:
         if self._asking is not None:
             self._asking.shutdown()
 
-    def _ask(self, bridge: Bridge[KVAnswer]) -> None:
-        """Hand questions over to the loop, and take the answers that have come."""
-        connector = self._connector
-        if not isinstance(connector, AsksElsewhere):
-            return
-
-        async def ask(question: KVQuestion) -> None:
-            answer = question.answered(0)
-            try:
-                answer = await connector.ask(question)
-            except Exception:
-                # No request may be asked of for ever: nothing is known of it.
-                logger.exception("nobody knows of %r", question.request_id)
-            finally:
-                bridge.tell(answer)
-
-        for answer in bridge.news():
-            connector.take_answer(answer)
-        for question in connector.take_questions():
-            bridge.start(ask, question)
+    def _release(self, results: KVTransferResults) -> set[str]:
+        """Saves have ended; return those whose blocks vLLM holds for them."""
+        quiet = results.finished_sending & (self._saving | self._held)
+        self._count(
+            saves=len(quiet - results.failed_sending),
+            failed_saves=len(quiet & results.failed_sending),
+        )
+        self.dropped += len(results.finished_sending) - len(quiet)
+        held = self._held & quiet
+        self._held -= quiet
+        self._saving -= quiet
+        return held
 
     def _count_loads(self, believed: KVTransferResults) -> None:
+        if not believed.finished_recving:
+            return
         now, took = time.monotonic(), dict[str, float]()
         for request_id in believed.finished_recving:
             took[request_id] = now - self._began.pop(request_id, now)
@@ -282,8 +277,10 @@ class SchedulerRole:
         )
 
     def _count(self, **counts: Any) -> None:
-        if any(counts.values()):
-            self._counts = added(self._counts or {}, counts)
+        for name, count in counts.items():
+            if count:
+                before = self._counts.get(name)
+                self._counts[name] = count if before is None else before + count
 
     def _ours(
         self, ended: KVTransferResults, said: KVTransferResults
@@ -293,6 +290,8 @@ class SchedulerRole:
         sent &= said.finished_sending | self._saving | self._held
         received = ended.finished_recving
         received &= said.finished_recving | self._began.keys()
+        if not self._failures:
+            return KVTransferResults(finished_sending=sent, finished_recving=received)
         take = self._failures.pop
         lost = {
             one: why for one in sent if (why := take((one, "send"), None)) is not None
@@ -331,6 +330,59 @@ class SchedulerRole:
             if before + count >= self._requests[request_id].num_tokens:
                 self._computing.discard(request_id)
         return KVConnectorStep(tuple(scheduled)) if scheduled else _NO_STEP
+
+
+class _Asking:
+    """Puts a connector's questions to others, on a loop of its own."""
+
+    def __init__(
+        self, connector: AsksElsewhere, statistics: Callable[[], object]
+    ) -> None:
+        self.gauges: dict[str, int] = {}
+        """What there is, as the loop saw it last: replaced, never changed."""
+        self._connector = connector
+        self._statistics = statistics
+        self._bridge = Bridge[KVAnswer]("vllm scheduler")
+        self._bridge.run(connector.start, timeout_s=_START_S)
+        self._bridge.at_end(connector.aclose)
+        self._bridge.start(self._recheck)
+
+    def take_answers(self) -> None:
+        """Give the connector the answers that have come. Never waits."""
+        for answer in self._bridge.news():
+            self._connector.take_answer(answer)
+
+    def ask(self) -> None:
+        """Hand over what the connector wants to know, all at once. Never waits."""
+        if questions := self._connector.take_questions():
+            self._bridge.start(self._ask_all, questions)
+
+    def shutdown(self) -> None:
+        """Ask nothing more, and join the thread. May be called again."""
+        self._bridge.shutdown()
+
+    async def _ask_all(self, questions: Sequence[KVQuestion]) -> None:
+        await asyncio.gather(*map(self._ask, questions))
+        self._look()
+
+    async def _ask(self, question: KVQuestion) -> None:
+        answer = question.answered(0)
+        try:
+            answer = await self._connector.ask(question)
+        except Exception:
+            # No request may be asked of for ever: nothing is known of it.
+            logger.exception("nobody knows of %r", question.request_id)
+        finally:
+            self._bridge.tell(answer)
+
+    async def _recheck(self) -> None:
+        """Look at what there is, now and then: it changes while nobody asks."""
+        while True:
+            self._look()
+            await asyncio.sleep(_LOOK_EVERY_S)
+
+    def _look(self) -> None:
+        self.gauges = gauges_of(self._statistics())
 
 
 def _as_ours(block_ids: _Blocks) -> BlockIds:

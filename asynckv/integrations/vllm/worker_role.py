@@ -1,7 +1,7 @@
 """What the connector of a vLLM worker does: the engine's thread, beside the loop.
 
-A step that moves nothing costs a few comparisons. A step that does puts its orders on
-the loop and goes on; what has ended comes back by the bridge's queue.
+A step that moves nothing costs a few comparisons. A step that does wakes the loop once,
+with all that it is to do, and goes on; what has ended comes back by the bridge's queue.
 """
 
 from __future__ import annotations
@@ -9,8 +9,9 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
-from collections.abc import Awaitable, Callable, Mapping, Set
-from typing import Any, Final, TypeAlias
+import operator
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Set
+from typing import Any, Final
 
 import torch
 
@@ -27,7 +28,7 @@ from asynckv.abc import (
 from asynckv.connectors.transfers import reason_of
 from asynckv.errors import GPUFailed
 from asynckv.integrations.bridge import Bridge
-from asynckv.integrations.vllm.counts import added, gauges_of
+from asynckv.integrations.vllm.counts import gauges_of
 
 __all__ = ("WorkerRole",)
 
@@ -36,12 +37,10 @@ logger = logging.getLogger("vllm.asynckv")  # vLLM shows only what is below "vll
 _START_S: Final = 30.0
 _LOOK_EVERY_S: Final = 1.0
 _NOTHING: Final = KVTransferResults()
+_NOBODY: Final = frozenset[str]()
 
 _MOVED: Final = ("loaded_bytes", "saved_bytes", "saved_blocks", "unsaved_blocks")
 """What grows in the statistics of workers; none has all of it."""
-
-_News: TypeAlias = tuple[KVTransferResults, tuple[int, ...]]
-"""What has ended, and how much of each of those was moved meanwhile."""
 
 
 class WorkerRole:
@@ -64,16 +63,21 @@ class WorkerRole:
         self._make = make
         self._longest_save_s = longest_save_s
         self._reports_saves = reports_saves
-        self._bridge = Bridge[_News](name)
+        self._bridge = Bridge[KVTransferResults](name)
         self._handshake: KVConnectorHandshake | None = None
         self._driver: _Driver | None = None
         self._orders: KVConnectorMetadata | None = None
-        self._counts: dict[str, Any] | None = None
-        self._moved = dict.fromkeys(_MOVED, 0)
+        self._saved = _NOBODY
+        # Of this step, what the loop was not told yet.
+        self._parts: list[Callable[[], None]] = []
+        self._steps = 0
         self._name = name
-        # What there is now, as the loop saw it last, and what was told of that.
+        self._is_to_notify = False
+        # What the loop saw last, replaced as a whole, and what was told of that: what
+        # was moved since the beginning, and what there is now.
+        self._moved = self._told_moved = (0,) * len(_MOVED)
         self._gauges: dict[str, int] = {}
-        self._said: dict[str, int] = {}
+        self._told_gauges: dict[str, int] = {}
 
     def register(
         self,
@@ -98,45 +102,56 @@ class WorkerRole:
         """Note what is to be done in this step. Never waits."""
         self._orders = orders
         if orders is not None and self._driver is not None:
-            self._bridge.call(self._driver.bind, orders)
+            self._saved = _saved_by(orders)
+            bind = functools.partial(self._driver.bind, orders, self._saved)
+            self._parts.append(bind)
 
     def start_loads(self) -> None:
-        """Issue the loads of this step. Never waits."""
-        if self._orders is not None and self._driver is not None:
-            self._bridge.call(self._driver.load, self._driver.mark())
+        """Let the loads of this step be issued, from its end on. Never waits."""
+        driver = self._driver
+        if self._orders is not None and driver is not None:
+            self._parts.append(functools.partial(driver.load, driver.mark()))
 
     def save_layer(self, layer_name: str) -> None:
         """That layer is computed. Never waits."""
         driver = self._driver
         if self._orders is not None and driver is not None and driver.wants_layers:
-            self._bridge.call(driver.save_layer, layer_name, driver.mark())
+            mark = driver.mark()
+            self._parts.append(functools.partial(driver.save_layer, layer_name, mark))
+            self._hand_over()
 
     def end_step(self) -> None:
         """The forward is over: what was not saved by layers can be."""
         orders, self._orders = self._orders, None
-        if orders is not None and self._driver is not None:
-            self._driver.steps_begun += 1
-            self._bridge.call(self._driver.end, self._driver.mark())
+        driver = self._driver
+        if orders is not None and driver is not None:
+            self._steps += 1
+            if self._saved:
+                driver.reading[self._steps] = self._saved
+            self._parts.append(
+                functools.partial(driver.end, driver.mark(), self._steps)
+            )
+            self._hand_over()
 
     def results(self) -> KVTransferResults:
         """Return what has ended since the last call. Never waits."""
         news = self._bridge.news()
-        if not news:
-            return _NOTHING
-        ended = _NOTHING
-        for results, moved in news:
-            ended |= results
-            if any(moved):
-                counts = dict(zip(_MOVED, moved, strict=False))
-                self._counts = added(self._counts or {}, counts)
-        return ended
+        return functools.reduce(operator.or_, news) if news else _NOTHING
 
     def take_counts(self) -> dict[str, Any] | None:
         """Return what was counted since the last call, if anything was."""
-        counts, self._counts = self._counts, None
-        if (gauges := self._gauges) != self._said:
-            self._said = gauges
-            counts = added(counts or {}, {"gauges": {self._name: gauges}})
+        moved, before = self._moved, self._told_moved
+        gauges = self._gauges
+        if moved == before and gauges == self._told_gauges:
+            return None
+        counts: dict[str, Any] = {
+            name: now - then
+            for name, now, then in zip(_MOVED, moved, before, strict=True)
+            if now != then
+        }
+        if gauges != self._told_gauges:
+            counts["gauges"] = {self._name: gauges}
+        self._told_moved, self._told_gauges = moved, gauges
         return counts
 
     def wait_released(self, request_ids: Set[str]) -> None:
@@ -144,10 +159,10 @@ class WorkerRole:
 
         They are about to be overwritten. A save that hangs is given up, so that what
         it has read is never taken for KV: the engine goes on. Returns at once where
-        every save of the steps before has ended.
+        theirs of the steps before have ended.
         """
         driver = self._driver
-        if driver is None or driver.steps_begun == driver.steps_released:
+        if driver is None or not driver.reads(request_ids):
             return
         try:
             self._bridge.run(driver.quiet, request_ids, timeout_s=self._longest_save_s)
@@ -158,6 +173,10 @@ class WorkerRole:
         """End everything and join the thread. May be called again."""
         self._bridge.shutdown()
 
+    def _hand_over(self) -> None:
+        parts, self._parts = self._parts, []
+        self._bridge.call(_call_all, parts)
+
     async def _start(
         self, kv_caches: Mapping[str, torch.Tensor], groups: Mapping[str, int]
     ) -> _Driver:
@@ -167,12 +186,8 @@ class WorkerRole:
         await worker.start()
         if isinstance(worker, SupportsHandshake):
             self._handshake = worker.get_handshake_metadata()
-        driver = _Driver(
-            worker,
-            lambda failed: self._bridge.tell((failed, (0, 0))),
-            reports_saves=self._reports_saves,
-        )
-        worker.call_when_finished(lambda: self._notify(worker, driver))
+        driver = _Driver(worker, self._bridge.tell, reports_saves=self._reports_saves)
+        worker.call_when_finished(lambda: self._notify_soon(worker, driver))
         self._bridge.start(driver.run)
         self._bridge.start(self._recheck, worker)
         return driver
@@ -183,15 +198,21 @@ class WorkerRole:
             self._gauges = gauges_of(worker.statistics())
             await asyncio.sleep(_LOOK_EVERY_S)
 
+    def _notify_soon(self, worker: KVConnectorWorker, driver: _Driver) -> None:
+        """Tell once of all that ends at one time."""
+        if not self._is_to_notify:
+            self._is_to_notify = True
+            asyncio.get_running_loop().call_soon(self._notify, worker, driver)
+
     def _notify(self, worker: KVConnectorWorker, driver: _Driver) -> None:
+        self._is_to_notify = False
         results = worker.get_finished()
         driver.note_ends(results.finished_sending)
-        statistics, before = worker.statistics(), self._moved
+        statistics = worker.statistics()
         self._gauges = gauges_of(statistics)
-        self._moved = {name: int(getattr(statistics, name, 0)) for name in _MOVED}
-        moved = tuple(self._moved[name] - before[name] for name in _MOVED)
-        if results or any(moved):
-            self._bridge.tell((results, moved))
+        self._moved = tuple(int(getattr(statistics, name, 0)) for name in _MOVED)
+        if results:
+            self._bridge.tell(results)
 
 
 class _Driver:
@@ -219,8 +240,9 @@ class _Driver:
         self._saved: frozenset[str] = frozenset()
         # Those whose save has not told its end.
         self._unended: set[str] = set()
-        # Steps whose end was told by the engine's thread; those that read no block now.
-        self.steps_begun = self.steps_released = 0
+        self.reading: dict[int, frozenset[str]] = {}
+        """The steps that save something and may read its blocks: added to by the
+        engine's thread."""
         self._ends = asyncio.Event()
         self.wants_layers = (
             isinstance(worker, SupportsLayerwise) and worker.wants_layers
@@ -240,12 +262,17 @@ class _Driver:
             for task in self._saving:
                 task.cancel()
 
-    def bind(self, orders: KVConnectorMetadata) -> None:
-        """A step begins."""
+    def reads(self, request_ids: Set[str]) -> bool:
+        """Whether a save of these may still read blocks. In any thread."""
+        reading = list(self.reading.values())
+        return any(not saved.isdisjoint(request_ids) for saved in reading)
+
+    def bind(self, orders: KVConnectorMetadata, saved: frozenset[str]) -> None:
+        """A step begins, which saves these."""
         self._bound = orders
 
         async def bind() -> None:
-            self._saved = _saved_by(orders)
+            self._saved = saved
             if self._reports_saves:
                 self._unended |= self._saved
             try:
@@ -294,9 +321,9 @@ class _Driver:
 
         self._parts.put_nowait(save)
 
-    def end(self, mark: object) -> None:
+    def end(self, mark: object, step: int) -> None:
         """All can be saved, as it is at ``mark``, and the step is over."""
-        self._parts.put_nowait(functools.partial(self._end, mark))
+        self._parts.put_nowait(functools.partial(self._end, mark, step))
 
     def note_ends(self, request_ids: Set[str]) -> None:
         """The saves of these requests have ended: they read no block any more."""
@@ -338,21 +365,21 @@ class _Driver:
         if self._streams is not None:
             self._streams.follow(mark)
 
-    async def _end(self, mark: object) -> None:
+    async def _end(self, mark: object, step: int) -> None:
         try:
             self._follow(mark)
         except GPUFailed:
-            self.steps_released += 1  # nothing of it is saved
+            self.reading.pop(step, None)  # nothing of it is saved
             raise
         saving = asyncio.create_task(self._wait_for_save(self._saved))
         self._saving[saving] = self._saved
-        saving.add_done_callback(self._saved_all)
+        saving.add_done_callback(functools.partial(self._saved_all, step))
         await asyncio.sleep(0)  # it has begun: it knows of which step it is
         self._worker.clear_connector_metadata()
 
-    def _saved_all(self, saving: asyncio.Task[None]) -> None:
+    def _saved_all(self, step: int, saving: asyncio.Task[None]) -> None:
         del self._saving[saving]
-        self.steps_released += 1
+        self.reading.pop(step, None)
 
     async def _wait_for_save(self, saved: frozenset[str]) -> None:
         try:
@@ -387,6 +414,11 @@ def _failed_saves(orders: KVConnectorMetadata, error: Exception) -> KVTransferRe
         failed_sending=saves,
         reasons=dict.fromkeys(saves, reason_of(error)),
     )
+
+
+def _call_all(functions: Iterable[Callable[[], None]]) -> None:
+    for function in functions:
+        function()
 
 
 def _saved_by(orders: KVConnectorMetadata) -> frozenset[str]:

@@ -475,6 +475,32 @@ async def test_layers_of_several_lengths_and_dtypes_lie_one_behind_the_other() -
     assert all(torch.equal(pool[1], before[name]) for name, pool in pools.items())
 
 
+@pytest.mark.parametrize("length", [3, 2**18])
+async def test_blocks_that_lie_apart_are_copied_and_nothing_between_them(
+    length: int,
+) -> None:
+    cache = torch.randn(4, 3, length)
+    before = cache.clone()
+    packed = spool_of({"keys": cache[:, 0], "values": cache[:, 2]})
+    value = await packed.gather(((3,),), 0)
+    await packed.scatter(value, ((1,),), 0)
+    before[1, 0], before[1, 2] = before[3, 0], before[3, 2]
+    assert torch.equal(cache, before)
+
+
+@pytest.mark.parametrize("block_id", [-1, 6])
+async def test_a_block_that_is_none_is_neither_read_nor_written(block_id: int) -> None:
+    pools = {"a": torch.ones(6, 3), "b": torch.ones(7, 3)}
+    packed = spool_of(pools)
+    value = await packed.gather(((0,),), 0)
+    value[64:] = 0
+    with pytest.raises(IndexError, match="blocks"):
+        await packed.gather(((block_id,),), 0)
+    with pytest.raises(IndexError, match="blocks"):
+        await packed.scatter(value, ((block_id,),), 0)
+    assert all(pool.all() for pool in pools.values())
+
+
 async def test_a_value_of_another_size_is_refused() -> None:
     packed = spool_of({"a": torch.zeros(6, 3)})
     with pytest.raises(ValueError, match="no block of 76"):

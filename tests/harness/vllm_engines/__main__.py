@@ -157,12 +157,14 @@ class _Process:
             has_kv_transfer_group,
         )
 
+        self._times.stop()
         self._times = StepTimes()
         if has_kv_transfer_group():
             for connector in (self._scheduler.connector, get_kv_transfer_group()):
                 self._times.watch(connector)
 
     def _do_times(self) -> None:
+        self._times.stop()
         self._notify(times=True, **self._times.report())
 
     def _do_watch_blocks(self) -> None:
@@ -188,7 +190,7 @@ class _Process:
             finished_sending=frozenset(self._lied_of),
             finished_recving=frozenset(self._lied_of),
         )
-        get_kv_transfer_group()._worker._bridge.tell((lie, (0, 0)))
+        get_kv_transfer_group()._worker._bridge.tell(lie)
 
     def _read(self) -> None:
         for line in sys.stdin:

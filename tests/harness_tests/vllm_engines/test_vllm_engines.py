@@ -101,8 +101,7 @@ class Timed:
 
 def test_calls_belong_to_the_step_that_follows_them_if_it_ran_the_model() -> None:
     timed, connector = StepTimes(), Timed()
-    StepTimes().watch(connector)
-    timed.watch(connector)  # once more: it is not timed twice
+    timed.watch(connector)
     assert connector.get_transfer_results() == "take_events"
     for seconds, has_executed in ((0.1, True), (9.0, False), (0.3, True)):
         timed.end_step(seconds, has_executed)
@@ -111,6 +110,28 @@ def test_calls_belong_to_the_step_that_follows_them_if_it_ran_the_model() -> Non
     assert 0 < report["call_s"] == report["calls_s"] / 2 < 0.05
     calls = report["calls"]
     assert (calls["get_transfer_results"][0], calls["take_events"][0]) == (1, 0)
+
+
+def test_what_the_clock_takes_is_not_what_a_call_takes() -> None:
+    timed, connector = StepTimes(), Timed()
+    timed.watch(connector)
+    for _ in range(500):
+        timed.begin_step()
+        connector.take_events()
+    report = timed.report()
+    count, _, cpu_s = report["calls"]["take_events"]
+    assert count == 500
+    assert cpu_s / count < report["clock_cpu_s"] / 2
+
+
+def test_nothing_is_timed_once_it_was_stopped() -> None:
+    timed, connector = StepTimes(), Timed()
+    timed.watch(connector)
+    timed.stop()
+    connector.take_events()
+    timed.begin_step()
+    assert timed.report()["calls"]["take_events"][0] == 0
+    StepTimes().watch(connector)
 
 
 def test_a_prompt_is_the_seeds_own_without_special_tokens() -> None:

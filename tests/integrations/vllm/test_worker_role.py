@@ -229,6 +229,28 @@ def test_the_parts_of_a_step_come_in_order(role: WorkerRole, worker: Worker) -> 
     ]
 
 
+def test_a_step_is_told_to_the_loop_at_once_when_it_is_over(worker: Worker) -> None:
+    worker.wants = False
+    with role_of(worker) as role:
+        role.begin_step(Orders(loads=(Order("a", ((1,),)),)))
+        role.save_layer("one")
+        role.start_loads()
+        settle(role)
+        assert worker.log == []
+        role.end_step()
+        settle(role)
+        assert worker.log == ["bind", "load", "save", "clear"]
+
+
+def test_a_layer_does_not_wait_for_the_end_of_its_step(
+    role: WorkerRole, worker: Worker
+) -> None:
+    role.begin_step(Orders(saves=(Order("a"),)))
+    role.save_layer("one")
+    settle(role)
+    assert worker.log == ["bind", "one"]
+
+
 def test_layers_are_told_only_to_who_wants_them(worker: Worker) -> None:
     worker.wants = False
     with role_of(worker) as role:
@@ -243,8 +265,8 @@ def test_what_ended_is_reported_once_and_counted(role: WorkerRole) -> None:
     assert not role.results()
     counts = role.take_counts()
     assert counts is not None
-    assert counts["loaded_bytes"] == 100
-    assert counts["loads"] == 0  # every rank has it: the scheduler counts it once
+    # Every rank has the load: the scheduler counts it, once.
+    assert counts == {"loaded_bytes": 100}
     assert role.take_counts() is None
 
 
@@ -359,6 +381,16 @@ def test_nobody_waits_for_the_saves_of_others(role: WorkerRole, worker: Worker) 
     role.wait_released({"b"})
     role.wait_released(frozenset())
     assert not worker.may_save.is_set()
+
+
+def test_nobody_is_asked_for_the_saves_of_others(
+    role: WorkerRole, caplog: pytest.LogCaptureFixture
+) -> None:
+    step(role, Orders(saves=(Order("a"),)))
+    settle(role)
+    role.shutdown()  # nobody is there who could be asked
+    role.wait_released({"b"})
+    assert not caplog.messages
 
 
 def test_what_was_saved_in_the_same_step_is_let_go_of_too() -> None:
