@@ -174,8 +174,10 @@ async def _lag(lags_s: list[float]) -> AsyncIterator[None]:
         nonlocal most_s
         while True:
             before = time.perf_counter()
-            await asyncio.sleep(0.001)
-            most_s = max(most_s, time.perf_counter() - before - 0.001)
+            try:
+                await asyncio.sleep(0.001)
+            finally:  # also of the last one, which is cut short
+                most_s = max(most_s, time.perf_counter() - before - 0.001)
 
     ticking = asyncio.ensure_future(tick())
     try:
@@ -301,10 +303,10 @@ async def _run(folder: Path, options: argparse.Namespace) -> None:
     ):
         for name in wanted:
             await _measure(name, _SIZES[name], *sides, options.rounds)
-        if options.no_tls:
-            return
         if options.only in (None, "prefix"):
             await _prefix(*sides, 5 * options.rounds)
+    if options.no_tls:
+        return
     tls = Authority(folder).issue()
     async with running_redis(folder, *tls_options(tls)) as server:
         url = f"rediss://127.0.0.1:{server.port}?ssl_ca_certs={tls.ca}"

@@ -36,7 +36,7 @@ async def server(tmp_path: Path, redis_program: None) -> AsyncIterator[RedisProc
 async def opened(
     url: str, max_bytes: int = 16 * MIB, patience_s: float = PATIENT_S
 ) -> AsyncIterator[TieredStore]:
-    tier = RedisTier(url, patience_s=patience_s)
+    tier = RedisTier(f"{url}?patience_s={patience_s}")
     async with TieredStore(max_bytes, [tier], drain_s=0.2) as store:
         yield store
 
@@ -63,10 +63,10 @@ async def test_on_redis_it_keeps_what_a_store_buffer_keeps(
 async def test_what_redis_has_accepted_is_found_by_the_next_process_by_its_url(
     server: RedisProcess,
 ) -> None:
-    async with TieredStore(16 * MIB, [server.unix_url]) as store:
+    async with TieredStore(16 * MIB, [f"{server.unix_url}?patience_s=20"]) as store:
         await store.put("a", noise(MIB, 1))
         assert (await store.flush())["redis+unix"].accepted == 1
-    async with TieredStore(16 * MIB, [server.url]) as store:
+    async with TieredStore(16 * MIB, [f"{server.url}?patience_s=20"]) as store:
         assert list(await store.contains(["a", "b"])) == [True, False]
         found = await store.get("a")
         assert found is not None

@@ -10,6 +10,7 @@ it does not answer as it should is a miss.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import functools
 import logging
@@ -51,7 +52,6 @@ _PIECE_NBYTES: Final = 2**20
 _KEYS_AT_ONCE: Final = 64
 _MAX_NBYTES: Final = 512 * 2**20 - 64 * 1024
 """Redis takes no more in one value, if it is not told to."""
-_PATIENCE_S: Final = 0.05
 _STALL_S: Final = 1.0
 """A lane on which nothing moves for so long ends."""
 _LOOK_AGAIN_S: Final = 1.0
@@ -121,11 +121,9 @@ class RedisTier(LoopBound, StoreTier):
         url: str,
         *,
         credentials: Credentials | None = None,
-        patience_s: float = _PATIENCE_S,
         stall_s: float = _STALL_S,
     ) -> None:
         self._place = parse_redis_url(url)
-        self._patience_s = patience_s
         self._is_closed = False
         self._server = RedisServer(
             *(self._place, credentials, lambda: self._is_closed, stall_s)
@@ -162,7 +160,7 @@ class RedisTier(LoopBound, StoreTier):
             self._start(loop)
         policies = await asyncio.shield(self._look())
         if not self._place.is_cluster:
-            (answer,) = await self._ask([b""], lambda key: command(b"PING"))
+            (answer,) = await self._ask([""], b"ECHO")
             if isinstance(answer, Exception):
                 raise OSError(f"{self._place.shown}: {answer}") from answer
         poor = policies - _KEEPING
@@ -173,12 +171,12 @@ class RedisTier(LoopBound, StoreTier):
                 "up what is used least when it is full",
                 ", ".join(sorted(poor)),
             )
-        return TierFacts(max_value_nbytes=_MAX_NBYTES, patience_s=self._patience_s)
+        return TierFacts(
+            max_value_nbytes=_MAX_NBYTES, patience_s=self._place.patience_s
+        )
 
     async def contains(self, keys: Sequence[str]) -> Sequence[TierResult]:
-        answers = await self._ask(
-            [key.encode() for key in keys], lambda key: command(b"EXISTS", key)
-        )
+        answers = await self._ask(keys, b"EXISTS")
         done, missing = TierResult.DONE, TierResult.MISSING
         return [
             (done if one else missing) if isinstance(one, int) else self._failed(one)
@@ -186,14 +184,10 @@ class RedisTier(LoopBound, StoreTier):
         ]
 
     async def touch(self, keys: Sequence[str]) -> None:
-        await self._ask(
-            [key.encode() for key in keys], lambda key: command(b"TOUCH", key)
-        )
+        await self._ask(keys, b"TOUCH")
 
     async def delete(self, keys: Sequence[str]) -> Sequence[TierResult]:
-        answers = await self._ask(
-            [key.encode() for key in keys], lambda key: command(b"UNLINK", key)
-        )
+        answers = await self._ask(keys, b"UNLINK")
         return [
             TierResult.DONE if isinstance(one, int) else self._failed(one)
             for one in answers
@@ -204,8 +198,7 @@ class RedisTier(LoopBound, StoreTier):
         for start in range(0, len(wanted), _KEYS_AT_ONCE):
             some = wanted[start : start + _KEYS_AT_ONCE]
             heads = await self._ask(
-                [one.key.encode() for one in some],
-                lambda key: command(b"GETRANGE", key, 0, _FIRST_NBYTES - 1),
+                *([one.key for one in some], b"GETRANGE", 0, _FIRST_NBYTES - 1)
             )
             for one, head in zip(some, heads, strict=True):
                 one.moved_nbytes += len(head) if isinstance(head, bytes) else 0
@@ -262,9 +255,9 @@ class RedisTier(LoopBound, StoreTier):
         self._lanes.close()
         self._server.close()
         _process_lanes.give_back(self._place.lanes)
-        loop = self._loop
-        if loop is not None and not loop.is_closed():
-            loop.call_soon_threadsafe(self._is_over.set)
+        if self._loop is not None:
+            with contextlib.suppress(RuntimeError):  # the loop may be closed
+                self._loop.call_soon_threadsafe(self._is_over.set)
 
     def _look(self) -> asyncio.Future[set[str]]:
         """See where keys are; once for all who ask for it meanwhile."""
@@ -277,7 +270,7 @@ class RedisTier(LoopBound, StoreTier):
         return self._looking
 
     async def _ask(
-        self, keys: Sequence[bytes], command_of: Callable[[bytes], bytes]
+        self, keys: Sequence[str], name: bytes, *after: int
     ) -> Sequence[Reply | Exception]:
         """Send a small command for each key; return what came of each."""
         self._check_loop()
@@ -289,27 +282,31 @@ class RedisTier(LoopBound, StoreTier):
             return await ask(
                 self._threads["small"],
                 READ,
-                lambda own: self._ask_all(keys, command_of),
+                lambda own: self._ask_all(keys, name, after),
             )
         except Exception as exc:  # noqa: BLE001 - it is what came of it
             return [exc] * len(keys)
 
     def _ask_all(
-        self, keys: Sequence[bytes], command_of: Callable[[bytes], bytes]
+        self, keys: Sequence[str], name: bytes, after: Sequence[int]
     ) -> Sequence[Reply | Exception]:
+        # By hand, as there may be thousands of them.
+        begin = command(name, b"", *after).partition(b"$0\r\n")[0]
+        end = b"\r\n" + b"".join(command(one).partition(b"\r\n")[2] for one in after)
+        commands: dict[Address, list[bytes]] = {}
         found: list[Reply | Exception] = [None] * len(keys)
         groups: dict[Address, list[int]] = {}
-        for at, key in enumerate(keys):
+        for at, text in enumerate(keys):
+            key = text.encode()
             try:
-                groups.setdefault(self._server.address_of(key), []).append(at)
+                address = self._server.address_of(key)
             except OSError as exc:
                 found[at] = exc
-        answers = self._lanes.ask(
-            {
-                address: [command_of(keys[at]) for at in places]
-                for address, places in groups.items()
-            }
-        )
+                continue
+            groups.setdefault(address, []).append(at)
+            asked = b"%b$%d\r\n%b%b" % (begin, len(key), key, end)
+            commands.setdefault(address, []).append(asked)
+        answers = self._lanes.ask(commands)
         for address, places in groups.items():
             told = answers[address]
             for number, at in enumerate(places):

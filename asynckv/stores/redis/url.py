@@ -1,6 +1,6 @@
 """``redis://host:6379/0?retain_s=86400``: which Redis it is, and how it is used.
 
-Everything but the scheme and two options of our own is redis-py's: see
+Everything but the scheme and three options of our own is redis-py's: see
 ``redis.Redis.from_url``.
 """
 
@@ -19,6 +19,8 @@ MAX_LANES: Final = 8
 """So many threads a process has for all its Redis tiers."""
 LEAST_LANES: Final = 3
 _LANES: Final = 4
+_PATIENCE_S: Final = 0.05
+_OPTIONS: Final = ("lanes", "patience_s", "retain_s")
 _HINT: Final = "write redis://host:6379/0, or with ?retain_s=86400 or ?lanes=4"
 _SCHEMES: Final = {
     "redis": ("redis", False),
@@ -34,13 +36,15 @@ class RedisPlace:
     """A server, or a cluster by one of its nodes; ``url`` is what redis-py reads.
 
     ``shown`` is the URL without what is nobody's business. A value stays for
-    ``retain_s`` after it was written, if that is not ``None``.
+    ``retain_s`` after it was written, if that is not ``None``; ``patience_s`` is as in
+    :class:`~asynckv.abc.tiers.TierFacts`.
     """
 
     url: str
     shown: str
     is_cluster: bool
     retain_s: float | None = None
+    patience_s: float = _PATIENCE_S
     lanes: int = _LANES
 
 
@@ -65,29 +69,30 @@ def parse_redis_url(url: str) -> RedisPlace:
             shown, "it names no path" if scheme == "unix" else "it has no host"
         )
     options = urllib.parse.parse_qsl(parts.query, keep_blank_values=True)
-    own = [pair for pair in options if pair[0] in ("retain_s", "lanes")]
+    own = [pair for pair in options if pair[0] in _OPTIONS]
     others = urllib.parse.urlencode([pair for pair in options if pair not in own])
-    retain_s, lanes = _own_options(shown, own)
+    seconds, lanes = _own_options(shown, own)
     inner = f"{scheme}://{parts.netloc}{parts.path}" + (f"?{others}" if others else "")
-    return RedisPlace(inner, shown, is_cluster, retain_s, lanes)
+    return RedisPlace(inner, shown, is_cluster, lanes=lanes, **seconds)
 
 
 def _own_options(
     shown: str, pairs: Sequence[tuple[str, str]]
-) -> tuple[float | None, int]:
+) -> tuple[dict[str, float], int]:
     given = dict(pairs)
-    try:
-        retain_s = float(given["retain_s"]) if "retain_s" in given else None
-        lanes = int(given.get("lanes", _LANES))
-    except ValueError as exc:
-        raise _wrong(shown, str(exc)) from exc
     if len(given) < len(pairs):
         raise _wrong(shown, "it says something twice")
-    if retain_s is not None and not 0.001 <= retain_s < float("inf"):
-        raise _wrong(shown, "retain_s is a time in seconds")
+    try:
+        lanes = int(given.pop("lanes", _LANES))
+        seconds = {name: float(text) for name, text in given.items()}
+    except ValueError as exc:
+        raise _wrong(shown, str(exc)) from exc
+    for name, value in seconds.items():
+        if not 0.001 <= value < float("inf"):
+            raise _wrong(shown, f"{name} is a time in seconds")
     if not LEAST_LANES <= lanes <= MAX_LANES:
         raise _wrong(shown, f"lanes are {LEAST_LANES} to {MAX_LANES}")
-    return retain_s, lanes
+    return seconds, lanes
 
 
 def _wrong(shown: str, why: str) -> ConfigError:

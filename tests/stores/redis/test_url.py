@@ -16,7 +16,7 @@ from asynckv.stores.redis.url import RedisPlace, parse_redis_url
         ("rediss://host?ssl_ca_certs=%2Fca", "rediss://host?ssl_ca_certs=%2Fca"),
         ("redis+unix:///run/r.sock?db=1", "unix:///run/r.sock?db=1"),
         ("redis+unix://:pw@/run/r.sock", "unix://:pw@/run/r.sock"),
-        ("redis://host?lanes=5&retain_s=9", "redis://host"),
+        ("redis://host?lanes=5&retain_s=9&patience_s=1", "redis://host"),
     ],
 )
 def test_an_url_is_given_to_redis_py_without_what_is_ours(url: str, inner: str) -> None:
@@ -49,7 +49,12 @@ def test_a_cluster_is_named_by_its_scheme() -> None:
             "redis://host?retain_s=0",
             "redis://host?retain_s=-1",
         ),
-        *("redis://host?retain_s=inf", "redis://host?retain_s=nan", "redis://host#x"),
+        *(
+            "redis://host?retain_s=inf",
+            "redis://host?retain_s=nan",
+            "redis://host?patience_s=0",
+            "redis://host#x",
+        ),
         *("redis://host?lanes=4&lanes=5", "redis://[::1", "redis://host:port"),
     ],
 )
