@@ -134,7 +134,6 @@ async def test_a_frozen_server_costs_its_deadline_once_and_is_used_when_it_is_ba
     server: RedisProcess,
 ) -> None:
     async with opened(server.url, patience_s=0.3) as store:
-        tier = store.statistics().tiers["RedisTier"]
         for number in range(8):
             await store.put(f"k{number}", noise(MIB, number))
         await forget(store)
@@ -150,6 +149,10 @@ async def test_a_frozen_server_costs_its_deadline_once_and_is_used_when_it_is_ba
         tier = store.statistics().tiers["RedisTier"]
         assert not tier.is_loading
         assert tier.late >= 1
+        await store.put("new", noise(MIB, 50))
+        async with asyncio.timeout(2):
+            await store.flush()
+        assert not store.statistics().tiers["RedisTier"].is_storing
         server.thaw()
         await until(lambda: store.statistics().tiers["RedisTier"].is_loading)
         found_again = await store.get("k0")

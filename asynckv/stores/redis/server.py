@@ -230,7 +230,7 @@ def _import_redis() -> Any:
     except ImportError as exc:
         raise ConfigError(
             "a Redis tier needs the package redis, which is not installed",
-            hint="python -m pip install 'redis[hiredis]'",
+            hint='in a checkout of asynckv: python -m pip install ".[redis]"',
         ) from exc
     return redis
 

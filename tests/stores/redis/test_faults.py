@@ -13,6 +13,7 @@ import redis.asyncio
 from asynckv.abc.tiers import TierMemory, TierResult
 from asynckv.errors import ConfigError
 from asynckv.stores.redis import RedisTier
+from asynckv.testing.blocked import until
 from asynckv.testing.tier_checks import SomeValue, open_tier
 from harness.redis_servers import RedisProcess, free_port, running_redis
 from harness.slow_lines import line_to
@@ -103,6 +104,26 @@ async def test_a_server_that_was_started_anew_meanwhile_is_not_noticed(
     await server.start()
     # Every lane has ended, and each call goes on by a new one.
     assert list(await tier.contains(["k1/a"])) == [MISSING]
+    assert await store(tier, "k1/a") is DONE
+    assert await fetch(tier, "k1/a") is DONE
+
+
+async def test_a_server_that_is_killed_while_bytes_move_ends_the_calls(
+    tier: RedisTier, server: RedisProcess
+) -> None:
+    stored = [SomeValue(f"k1/{k}", LARGE_NBYTES, 1).to_store() for k in range(8)]
+    wanted = [SomeValue("k1/a", LARGE_NBYTES) for _ in range(8)]
+    assert await store(tier, "k1/a", LARGE_NBYTES) is DONE
+    storing = asyncio.ensure_future(tier.store(stored))
+    fetching = asyncio.ensure_future(tier.fetch(wanted))
+    await until(lambda: any(one.moved_nbytes for one in stored))
+    await until(lambda: any(one.moved_nbytes > NBYTES for one in wanted))
+    await server.kill()
+    async with asyncio.timeout(10):
+        assert set(await storing) <= {DONE, FAILED}
+        for one, result in zip(wanted, await fetching, strict=True):
+            assert result is FAILED or (result is DONE and one.is_one_of(1))
+    await server.start()
     assert await store(tier, "k1/a") is DONE
     assert await fetch(tier, "k1/a") is DONE
 
