@@ -175,7 +175,7 @@ def nccl_nogpu(session: nox.Session) -> None:
 @nox.session
 def bench(session: nox.Session) -> None:
     """Measure: every file of benchmarks/, or those named after ``--``, as ``lanes``."""
-    install(session, ".[fast]")
+    install(session, ".[fast,redis]", "trustme")
     files = sorted((ROOT / "benchmarks").glob("*.py"))
     for name in session.posargs or [file.stem for file in files]:
         session.run("python", "-m", f"benchmarks.{name}", env=HARNESS)

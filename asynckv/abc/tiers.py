@@ -115,7 +115,9 @@ class WantedValue(abc.ABC):
         ``header`` is what the value begins with, and may be longer than its header:
         ``header_nbytes`` says afterwards how long that is. Awaited on the loop, for
         there may have to be room first; the tier then writes all of the memory, and
-        never after its call has returned. A cancelled call leaves no trace.
+        never after its call has returned. A tier that finds another value in place of
+        the one it has begun to read asks anew, and writes no more to the memory of
+        before. A cancelled call leaves no trace.
 
         :raises ValueError: this is shorter than the header; ask again with
             ``header_nbytes``, if the value has so many

@@ -131,6 +131,7 @@ class _Wanted(WantedValue):
             raise
         except ForeignHeader:
             return None
+        self.discard()
         if not self.is_right(found):
             return None
         self._is_held = True

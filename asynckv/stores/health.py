@@ -3,7 +3,8 @@
 Without I/O and without a clock: who uses it says what time it is. What a client says of
 its own time-outs is not believed. A call is late when it has moved nothing for the
 tier's patience, and for twice the time that all bytes under way take at the rate that
-was measured. Time in which nobody looked does not count: then our own loop stood still.
+was measured: all those that there were while it was silent, as it may have waited for
+them. Time in which nobody looked does not count: then our own loop stood still.
 
 One late call, or three that failed in a row, and the tier is not asked any more; it is
 probed after a second, then after two, four, up to thirty.
@@ -49,6 +50,7 @@ class TierCall:
     began_s: float
     is_late: bool = False
     silent_s: float = 0.0
+    allowed_s: float = 0.0
     moved_nbytes: int = 0
 
     @property
@@ -98,11 +100,13 @@ class TierHealth:
         for call in self._calls:
             moved = sum(item.moved_nbytes for item in call.items)
             if moved != call.moved_nbytes or any(item.is_held for item in call.items):
-                call.moved_nbytes, call.silent_s = moved, 0.0
+                call.moved_nbytes, call.silent_s, call.allowed_s = moved, 0.0, 0.0
             else:
                 call.silent_s += passed_s
         allowed_s = self.allowed_s()
-        late = [call for call in self._calls if call.silent_s > allowed_s]
+        for call in self._calls:
+            call.allowed_s = max(call.allowed_s, allowed_s)
+        late = [call for call in self._calls if call.silent_s > call.allowed_s]
         for call in late:
             call.is_late = True
             self._calls.remove(call)
@@ -111,7 +115,7 @@ class TierHealth:
         return late
 
     def allowed_s(self) -> float:
-        """Return how long a call may move nothing now."""
+        """Return how long a call may move nothing that falls silent now."""
         left = sum(call.left_nbytes for call in self._calls)
         return self.patience_s + 2 * left / max(self.rate, _LEAST_RATE)
 

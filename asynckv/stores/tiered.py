@@ -30,7 +30,17 @@ def _open_disk(url: str) -> StoreTier:
     return DiskTier.from_url(url)
 
 
-_OWN: Final[Mapping[str, Callable[[str], StoreTier]]] = {"disk": _open_disk}
+def _open_redis(url: str) -> StoreTier:
+    from asynckv.stores.redis import RedisTier
+
+    return RedisTier.from_url(url)
+
+
+_REDIS: Final = ("redis", "rediss", "redis+unix", "redis+cluster", "rediss+cluster")
+_OWN: Final[Mapping[str, Callable[[str], StoreTier]]] = {
+    "disk": _open_disk,
+    **dict.fromkeys(_REDIS, _open_redis),
+}
 
 
 def open_tier(url: str) -> StoreTier:

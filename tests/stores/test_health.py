@@ -76,6 +76,20 @@ def test_a_healthy_line_of_100_megabit_is_never_too_slow(at_once: int) -> None:
     assert health.rate == pytest.approx(rate, rel=0.9)
 
 
+def test_a_call_may_wait_for_all_that_was_under_way_when_it_fell_silent() -> None:
+    health, rate = TierHealth(0.05), 12.5e6
+    health.end(health.begin([Item()], 0.0), 100 * MIB, 100 * MIB / rate, failed=False)
+    items = [Item(lent_nbytes=16 * MIB) for _ in range(4)]
+    for item in items:
+        health.begin([item], 100.0)
+    now_s, step_nbytes = 100.0, int(rate * health.tick_s)
+    for item in items:  # one after the other, by one connection
+        while item.moved_nbytes < item.lent_nbytes:
+            now_s += health.tick_s
+            item.moved_nbytes += step_nbytes
+            assert health.look(now_s) == []
+
+
 def test_a_line_that_stops_is_late_by_the_rate_that_was_measured() -> None:
     health = TierHealth(0.05)
     health.end(health.begin([Item()], 0.0), 100 * MIB, 0.1, failed=False)

@@ -634,3 +634,23 @@ def test_a_tier_that_nobody_knows_is_refused_by_name() -> None:
 def test_an_admission_that_nobody_knows_is_refused() -> None:
     with pytest.raises(ValueError, match="sometimes"):
         TieredStore(MIB, [], admit="sometimes")  # type: ignore[arg-type]
+
+
+class ReplacedTier(DictTier):
+    """Finds another value in place of the one that it has begun to read."""
+
+    async def fetch(self, wanted: Sequence[WantedValue]) -> Sequence[TierResult]:
+        for one in wanted:
+            await one.place(self.values[one.key])
+        return await super().fetch(wanted)
+
+
+async def test_memory_of_a_value_that_was_replaced_is_given_back() -> None:
+    tier = ReplacedTier()
+    async with opened(tier) as store:
+        await store.put("a", noise(400_000, 1))
+        await evict(store)
+        assert await store.get("a") is not None
+        await store.put("b", noise(500_000, 2))
+        # There is room for both in memory, and for no third.
+        assert (await store.match_prefix(["a", "b"])).ready == 2

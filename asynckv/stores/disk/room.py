@@ -18,9 +18,9 @@ from asynckv.stores.disk.index import SlotIndex
 from asynckv.stores.disk.segments import Segment
 from asynckv.stores.disk.slot_io import Bounce
 from asynckv.stores.disk.slots import body_pages_of, largest_body_pages
-from asynckv.stores.disk.threads import WRITE, DiskThreads, Stopped
+from asynckv.stores.threads import WRITE, Stopped, TierThreads, ask
 
-__all__ = ("Room", "ask")
+__all__ = ("Room",)
 
 logger = logging.getLogger(__name__)
 
@@ -33,24 +33,6 @@ _LEAST_VALUES: Final = 4
 """So many of the largest values have room at least."""
 
 
-def ask(
-    threads: DiskThreads, when: int, work: Callable[[Bounce], _T]
-) -> asyncio.Future[_T]:
-    """Run ``work`` in a thread; the future has what comes of it."""
-    asked: asyncio.Future[_T] = asyncio.get_running_loop().create_future()
-
-    def done(result: _T | None, error: Exception | None) -> None:
-        if asked.done():
-            return
-        if error is not None:
-            asked.set_exception(error)
-        else:
-            asked.set_result(result)  # type: ignore[arg-type]  # T may be None
-
-    threads.submit(when, work, done)
-    return asked
-
-
 class Room:
     """Slots in files of at most ``max_bytes`` together.
 
@@ -61,7 +43,7 @@ class Room:
         self,
         index: SlotIndex,
         directory: SlotDirectory,
-        threads: DiskThreads,
+        threads: TierThreads[Bounce],
         max_bytes: int,
     ) -> None:
         self.is_known = False

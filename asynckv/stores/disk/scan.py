@@ -14,7 +14,7 @@ from asynckv.stores.disk.calls import PAGE_NBYTES
 from asynckv.stores.disk.directory import OpenSlotFile
 from asynckv.stores.disk.slot_io import Bounce
 from asynckv.stores.disk.slots import FoundSlots, find_slot
-from asynckv.stores.disk.threads import SCAN, DiskThreads, Stopped
+from asynckv.stores.threads import SCAN, Stopped, TierThreads
 
 __all__ = ("Found", "Scan")
 
@@ -37,7 +37,7 @@ class Scan:
     def __init__(
         self,
         files: Iterable[OpenSlotFile],
-        threads: DiskThreads,
+        threads: TierThreads[Bounce],
         *,
         found: Found,
         ended: Callable[[], None],

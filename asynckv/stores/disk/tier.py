@@ -31,7 +31,7 @@ from asynckv.stores.disk import slot_io
 from asynckv.stores.disk.calls import PAGE_NBYTES, FileCalls
 from asynckv.stores.disk.directory import NO_ROOM, OpenSlotFile, SlotDirectory
 from asynckv.stores.disk.index import SlotIndex, place_of
-from asynckv.stores.disk.room import Room, ask
+from asynckv.stores.disk.room import Room
 from asynckv.stores.disk.scan import Scan
 from asynckv.stores.disk.segments import Segment
 from asynckv.stores.disk.slot_io import BOUNCE_NBYTES, Bounce
@@ -40,8 +40,8 @@ from asynckv.stores.disk.slots import (
     SlotHeader,
     fits_page,
 )
-from asynckv.stores.disk.threads import READ, SCAN, WRITE, DiskThreads, Stopped
 from asynckv.stores.disk.url import LEAST_MAX_BYTES, parse_disk_url
+from asynckv.stores.threads import READ, SCAN, WRITE, Stopped, TierThreads, ask
 
 __all__ = ("DiskStatistics", "DiskTier")
 
@@ -130,7 +130,7 @@ class DiskTier(LoopBound, StoreTier):
         self._said: set[str] = set()
         self._spare: list[memoryview] = []
         self._spaces = 0
-        self._threads: DiskThreads | None = None
+        self._threads: TierThreads[Bounce] | None = None
         self._directory = SlotDirectory(self.path, max_bytes, self._calls)
         self._room: Room | None = None
 
@@ -259,7 +259,9 @@ class DiskTier(LoopBound, StoreTier):
             if self._room is not None:
                 return
             directory = SlotDirectory(self.path, self.max_bytes, self._calls)
-            threads = DiskThreads(self._count, loop, directory.close)
+            threads = TierThreads(
+                self._count, loop, directory.close, Bounce, name="disk tier"
+            )
             self._directory, self._threads = directory, threads
             try:
                 opened, segments = await ask(threads, READ, self._open_directory)
@@ -415,7 +417,7 @@ class DiskTier(LoopBound, StoreTier):
         wanted: WantedValue,
         slot: int,
         space: memoryview | None,
-        threads: DiskThreads,
+        threads: TierThreads[Bounce],
     ) -> TierResult:
         file, at = self._file_of(slot)
 

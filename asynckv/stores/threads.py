@@ -1,7 +1,7 @@
 """Threads that may hang in a disk for ever: reads go first, and nobody waits for them.
 
-They are daemons, a few, each with memory for direct I/O. The loop hears of what they
-have done together, a few at a time.
+They are daemons, a few, each with something of its own to work with. The loop hears of
+what they have done together, a few at a time.
 """
 
 from __future__ import annotations
@@ -11,13 +11,12 @@ import collections
 import contextlib
 import threading
 from collections.abc import Callable
-from typing import Any, Final, TypeAlias, TypeVar
+from typing import Any, Final, Generic, TypeAlias, TypeVar
 
-from asynckv.stores.disk.slot_io import Bounce
-
-__all__ = ("READ", "SCAN", "WRITE", "DiskThreads", "Stopped")
+__all__ = ("READ", "SCAN", "WRITE", "Stopped", "TierThreads", "ask")
 
 _T = TypeVar("_T")
+_L = TypeVar("_L")
 
 READ: Final = 0
 WRITE: Final = 1
@@ -27,29 +26,55 @@ _AT_ONCE: Final = 8
 """So many results the loop hears of before others have their turn."""
 
 _Done: TypeAlias = Callable[[Any, Exception | None], None]
-_Job: TypeAlias = tuple[Callable[[Bounce], Any], _Done]
+_Job: TypeAlias = tuple[Callable[[_L], Any], _Done]
 
 
 class Stopped(Exception):
     """The tier was closed before it was done."""
 
 
-class DiskThreads:
-    """At most ``count`` threads. ``ended`` is called once, by the last one to end."""
+def ask(
+    threads: TierThreads[_L], when: int, work: Callable[[_L], _T]
+) -> asyncio.Future[_T]:
+    """Run ``work`` in a thread; the future has what comes of it."""
+    asked: asyncio.Future[_T] = asyncio.get_running_loop().create_future()
+
+    def done(result: _T | None, error: Exception | None) -> None:
+        if asked.done():
+            return
+        if error is not None:
+            asked.set_exception(error)
+        else:
+            asked.set_result(result)  # type: ignore[arg-type]  # T may be None
+
+    threads.submit(when, work, done)
+    return asked
+
+
+class TierThreads(Generic[_L]):
+    """At most ``count`` threads. ``ended`` is called once, by the last one to end.
+
+    Each has what ``own`` returns, which its work is called with.
+    """
 
     def __init__(
         self,
         count: int,
         loop: asyncio.AbstractEventLoop,
         ended: Callable[[], None],
+        own: Callable[[], _L],
+        *,
+        name: str,
     ) -> None:
         self.is_stopping = False
         self.is_over = asyncio.Event()
         self._count = count
         self._loop = loop
         self._ended = ended
+        self._own = own
+        self._name = name
         self._changed = threading.Condition()
-        self._jobs: tuple[collections.deque[_Job], ...] = tuple(
+        self._jobs: tuple[collections.deque[_Job[_L]], ...] = tuple(
             collections.deque() for _ in (READ, WRITE, SCAN)
         )
         self._alive = self._idle = 0
@@ -61,7 +86,7 @@ class DiskThreads:
     def submit(
         self,
         when: int,
-        work: Callable[[Bounce], _T],
+        work: Callable[[_L], _T],
         done: Callable[[_T | None, Exception | None], None],
     ) -> None:
         """Run ``work`` in a thread, then ``done`` on the loop. Never waits.
@@ -79,7 +104,7 @@ class DiskThreads:
                 self._changed.notify()
                 return
             self._alive += 1
-        name = f"disk tier {self._alive}"
+        name = f"{self._name} {self._alive}"
         threading.Thread(target=self._run, name=name, daemon=True).start()
 
     def check(self) -> None:
@@ -106,12 +131,12 @@ class DiskThreads:
             self._end()
 
     def _run(self) -> None:
-        bounce = Bounce()
+        own = self._own()
         while (job := self._next()) is not None:
             work, done = job
             result, error = None, None
             try:
-                result = work(bounce)
+                result = work(own)
             except Exception as exc:  # noqa: BLE001 - somebody waits for it
                 error = exc.with_traceback(None)
             with self._changed:
@@ -123,7 +148,7 @@ class DiskThreads:
         if is_last:
             self._end()
 
-    def _next(self) -> _Job | None:
+    def _next(self) -> _Job[_L] | None:
         with self._changed:
             while not self.is_stopping:
                 for jobs in self._jobs:

@@ -8,8 +8,7 @@ from collections.abc import AsyncIterator, Callable
 
 import pytest
 
-from asynckv.stores.disk.slot_io import Bounce
-from asynckv.stores.disk.threads import READ, SCAN, WRITE, DiskThreads, Stopped
+from asynckv.stores.threads import READ, SCAN, WRITE, Stopped, TierThreads
 from asynckv.testing.blocked import until
 
 pytestmark = pytest.mark.both_loops
@@ -23,12 +22,16 @@ class Bench:
         self.began: list[str] = []
         self.results: list[str] = []
         self.gate = threading.Event()
-        self.threads = DiskThreads(
-            count, asyncio.get_running_loop(), lambda: self.ended.append("once")
+        self.threads = TierThreads(
+            count,
+            asyncio.get_running_loop(),
+            lambda: self.ended.append("once"),
+            object,
+            name="thread of a test",
         )
 
     def submit(self, when: int, name: str, *, waits: bool = False) -> None:
-        def work(bounce: Bounce) -> str:
+        def work(own: object) -> str:
             self.began.append(name)
             if waits:
                 self.gate.wait()
@@ -75,7 +78,7 @@ async def test_as_many_run_at_once_as_there_are_threads(bench: Bench) -> None:
 
 
 async def test_who_fails_is_told_of(bench: Bench) -> None:
-    def work(bounce: Bounce) -> None:
+    def work(own: object) -> None:
         raise OSError("broken")
 
     bench.threads.submit(READ, work, bench.note("a"))

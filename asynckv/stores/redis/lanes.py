@@ -1,0 +1,156 @@
+"""The lanes of a tier that nobody uses just now, by the server they go to.
+
+A lane that was of use before may have ended since, or may not be ours any more, as
+credentials were changed: then what was asked is asked again, on a new one, once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Final, TypeAlias, TypeVar
+
+from asynckv.stores.redis.lane import Lane, Reply, ServerError
+from asynckv.stores.redis.server import Address
+
+__all__ = ("Lanes",)
+
+_T = TypeVar("_T")
+
+_NOT_OURS: Final = frozenset(("NOAUTH", "WRONGPASS", "NOPERM"))
+
+_Answers: TypeAlias = "Sequence[Reply] | Exception"
+
+
+class Lanes:
+    """Lanes that ``connect`` makes. To be called by threads; it blocks."""
+
+    def __init__(self, connect: Callable[[Address], Lane]) -> None:
+        self._connect = connect
+        self._lock = threading.Lock()
+        self._idle: dict[Address, list[Lane]] = {}
+        self._is_closed = False
+
+    def __len__(self) -> int:
+        """How many wait for work."""
+        with self._lock:
+            return sum(map(len, self._idle.values()))
+
+    def use(self, address: Address, work: Callable[[Lane], _T]) -> _T:
+        """Return what ``work`` makes of a lane, after which it is as it was before.
+
+        It may be called twice. A :exc:`ServerError` that it raises is an answer as any
+        other; what else it raises ends the lane.
+        """
+        lane = self.take(address)
+        try:
+            return self._use(address, lane, work)
+        except (ConnectionError, ServerError) as exc:
+            if lane.is_new or not _is_worn(exc):
+                raise
+        self._close_idle(address)
+        return self._use(address, self.take(address), work)
+
+    def ask(self, groups: Mapping[Address, Sequence[bytes]]) -> dict[Address, _Answers]:
+        """Send commands to many servers at once; return what each has answered."""
+        sent: dict[Address, Lane] = {}
+        answers: dict[Address, _Answers] = {}
+        try:
+            for address, commands in groups.items():
+                try:
+                    sent[address] = self.take(address)
+                    sent[address].send([b"".join(commands)])
+                except (OSError, ServerError) as exc:
+                    if address not in sent:
+                        answers[address] = exc
+            for address in list(sent):
+                answers[address] = self._answers(
+                    address, groups[address], sent.pop(address)
+                )
+        finally:
+            for lane in sent.values():
+                lane.close()
+        return answers
+
+    def take(self, address: Address) -> Lane:
+        """Return a lane that is nobody else's, until it is given back or closed."""
+        with self._lock:
+            idle = self._idle.get(address)
+            if idle:
+                return idle.pop()
+        return self._connect(address)
+
+    def give_back(self, address: Address, lane: Lane) -> None:
+        """Others may use it now."""
+        lane.is_new = False
+        with self._lock:
+            if not self._is_closed:
+                self._idle.setdefault(address, []).append(lane)
+                return
+        lane.close()
+
+    def close(self) -> None:
+        """End all that wait, and what is given back from now on."""
+        with self._lock:
+            self._is_closed = True
+            idle = [lane for lanes in self._idle.values() for lane in lanes]
+            self._idle.clear()
+        for lane in idle:
+            lane.close()
+
+    def _answers(
+        self, address: Address, commands: Sequence[bytes], sent: Lane
+    ) -> _Answers:
+        def read(lane: Lane) -> Sequence[Reply]:
+            answers = [lane.read_reply() for _ in commands]
+            for one in answers:
+                if isinstance(one, ServerError) and one.code in _NOT_OURS:
+                    raise one
+            return answers
+
+        def ask(lane: Lane) -> Sequence[Reply]:
+            lane.send([b"".join(commands)])
+            return read(lane)
+
+        try:
+            try:
+                return self._use(address, sent, read)
+            except (ConnectionError, ServerError):
+                if sent.is_new:
+                    raise
+            self._close_idle(address)
+            return self.use(address, ask)
+        except Exception as exc:  # noqa: BLE001 - it is what came of it
+            return exc
+
+    def _use(self, address: Address, lane: Lane, work: Callable[[Lane], _T]) -> _T:
+        with self._ended_by_errors(address, lane):
+            result = work(lane)
+        self.give_back(address, lane)
+        return result
+
+    @contextlib.contextmanager
+    def _ended_by_errors(self, address: Address, lane: Lane) -> Iterator[None]:
+        try:
+            yield
+        except ServerError as error:
+            if error.code in _NOT_OURS:
+                lane.close()
+            else:
+                self.give_back(address, lane)
+            raise
+        except BaseException:
+            lane.close()
+            raise
+
+    def _close_idle(self, address: Address) -> None:
+        """What one lane has suffered, the others have."""
+        with self._lock:
+            idle = self._idle.pop(address, [])
+        for lane in idle:
+            lane.close()
+
+
+def _is_worn(error: Exception) -> bool:
+    return not isinstance(error, ServerError) or error.code in _NOT_OURS

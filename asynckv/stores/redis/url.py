@@ -1,0 +1,99 @@
+"""``redis://host:6379/0?retain_s=86400``: which Redis it is, and how it is used.
+
+Everything but the scheme and three options of our own is redis-py's: see
+``redis.Redis.from_url``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import urllib.parse
+from collections.abc import Sequence
+from typing import Final
+
+from asynckv.errors import ConfigError
+
+__all__ = ("LEAST_LANES", "MAX_LANES", "RedisPlace", "parse_redis_url")
+
+MAX_LANES: Final = 8
+"""So many threads a process has for all its Redis tiers."""
+LEAST_LANES: Final = 3
+_LANES: Final = 4
+_PATIENCE_S: Final = 0.05
+_OPTIONS: Final = ("lanes", "patience_s", "retain_s")
+_HINT: Final = "write redis://host:6379/0, or with ?retain_s=86400 or ?lanes=4"
+_SCHEMES: Final = {
+    "redis": ("redis", False),
+    "rediss": ("rediss", False),
+    "redis+unix": ("unix", False),
+    "redis+cluster": ("redis", True),
+    "rediss+cluster": ("rediss", True),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class RedisPlace:
+    """A server, or a cluster by one of its nodes; ``url`` is what redis-py reads.
+
+    ``shown`` is the URL without what is nobody's business. A value stays for
+    ``retain_s`` after it was written, if that is not ``None``; ``patience_s`` is as in
+    :class:`~asynckv.abc.tiers.TierFacts`.
+    """
+
+    url: str
+    shown: str
+    is_cluster: bool
+    retain_s: float | None = None
+    patience_s: float = _PATIENCE_S
+    lanes: int = _LANES
+
+
+def parse_redis_url(url: str) -> RedisPlace:
+    """Return what the URL of a Redis tier says.
+
+    :raises ConfigError: it is none, or says nothing of use
+    """
+    scheme, _, rest = url.partition("://")
+    shown = f"{scheme}://{rest.partition('?')[0].rpartition('@')[2]}"
+    try:
+        parts = urllib.parse.urlsplit(url)
+        has_host = bool(parts.hostname)
+        is_wrong = parts.port == 0 or parts.fragment or parts.scheme not in _SCHEMES
+    except ValueError as exc:
+        raise _wrong(shown, str(exc)) from exc
+    if is_wrong:
+        raise _wrong(shown, "it names no server")
+    scheme, is_cluster = _SCHEMES[parts.scheme]
+    if (scheme == "unix") == has_host or (scheme == "unix" and len(parts.path) < 2):
+        raise _wrong(
+            shown, "it names no path" if scheme == "unix" else "it has no host"
+        )
+    options = urllib.parse.parse_qsl(parts.query, keep_blank_values=True)
+    own = [pair for pair in options if pair[0] in _OPTIONS]
+    others = urllib.parse.urlencode([pair for pair in options if pair not in own])
+    seconds, lanes = _own_options(shown, own)
+    inner = f"{scheme}://{parts.netloc}{parts.path}" + (f"?{others}" if others else "")
+    return RedisPlace(inner, shown, is_cluster, lanes=lanes, **seconds)
+
+
+def _own_options(
+    shown: str, pairs: Sequence[tuple[str, str]]
+) -> tuple[dict[str, float], int]:
+    given = dict(pairs)
+    if len(given) < len(pairs):
+        raise _wrong(shown, "it says something twice")
+    try:
+        lanes = int(given.pop("lanes", _LANES))
+        seconds = {name: float(text) for name, text in given.items()}
+    except ValueError as exc:
+        raise _wrong(shown, str(exc)) from exc
+    for name, value in seconds.items():
+        if not 0.001 <= value < float("inf"):
+            raise _wrong(shown, f"{name} is a time in seconds")
+    if not LEAST_LANES <= lanes <= MAX_LANES:
+        raise _wrong(shown, f"lanes are {LEAST_LANES} to {MAX_LANES}")
+    return seconds, lanes
+
+
+def _wrong(shown: str, why: str) -> ConfigError:
+    return ConfigError(f"{shown!r} is no Redis tier: {why}", hint=_HINT)

@@ -1,0 +1,16 @@
+"""What tests of stores need of the machine."""
+
+from __future__ import annotations
+
+import shutil
+
+import pytest
+
+from harness.redis_servers import PROGRAM
+
+
+@pytest.fixture
+def redis_program() -> None:
+    """Skip a test where there is no server to start."""
+    if shutil.which(PROGRAM) is None:
+        pytest.skip(f"there is no {PROGRAM} on the PATH: install Redis to run this")

@@ -1,0 +1,52 @@
+"""A Redis tier keeps what every tier keeps, however its server is reached."""
+
+from __future__ import annotations
+
+import pytest
+
+from asynckv.abc.tiers import TierResult
+from asynckv.stores.redis import RedisTier
+from asynckv.testing.tier_checks import TIER_CHECKS, SomeValue, TierCheck, open_tier
+from harness.redis_servers import (
+    RedisProcess,
+)
+
+
+@pytest.mark.both_loops
+@pytest.mark.parametrize("check", TIER_CHECKS, ids=lambda check: check.__name__)
+@pytest.mark.parametrize("way", ["tcp", "unix"])
+async def test_a_redis_tier_keeps_the_contract(
+    check: TierCheck, way: str, server: RedisProcess
+) -> None:
+    url = server.url if way == "tcp" else server.unix_url
+    await check(lambda: RedisTier(url))
+
+
+@pytest.mark.parametrize("check", TIER_CHECKS, ids=lambda check: check.__name__)
+async def test_a_redis_tier_keeps_the_contract_by_tls_and_with_a_password(
+    check: TierCheck, tls_url: str
+) -> None:
+    await check(lambda: RedisTier(tls_url))
+
+
+@pytest.mark.parametrize("total", [16 * 1024, 4 * 2**20, 5 * 2**20 + 16 * 1024])
+@pytest.mark.parametrize("beside", [-1, 0, 1])
+async def test_where_one_read_ends_and_the_next_begins_nothing_is_lost(
+    total: int, beside: int, server: RedisProcess
+) -> None:
+    nbytes = total - 64 + beside
+    async with open_tier(lambda: RedisTier(server.url)) as tier:
+        stored, wanted = (SomeValue("k1/a", nbytes, 1) for _ in range(2))
+        assert list(await tier.store([stored.to_store(64)])) == [TierResult.DONE]
+        assert list(await tier.fetch([wanted])) == [TierResult.DONE]
+        assert wanted.is_one_of(1)
+
+
+async def test_a_prefix_of_2048_keys_is_asked_for_at_once(server: RedisProcess) -> None:
+    keys = [f"k1/{number:0128x}" for number in range(2048)]
+    async with open_tier(lambda: RedisTier(server.url)) as tier:
+        await tier.store([SomeValue(key, 1).to_store() for key in keys[:300:3]])
+        found = await tier.contains(keys)
+        assert [one is TierResult.DONE for one in found] == [
+            number < 300 and number % 3 == 0 for number in range(2048)
+        ]

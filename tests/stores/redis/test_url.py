@@ -1,0 +1,70 @@
+"""An URL of a Redis tier is redis-py's, but for what is said here."""
+
+from __future__ import annotations
+
+import pytest
+
+from asynckv.errors import ConfigError
+from asynckv.stores.redis.url import RedisPlace, parse_redis_url
+
+
+@pytest.mark.parametrize(
+    ("url", "inner"),
+    [
+        ("redis://host", "redis://host"),
+        ("redis://me:s3%2Fcret@host:6380/2", "redis://me:s3%2Fcret@host:6380/2"),
+        ("rediss://host?ssl_ca_certs=%2Fca", "rediss://host?ssl_ca_certs=%2Fca"),
+        ("redis+unix:///run/r.sock?db=1", "unix:///run/r.sock?db=1"),
+        ("redis+unix://:pw@/run/r.sock", "unix://:pw@/run/r.sock"),
+        ("redis://host?lanes=5&retain_s=9&patience_s=1", "redis://host"),
+    ],
+)
+def test_an_url_is_given_to_redis_py_without_what_is_ours(url: str, inner: str) -> None:
+    assert parse_redis_url(url).url == inner
+
+
+def test_a_cluster_is_named_by_its_scheme() -> None:
+    place = parse_redis_url("rediss+cluster://:s3cret@host:7000?retain_s=60")
+    shown = "rediss+cluster://host:7000"
+    assert place == RedisPlace("rediss://:s3cret@host:7000", shown, True, 60.0)
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        *(
+            "memcached://host",
+            "redis://",
+            "redis:///0",
+            "redis+unix://",
+            "redis+unix:///",
+        ),
+        *(
+            "redis+unix://host/run/r.sock",
+            "redis://host?lanes=2",
+            "redis://host?lanes=9",
+        ),
+        *(
+            "redis://host?lanes=many",
+            "redis://host?retain_s=0",
+            "redis://host?retain_s=-1",
+        ),
+        *(
+            "redis://host?retain_s=inf",
+            "redis://host?retain_s=nan",
+            "redis://host?patience_s=0",
+            "redis://host#x",
+        ),
+        *("redis://host?lanes=4&lanes=5", "redis://[::1", "redis://host:port"),
+    ],
+)
+def test_an_url_that_says_nothing_of_use_is_refused(url: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        parse_redis_url(url)
+    assert refused.value.hint
+
+
+def test_no_error_shows_a_password() -> None:
+    with pytest.raises(ConfigError) as refused:
+        parse_redis_url("redis://me:s3cret@host?lanes=99&password=s3cret")
+    assert "s3cret" not in str(refused.value)
