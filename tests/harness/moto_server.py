@@ -5,12 +5,15 @@
 
 from __future__ import annotations
 
-import http.client
+import asyncio
 import logging
 import signal
 import subprocess
 import sys
 import urllib.parse
+import urllib.request
+
+from obstore.store import ObjectStore, S3Store
 
 __all__ = ("BUCKET", "MotoServer")
 
@@ -29,34 +32,42 @@ class MotoServer:
         )
         assert self._process.stdout is not None
         self.port = int(self._process.stdout.readline())
-        self.ask("PUT", f"/{BUCKET}")
+        self._process.stdout.close()
+        made = urllib.request.Request(f"{self.endpoint}/{BUCKET}", method="PUT")
+        urllib.request.urlopen(made, timeout=10).close()
 
     @property
     def endpoint(self) -> str:
         """What goes into an URL of a tier."""
         return f"http://127.0.0.1:{self.port}"
 
-    def url(self, prefix: str, bucket: str = BUCKET, **options: object) -> str:
+    def url(self, prefix: str, bucket: str = BUCKET, **options: str) -> str:
         """Return the URL of a tier there."""
         told = {"endpoint": self.endpoint, "region": "us-east-1", "allow_http": "true"}
-        told |= {name: str(value) for name, value in options.items()}
+        told |= options
         return f"s3://{bucket}/{prefix}?{urllib.parse.urlencode(told)}"
 
-    def ask(self, method: str, path: str, body: bytes = b"") -> bytes:
-        """Make a request that nobody signs.
+    def bucket(self) -> ObjectStore:
+        """Return what somebody else reads and writes its bucket with."""
+        return S3Store(
+            BUCKET,
+            endpoint=self.endpoint,
+            region="us-east-1",
+            access_key_id="another",
+            secret_access_key="another",
+            client_options={"allow_http": True},
+        )
 
-        :raises RuntimeError: the answer is an error
-        """
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=10)
-        try:
-            connection.request(method, path, body)
-            answer = connection.getresponse()
-            found = answer.read()
-        finally:
-            connection.close()
-        if answer.status >= 300:
-            raise RuntimeError(f"{method} {path}: {answer.status}")
-        return found
+    async def check_access(self, *, is_denied: bool) -> None:
+        """From now on deny access to everybody, or to nobody."""
+        path, body = "/moto-api/reset-auth", b"0" if is_denied else b"inf"
+        reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
+        head = f"POST {path} HTTP/1.0\r\nContent-Length: {len(body)}\r\n\r\n"
+        writer.write(head.encode() + body)
+        answer = await reader.read()
+        writer.close()
+        await writer.wait_closed()
+        assert answer.split()[1] == b"200", answer
 
     def freeze(self) -> None:
         """Let it do nothing until it is thawed."""
@@ -69,7 +80,7 @@ class MotoServer:
     def kill(self) -> None:
         """End it, whatever it is at."""
         self._process.kill()
-        self._process.communicate()
+        self._process.wait()
 
 
 def _serve(port: int) -> None:

@@ -1,4 +1,4 @@
-"""``python -m harness.object_worker URL COUNT``: forks so many, and says how they ended.
+"""``python -m harness.object_worker URL COUNT``: forks so many, says how they ended.
 
 Each puts and gets by a tier there, and ends: half of them close it, the others forget
 to. To fork them takes less than to import torch in each.
@@ -29,14 +29,15 @@ async def _use(url: str, *, closes: bool) -> None:
 
 
 def _main(url: str, count: int) -> None:
+    pids = []
     for number in range(count):
-        pid = os.fork()
+        pids.append(pid := os.fork())
         if not pid:
-            asyncio.run(_use(f"{url}", closes=number % 2 == 0))
+            asyncio.run(_use(url, closes=number % 2 == 0))
             return  # and so ends as every interpreter does
+    for pid in pids:
         _, status = os.waitpid(pid, 0)
         sys.stdout.write(f"{os.waitstatus_to_exitcode(status)}\n")
-        sys.stdout.flush()
 
 
 if __name__ == "__main__":

@@ -67,6 +67,7 @@ _EXPIRY: Final = struct.Struct("<d")
 _PIECE_NBYTES: Final = 4 * 2**20
 _FIRST_NBYTES: Final = _PIECE_NBYTES + 4096
 """A piece, and room for the header: most values are one request."""
+_NO_KEY: Final = "asynckv"
 _KEYS_AT_ONCE: Final = 64
 _MAX_VALUE_NBYTES: Final = 5 * 2**30 - 2**20
 """So much takes one request of S3."""
@@ -130,21 +131,28 @@ class ObjectTier(LoopBound, StoreTier):
         if store is None:
             raise OSError(f"the tier in {self.name} is closed")
         try:
-            # One request, of which the first answer is enough. It needs the right to
-            # list: without that S3 says of what is missing that access is denied.
+            # One request, of which the first answer is enough: the bucket is there.
             listing = obstore.list(store, self._prefix, chunk_size=1)
             await self._calls.call(listing.__anext__)
         except (StopAsyncIteration, FileNotFoundError):
             pass  # there is nothing yet
-        except (PermissionDeniedError, UnauthenticatedError) as exc:
-            raise ConfigError(
-                f"access to {self.name} is denied: {_kind_of(exc)}", hint=_ACCESS
-            ) from None
         except Exception as exc:  # noqa: BLE001 - whatever it is, it does not work
+            await self._check_access()
             raise OSError(f"no answer from {self.name}: {_kind_of(exc)}") from None
         return TierFacts(
             max_value_nbytes=_MAX_VALUE_NBYTES, patience_s=self._patience_s
         )
+
+    async def _check_access(self) -> None:
+        """Raise what is to be said if access is denied: a listing does not tell."""
+        try:
+            await self._ask(_NO_KEY)
+        except (PermissionDeniedError, UnauthenticatedError) as exc:
+            raise ConfigError(
+                f"access to {self.name} is denied: {_kind_of(exc)}", hint=_ACCESS
+            ) from None
+        except Exception:  # noqa: BLE001 - the listing has failed of that, too
+            return
 
     async def contains(self, keys: Sequence[str]) -> Sequence[TierResult]:
         loop = self._check_loop()
