@@ -14,12 +14,12 @@ from __future__ import annotations
 
 import asyncio
 import atexit
-import contextlib
 import time
 import weakref
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Any, Final, TypeVar
 
+import anyio
 import numpy
 import obstore
 from obstore.store import ObjectStore
@@ -47,7 +47,7 @@ class ObstoreCalls:
         # Of futures that obstore's threads may have in hand. Called when the last of
         # them drops one, so by no code that could give the GIL away: it is C.
         self._held: set[weakref.ref[asyncio.Future[Any]]] = set()
-        atexit.register(self._block_until_let_go)
+        self._ends_in_order = False
 
     async def call(self, begin: Callable[[], Awaitable[_T]]) -> _T:
         """Return what the call that is begun returns.
@@ -84,10 +84,9 @@ class ObstoreCalls:
     async def aclose(self) -> None:
         """Give up what has not ended, and wait until it is let go of: 1 s at most."""
         self.abort()
-        # Nobody can tell the loop of it: see __init__.
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(_LONGEST_S):
-                await _wait_until(lambda: not self._is_held())
+        with anyio.move_on_after(_LONGEST_S, shield=True):
+            for _ in iter(self._is_held, False):
+                await asyncio.sleep(_LOOK_S)  # who could tell must not: see __init__
         if not self._held:
             atexit.unregister(self._block_until_let_go)
 
@@ -104,6 +103,9 @@ class ObstoreCalls:
     ) -> _T:
         if self.is_stopping:
             raise Stopped
+        if not self._ends_in_order:
+            self._ends_in_order = True
+            atexit.register(self._block_until_let_go)
         future = asyncio.ensure_future(begin())
         self._held.add(weakref.ref(future, self._held.discard))
         self._futures.add(future)
@@ -140,14 +142,14 @@ class ObstoreCalls:
 
 async def _wait_until_gone(readers: Sequence[weakref.ref[Any]]) -> None:
     """Wait until memory is read no more, however often that is cancelled."""
+    loop = asyncio.get_running_loop()
+    gone: asyncio.Future[None] = loop.create_future()
 
-    def are_gone() -> bool:
-        return all(reader() is None for reader in readers)
+    def look() -> None:
+        if all(reader() is None for reader in readers):
+            gone.set_result(None)
+        else:
+            loop.call_later(_LOOK_S, look)
 
-    if not are_gone():
-        await wait_shielded(asyncio.ensure_future(_wait_until(are_gone)))
-
-
-async def _wait_until(is_so: Callable[[], bool]) -> None:
-    for _ in iter(is_so, True):
-        await asyncio.sleep(_LOOK_S)
+    look()
+    await wait_shielded(gone)  # by no task: a loop that ends cancels those
