@@ -153,7 +153,11 @@ class StoreTier(Closable):
 
     @abc.abstractmethod
     async def contains(self, keys: Sequence[str]) -> Sequence[TierResult]:
-        """Say which of ``keys`` it has: ``DONE`` or ``MISSING``. No use of them."""
+        """Say which of ``keys`` it has: ``DONE`` or ``MISSING``. No use of them.
+
+        They may be those of a prefix, in order. ``FAILED``: that is not known, as where
+        to ask for each would take too long.
+        """
 
     @abc.abstractmethod
     async def fetch(self, wanted: Sequence[WantedValue]) -> Sequence[TierResult]:

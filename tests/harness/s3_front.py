@@ -15,6 +15,7 @@ _CHUNK_NBYTES = 16 * 1024
 class Front:
     """Takes connections for a server at ``port``.
 
+    ``hides_versions``: answers do not say which version of an object they have.
     ``answer`` is what a request is told instead of being passed on. ``rate`` is how
     many bytes a second all answers together may bring.
     """
@@ -22,6 +23,7 @@ class Front:
     def __init__(self, port: int) -> None:
         self.answer: bytes | None = None
         self.rate: float | None = None
+        self.hides_versions = False
         self.port = 0
         self._server_port = port
         self._is_passing = asyncio.Lock()
@@ -77,6 +79,8 @@ class Front:
                         await asyncio.sleep(len(chunk) / self.rate)
                 if self.answer is not None:
                     return  # no connection outlives what it was made for
+                if self.hides_versions:
+                    chunk = chunk.replace(b"\r\nETag:", b"\r\nNone:")
                 writer.write(chunk)
                 await writer.drain()
         finally:

@@ -221,8 +221,10 @@ class ObjectTier(LoopBound, StoreTier):
     async def _fetch(self, wanted: WantedValue) -> TierResult:
         try:
             result = await self._read(wanted)
-        except (FileNotFoundError, PreconditionError):
-            result = TierResult.MISSING  # the latter: it is another one meanwhile
+        except FileNotFoundError:
+            result = TierResult.MISSING
+        except PreconditionError:  # between two pieces it was replaced
+            return TierResult.MISSING
         except Exception as exc:  # noqa: BLE001 - also what only a bug would raise
             return self._failed("read", exc)
         if result is TierResult.MISSING:
@@ -313,7 +315,7 @@ class ObjectTier(LoopBound, StoreTier):
     def _failed(self, what: str, error: Exception) -> TierResult:
         """Say what has failed: once for each kind."""
         kind = what, _kind_of(error)
-        if not isinstance(error, Stopped) and kind not in self._said:
+        if self._store is not None and kind not in self._said:
             self._said.add(kind)
             logger.warning("values in %s could not be %s: %s", self.name, *kind)
         return TierResult.FAILED

@@ -140,6 +140,18 @@ async def test_an_answer_before_all_was_sent_lets_the_memory_go(
         assert await tier.fetch([SomeValue("k1/a", 16 * MIB)]) == [MISSING]
 
 
+async def test_where_versions_cannot_be_told_apart_a_large_value_is_read_at_once(
+    s3: MotoServer, prefix: str
+) -> None:
+    async with fronted(s3, prefix) as (front, tier):
+        value = SomeValue("k1/a", 9 * MIB, 1)
+        assert await tier.store([value.to_store()]) == [DONE]
+        front.hides_versions = True
+        wanted = SomeValue("k1/a", 9 * MIB)
+        assert await tier.fetch([wanted]) == [DONE]
+        assert wanted.is_one_of(1)
+
+
 @contextlib.asynccontextmanager
 async def fronted(
     s3: MotoServer, prefix: str, **options: str
