@@ -1,7 +1,8 @@
 """The object tier beside bare obstore, on a real S3 server and on files, in one run.
 
-Eight values at a time on either side: bare obstore has eight workers, the tier is
-called with four values, and while these are verified with four others. A get ends when
+As many requests at a time on either side as the tier makes: 8 puts, 16 gets. Bare
+obstore has as many workers; the tier is called with eight values, and while these are
+verified with eight others, so that sometimes it has fewer to do. A get ends when
 the value is where it goes: bare obstore's is copied there by threads, too. What the
 tier moves is verified by its digest, in threads of the rig; what stands beside it is
 not. Rounds alternate; a ratio is the median of those of each round, and the A/A is of
@@ -39,9 +40,9 @@ from harness.moto_server import MotoServer
 
 __all__ = ("main",)
 
-_AT_ONCE = 8
+_PUTS, _GETS = 8, 16
 _CALLS = 2
-_TOTAL = 128 * 2**20
+_TOTAL = 256 * 2**20
 _SIZES = {"2MiB": 2 * 2**20, "16MiB": 16 * 2**20}
 _BARS = {"get": 0.85, "put": 0.9}
 
@@ -68,7 +69,7 @@ class _Rig:
 
     def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes
-        self.memories = [memoryview(mmap.mmap(-1, nbytes)) for _ in range(_AT_ONCE)]
+        self.memories = [memoryview(mmap.mmap(-1, nbytes)) for _ in range(_GETS)]
         for memory in self.memories:
             memory[:] = os.urandom(nbytes)
         self.pool = concurrent.futures.ThreadPoolExecutor(2)
@@ -107,7 +108,7 @@ class _Bare:
                 path = f"{self._prefix}/{job}"
                 await obstore.put_async(self._store, path, memory, use_multipart=False)
 
-        return await self._run(work)
+        return await self._run(work, _PUTS)
 
     async def get(self) -> float:
         loop = asyncio.get_running_loop()
@@ -122,12 +123,12 @@ class _Bare:
                 data = await found.bytes_async()
                 await loop.run_in_executor(self._rig.pool, land, data, memory)
 
-        return await self._run(work)
+        return await self._run(work, _GETS)
 
     async def _run(
-        self, work: Callable[[memoryview, Iterator[int]], Awaitable[None]]
+        self, work: Callable[[memoryview, Iterator[int]], Awaitable[None]], count: int
     ) -> float:
-        memories = self._rig.memories
+        memories = self._rig.memories[:count]
         return await self._rig.run([functools.partial(work, m) for m in memories])
 
 
@@ -153,8 +154,8 @@ class _Tier:
             ):
                 await call(batch)
 
-        memories, some = self._rig.memories, _AT_ONCE // _CALLS
-        parts = [memories[at : at + some] for at in range(0, _AT_ONCE, some)]
+        memories, some = self._rig.memories, _GETS // _CALLS
+        parts = [memories[at : at + some] for at in range(0, _GETS, some)]
         return await self._rig.run([functools.partial(work, part) for part in parts])
 
     async def _digests(self, batch: list[tuple[int, memoryview]]) -> list[bytes]:

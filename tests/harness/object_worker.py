@@ -1,23 +1,29 @@
-"""``python -m harness.object_worker URL``: ends twice, right after calls of a tier.
+"""``python -m harness.object_worker URL ...``: ends right after calls of a tier.
 
-Once it closes the tier before, once it forgets to; it says how either ended. Threads of
-obstore take their time to come back from the loop that they have told of an answer: so
-the interpreter ends while they are there, unless it is kept from that.
+Twice for each URL: once it closes the tier before, once it forgets to. It says how each
+process ended. Threads of obstore take their time to come back from the loop that they
+have told of an answer: so the interpreter ends while they are there, unless it is kept
+from that.
 """
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import sys
 import time
-from typing import Any
+from collections.abc import Callable
+from contextvars import Context
+from typing import TypeVarTuple, Unpack
 
 from asynckv.abc.tiers import TierResult
 from asynckv.stores.objects import ObjectTier
 from asynckv.testing.tier_checks import SomeValue
 
 __all__ = ()
+
+_Ts = TypeVarTuple("_Ts")
 
 _NBYTES = 5000
 """Little, or a thread that copies would keep the interpreter from its end, too."""
@@ -26,8 +32,13 @@ _NBYTES = 5000
 class _SlowToLeave(asyncio.SelectorEventLoop):
     """A loop that keeps other threads for a while."""
 
-    def call_soon_threadsafe(self, *args: Any, **kwargs: Any) -> asyncio.Handle:
-        handle = super().call_soon_threadsafe(*args, **kwargs)
+    def call_soon_threadsafe(
+        self,
+        callback: Callable[[Unpack[_Ts]], object],
+        *args: Unpack[_Ts],
+        context: Context | None = None,
+    ) -> asyncio.Handle:
+        handle = super().call_soon_threadsafe(callback, *args, context=context)
         time.sleep(0.2)  # noqa: TID251 - in a thread of obstore's
         return handle
 
@@ -43,8 +54,8 @@ async def _use(url: str, *, closes: bool) -> None:
         await tier.aclose()
 
 
-def _main(url: str) -> None:
-    for closes in (True, False):
+def _main(urls: list[str]) -> None:
+    for url, closes in itertools.product(urls, (True, False)):
         if not (pid := os.fork()):
             with asyncio.Runner(loop_factory=_SlowToLeave) as runner:
                 runner.run(_use(url, closes=closes))
@@ -55,4 +66,4 @@ def _main(url: str) -> None:
 
 
 if __name__ == "__main__":
-    _main(sys.argv[1])
+    _main(sys.argv[1:])

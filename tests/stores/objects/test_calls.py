@@ -155,7 +155,10 @@ async def test_a_call_that_is_stopped_says_so(tmp_path: Path) -> None:
 
 @pytest.mark.multiprocess
 @pytest.mark.slow
-def test_the_interpreter_ends_as_it_should_right_after_a_call(url: str) -> None:
-    worker = [sys.executable, "-m", "harness.object_worker", url]
+def test_the_interpreter_ends_as_it_should_right_after_a_call(
+    s3: MotoServer, prefix: str, tmp_path: Path
+) -> None:
+    urls = [s3.url(prefix), f"file://{tmp_path}/kv"]
+    worker = [sys.executable, "-m", "harness.object_worker", *urls]
     ended = subprocess.run(worker, capture_output=True, text=True, check=False)
-    assert (ended.stdout.split(), ended.stderr) == (["0", "0"], "")
+    assert (ended.stdout.split(), ended.stderr) == (["0"] * 4, "")
