@@ -15,7 +15,7 @@ import sys
 import time
 from collections.abc import Callable
 from contextvars import Context
-from typing import TypeVarTuple, Unpack
+from typing import TypeVarTuple
 
 from asynckv.abc.tiers import TierResult
 from asynckv.stores.objects import ObjectTier
@@ -34,8 +34,8 @@ class _SlowToLeave(asyncio.SelectorEventLoop):
 
     def call_soon_threadsafe(
         self,
-        callback: Callable[[Unpack[_Ts]], object],
-        *args: Unpack[_Ts],
+        callback: Callable[[*_Ts], object],
+        *args: *_Ts,
         context: Context | None = None,
     ) -> asyncio.Handle:
         handle = super().call_soon_threadsafe(callback, *args, context=context)

@@ -64,7 +64,8 @@ class ObstoreCalls:
     ) -> None:
         """Write an object of these pieces. They are not read any more when this ends.
 
-        A cancelled wait gives the call up, and ends then, too.
+        A cancelled wait gives the call up, and ends then, too; or after a second, if a
+        file system hangs: then what it writes may be torn.
 
         :raises Stopped: the call was given up by :meth:`abort`
         :raises Exception: what obstore raises
@@ -113,7 +114,7 @@ class ObstoreCalls:
             await asyncio.wait({future})
         except asyncio.CancelledError:
             future.cancel()
-            await _wait_until_gone(readers)
+            await _wait_until_gone(readers, timeout_s=_LONGEST_S)
             raise
         except GeneratorExit:
             future.cancel()
@@ -140,7 +141,9 @@ class ObstoreCalls:
             time.sleep(_LOOK_S)  # noqa: TID251 - there is no loop any more
 
 
-async def _wait_until_gone(readers: Sequence[weakref.ref[Any]]) -> None:
+async def _wait_until_gone(
+    readers: Sequence[weakref.ref[Any]], *, timeout_s: float | None = None
+) -> None:
     """Wait until memory is read no more, however often that is cancelled."""
     loop = asyncio.get_running_loop()
     gone: asyncio.Future[None] = loop.create_future()
@@ -148,8 +151,12 @@ async def _wait_until_gone(readers: Sequence[weakref.ref[Any]]) -> None:
     def look() -> None:
         if all(reader() is None for reader in readers):
             gone.set_result(None)
-        else:
+        elif not gone.cancelled():
             loop.call_later(_LOOK_S, look)
 
     look()
-    await wait_shielded(gone)  # by no task: a loop that ends cancels those
+    try:
+        # By no task: a loop that ends cancels those.
+        await wait_shielded(gone, timeout_s=timeout_s)
+    finally:
+        gone.cancel()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextlib
+import os
 import resource
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -319,6 +320,22 @@ async def test_a_folder_where_a_value_should_be_is_a_miss(tmp_path: Path) -> Non
     async with ObjectTier.from_url(f"file://{tmp_path}") as tier:
         assert await fetch(tier) in (MISSING, FAILED)
         assert await store(tier) is FAILED
+
+
+async def test_a_read_that_never_returns_is_a_miss_and_keeps_nobody_from_closing(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / ValueName("a").tier_key
+    path.parent.mkdir(parents=True)
+    os.mkfifo(path)  # to open it takes until somebody writes
+    try:
+        async with asyncio.timeout(10):
+            url = f"file://{tmp_path}?patience=0.2"
+            async with TieredStore(MIB, [url]) as store:
+                assert await store.get("a") is None
+                assert store.statistics().tiers["file"].late == 1
+    finally:
+        os.close(os.open(path, os.O_RDWR | os.O_NONBLOCK))
 
 
 async def test_of_a_file_that_cannot_be_written_whole_nothing_is_found(
