@@ -121,6 +121,14 @@ def chaos(session: nox.Session) -> None:
 
 
 @nox.session
+def stores(session: nox.Session) -> None:
+    """Test every tier of a store with its faults. Arguments go to pytest."""
+    install(session, ".[test]")
+    what = session.posargs or ("tests/stores",)
+    session.run("pytest", *PROCESSES, "--dist", "worksteal", *what)
+
+
+@nox.session
 def sim(session: nox.Session) -> None:
     """Run asynckv's code on virtual machines: ``-- --seed N`` tells a seed's story."""
     install(session, ".")
@@ -175,7 +183,9 @@ def nccl_nogpu(session: nox.Session) -> None:
 @nox.session
 def bench(session: nox.Session) -> None:
     """Measure: every file of benchmarks/, or those named after ``--``, as ``lanes``."""
-    install(session, ".[fast,redis]", "trustme")
+    install(
+        session, ".[fast,objects,redis]", "flask", "flask-cors", "moto[s3]", "trustme"
+    )
     files = sorted((ROOT / "benchmarks").glob("*.py"))
     for name in session.posargs or [file.stem for file in files]:
         session.run("python", "-m", f"benchmarks.{name}", env=HARNESS)

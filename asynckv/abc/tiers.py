@@ -89,12 +89,17 @@ class TierValue:
 
 
 class WantedValue(abc.ABC):
-    """A value that is to be read. ``moved_nbytes`` is as in :class:`TierValue`."""
+    """A value that is to be read. ``moved_nbytes`` is as in :class:`TierValue`.
 
-    __slots__ = ("header_nbytes", "key", "moved_nbytes")
+    A tier that hears how long the value is before it has read its header says so by
+    ``coming_nbytes``: it is given the time for that, and what it reads is charged.
+    """
+
+    __slots__ = ("coming_nbytes", "header_nbytes", "key", "moved_nbytes")
 
     def __init__(self, key: str) -> None:
         self.key = key
+        self.coming_nbytes = 0
         self.header_nbytes = 0
         self.moved_nbytes = 0
 
@@ -106,7 +111,10 @@ class WantedValue(abc.ABC):
     @property
     @abc.abstractmethod
     def lent_nbytes(self) -> int:
-        """Memory that the tier may write to until its call has ended."""
+        """Memory that the tier may write to until its call has ended.
+
+        Before there is any, ``coming_nbytes``.
+        """
 
     @abc.abstractmethod
     async def place(self, header: bytes | memoryview) -> TierMemory | None:
@@ -147,7 +155,11 @@ class StoreTier(Closable):
 
     @abc.abstractmethod
     async def contains(self, keys: Sequence[str]) -> Sequence[TierResult]:
-        """Say which of ``keys`` it has: ``DONE`` or ``MISSING``. No use of them."""
+        """Say which of ``keys`` it has: ``DONE`` or ``MISSING``. No use of them.
+
+        They may be those of a prefix, in order. ``FAILED``: that is not known, as where
+        to ask for each would take too long.
+        """
 
     @abc.abstractmethod
     async def fetch(self, wanted: Sequence[WantedValue]) -> Sequence[TierResult]:

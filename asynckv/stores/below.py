@@ -121,7 +121,9 @@ class _Wanted(WantedValue):
 
     @property
     def lent_nbytes(self) -> int:
-        return 0 if self.pending is None else self.pending.region.nbytes
+        if self.pending is None:
+            return self.coming_nbytes
+        return self.pending.region.nbytes
 
     async def place(self, header: bytes | memoryview) -> TierMemory | None:
         try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import importlib.metadata
+import importlib.util
 import urllib.parse
 from collections.abc import Callable, Mapping, Sequence
 from typing import Final, Literal
@@ -36,10 +37,23 @@ def _open_redis(url: str) -> StoreTier:
     return RedisTier.from_url(url)
 
 
+def _open_objects(url: str) -> StoreTier:
+    if importlib.util.find_spec("obstore") is None:
+        raise ConfigError(
+            "obstore is not installed",
+            hint='in a checkout of asynckv: python -m pip install ".[objects]"',
+        )
+    from asynckv.stores.objects import ObjectTier
+
+    return ObjectTier.from_url(url)
+
+
 _REDIS: Final = ("redis", "rediss", "redis+unix", "redis+cluster", "rediss+cluster")
 _OWN: Final[Mapping[str, Callable[[str], StoreTier]]] = {
     "disk": _open_disk,
     **dict.fromkeys(_REDIS, _open_redis),
+    "file": _open_objects,
+    "s3": _open_objects,
 }
 
 
