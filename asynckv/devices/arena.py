@@ -1,6 +1,6 @@
 """The memory of one GPU that a buffer has: one allocation, and who has its pages.
 
-As :mod:`asynckv.tensors.slab_pages`, but all there is comes at once, by plain
+As :mod:`asynckv.tensors.pages`, but all there is comes at once, by plain
 ``cudaMalloc``, and nothing lies in two places: a tensor of a GPU cannot. What is as
 small as to ride with its frame on every path stays on the heap of the host, where
 frames are made; it is a tensor of the GPU for whoever takes it, all the same.
@@ -26,11 +26,11 @@ from asynckv.devices.cuda import CudaApi, DeviceMemory, Event, Stream
 from asynckv.devices.names import Device
 from asynckv.devices.tensors import Gpus
 from asynckv.errors import GPUFailed, GPUUnavailable
-from asynckv.tensors.arena import Pages, Region, pack
+from asynckv.tensors.arena import Region
 from asynckv.tensors.blocks import tensor_in
 from asynckv.tensors.paged_arena import IdlePages, PagedArena
+from asynckv.tensors.pages import Pages, PagesOnDemand, Place, pack
 from asynckv.tensors.runs import Memory, Runs
-from asynckv.tensors.slab_pages import PagesOnDemand, Place
 from asynckv.tensors.slab_regions import SlabRegion, SlabRegionOwner
 from asynckv.tensors.slabs import PAGE_NBYTES
 from asynckv.types import TensorSpec
@@ -300,7 +300,7 @@ class ViewKeeper:
                 self.region.fences.append(self._allocation.fence(self._stream))
             except GPUFailed:
                 return  # nobody can know when the GPU leaves it: it stays held
-        self._owner.release(self.region)
+        self._owner.view_ended(self.region)
 
 
 class DeviceRegion(SlabRegion):
@@ -425,7 +425,8 @@ class DeviceArena(PagedArena):
 
     ``wanted`` is called when it is needed first: :meth:`DevicePages.make_slab`, in a
     thread, then :meth:`add_slab` are to follow. ``freed`` is called too while the GPU
-    has to be asked again whether it is done with memory.
+    has to be asked again whether it is done with memory. ``given_back`` is called after
+    each region whose memory is somebody else's from then on.
     """
 
     pages: DevicePages
@@ -444,12 +445,13 @@ class DeviceArena(PagedArena):
     ) -> None:
         pages = DevicePages(max_bytes, device, wanted)
         super().__init__(
-            *(max_bytes, pages),
-            freed=freed,
-            pinned=pinned,
-            unmapped=unmapped,
-            given_back=given_back,
+            max_bytes, pages, freed=freed, pinned=pinned, unmapped=unmapped
         )
+        self._given_back = given_back
+
+    def give_back(self, region: Region) -> None:
+        super().give_back(region)
+        self._given_back()
 
     def allocate_outside(
         self, sizes: Sequence[int], charges: Sequence[int] = ()
@@ -460,8 +462,7 @@ class DeviceArena(PagedArena):
         self, nbytes: int, pages: Pages, offset: int, generation: int
     ) -> DeviceRegion:
         return DeviceRegion(
-            *(nbytes, self.pins, pages, offset, generation),
-            device_pages=self.pages,
+            *(nbytes, self, pages, offset, generation), device_pages=self.pages
         )
 
     def _on_heap(self, nbytes: int) -> Region:

@@ -200,7 +200,7 @@ class Growth:
             self.device_pages = on_device.pages
         elif has_slabs():
             self._slabs = SlabArena(max_bytes, **told)
-            watch_forks(self._slabs.pins)
+            watch_forks(self._slabs)
         self.arena = self._slabs or HeapArena(max_bytes)
         self.spares = SpareMemory(self.arena, None if device is None else device.empty)
         self._changed = changed
@@ -319,7 +319,7 @@ class Growth:
             return
         self._slabs.collect()
         for _ in range(_SETTLE_LOOKS):
-            if not self._slabs.pins.is_waiting:
+            if not self._slabs.is_waiting:
                 return
             await asyncio.sleep(_LOOK_AGAIN_S)  # nobody is told when a GPU is done
             self._slabs.collect()
@@ -379,7 +379,7 @@ class Growth:
         self._is_looking = False  # what comes from here on is looked at again
         if self._slabs is not None:
             self._slabs.collect()
-            if self._slabs.pins.is_waiting and self._loop is not None:
+            if self._slabs.is_waiting and self._loop is not None:
                 # A GPU says to nobody when it is done: it has to be asked.
                 self._is_looking = True
                 self._loop.call_later(_LOOK_AGAIN_S, self._recheck)

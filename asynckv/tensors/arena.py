@@ -14,78 +14,23 @@ from collections.abc import Sequence
 from typing import ClassVar, Final
 
 import numpy
-import numpy.typing
 import torch
 
-from asynckv.tensors.allocator import Run
+from asynckv.tensors.pages import ALIGNMENT_NBYTES, Pages
 from asynckv.tensors.runs import Memory, fill, joined
-from asynckv.tensors.slabs import PAGE_NBYTES
 from asynckv.tensors.views import no_memory, tensor_over
 from asynckv.types import TensorSpec
 
 __all__ = (
-    "ALIGNMENT_NBYTES",
-    "SHARED_PAGES_BELOW",
     "Arena",
     "HeapArena",
     "Hold",
-    "Pages",
     "Region",
     "heap_memory",
-    "pack",
-    "pages_of",
 )
 
 
-ALIGNMENT_NBYTES: Final = 64
-"""Every tensor begins at a multiple of it."""
-
-SHARED_PAGES_BELOW: Final = 64 * 1024
-"""Smaller tensors of an entry share pages, which are free when the last has left."""
-
-_PACKED_NBYTES: Final = 256 * 1024
-
-
-def pack(sizes: Sequence[int]) -> tuple[list[int], list[tuple[int, int]]]:
-    """Return blocks in pages, and for each size its block and the offset in that.
-
-    Small tensors share blocks, aligned to 64 bytes; the others have one each.
-    """
-    blocks: list[int] = []
-    places: list[tuple[int, int]] = []
-    packed, filled = -1, 0
-    for nbytes in sizes:
-        if nbytes >= SHARED_PAGES_BELOW:
-            places.append((len(blocks), 0))
-            blocks.append(pages_of(nbytes))
-            continue
-        if packed < 0 or filled + nbytes > _PACKED_NBYTES:
-            packed, filled = len(blocks), 0
-            blocks.append(0)
-        places.append((packed, filled))
-        blocks[packed] = pages_of(filled + nbytes)
-        filled += -(-nbytes // ALIGNMENT_NBYTES) * ALIGNMENT_NBYTES
-    return blocks, places
-
-
-def pages_of(nbytes: int) -> int:
-    """Return how many pages so many bytes need."""
-    return -(-nbytes // PAGE_NBYTES)
-
-
 _SMALL_NBYTES: Final = 4096
-
-
-class Pages:
-    """Pages that some regions of one entry share; free when the last has left."""
-
-    __slots__ = ("left", "memory", "runs")
-
-    def __init__(self, runs: Sequence[Run]) -> None:
-        self.runs = runs
-        self.memory: numpy.typing.NDArray[numpy.uint8] | None = None
-        """Where they are mapped in one piece, once somebody needs them so."""
-        self.left = 0
 
 
 class Region:
@@ -221,6 +166,10 @@ class Arena(abc.ABC):
         self.max_bytes = max_bytes
         self.used_bytes = 0
         self.peak_bytes = 0
+        self.pinned_bytes = 0
+        """Bytes that were released, and that somebody still has a view of."""
+        self.handed_out_bytes = 0
+        """Bytes that the application took and has not forgotten yet: not counted."""
         self.refused_slabs = 0
         """How often the system had less memory than the bound allows."""
         self.is_closed = False
@@ -229,16 +178,6 @@ class Arena(abc.ABC):
     def is_growing(self) -> bool:
         """Can there be room where there is none now, although nobody leaves?"""
         return False
-
-    @property
-    def pinned_bytes(self) -> int:
-        """Bytes that were released, and that somebody still has a view of."""
-        return 0
-
-    @property
-    def handed_out_bytes(self) -> int:
-        """Bytes that the application took and has not forgotten yet: not counted."""
-        return 0
 
     @property
     def free_bytes(self) -> int:

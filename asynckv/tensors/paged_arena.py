@@ -16,119 +16,19 @@ from typing import Final, Protocol, TypeAlias
 import numpy
 import numpy.typing
 
-from asynckv.tensors.arena import Arena, Pages, Region
-from asynckv.tensors.slab_pages import Place, SlabPages
+from asynckv.tensors.arena import Arena, Region
+from asynckv.tensors.pages import Pages, Place, SlabPages
 from asynckv.tensors.slab_regions import SlabRegion
 
 __all__ = (
     "ArenaPages",
     "IdlePages",
     "PagedArena",
-    "Pins",
     "SlabArena",
 )
 
 
 _Bytes: TypeAlias = numpy.typing.NDArray[numpy.uint8]
-
-
-class Pins:
-    """Looks after the views of one arena's regions: what those call their owner.
-
-    ``freed`` is called, in any thread, when memory may have become free otherwise
-    than by a call here: :meth:`collect` is to follow. ``pinned`` is told of a region
-    that was released while the application still has it. ``charge`` is told of bytes
-    that count, or (negative) no longer count as used, because they are pinned;
-    ``give_back`` gets every region that nobody holds any more.
-    """
-
-    def __init__(
-        self,
-        pages: SlabPages | None,
-        *,
-        freed: Callable[[], None],
-        pinned: Callable[[SlabRegion], None],
-        charge: Callable[[int], None],
-        give_back: Callable[[Region], None],
-    ) -> None:
-        self._pages = pages
-        self._freed = freed
-        self._tell_pinned = pinned
-        self._charge = charge
-        self._give_back = give_back
-        self._gone: collections.deque[SlabRegion] = collections.deque()
-        self._pinned: set[SlabRegion] = set()
-        self.pinned_bytes = 0
-        self.handed_out_bytes = 0
-
-    def memory_of(self, region: SlabRegion, *, writable: bool) -> _Bytes:
-        memory = self._slabs.memory_of(region.pages, writable=writable)
-        return memory[region.offset : region.offset + region.nbytes]
-
-    def spans_of(self, region: SlabRegion) -> tuple[_Bytes, Sequence[tuple[int, int]]]:
-        return self._slabs.spans_of(region.pages, region.offset, region.nbytes)
-
-    def release(self, region: SlabRegion) -> None:
-        self._gone.append(region)
-        if region.is_released:  # else its release finds it
-            self._freed()
-
-    def collect(self) -> None:
-        for _ in range(len(self._gone)):
-            region = self._gone.popleft()
-            if region.is_quiet:
-                region.end_hold()
-            else:
-                self._gone.append(region)
-
-    @property
-    def is_waiting(self) -> bool:
-        """Is there memory that something is still at work with? Then look again."""
-        return bool(self._gone)
-
-    def pin(self, region: SlabRegion) -> None:
-        self._pinned.add(region)
-        self._count(region, region.nbytes)
-        if not (region.is_borrowed or region.is_handed_out):
-            self._tell_pinned(region)
-
-    def unpin(self, region: SlabRegion) -> None:
-        if region in self._pinned:
-            self._pinned.discard(region)
-            self._count(region, -region.nbytes)
-
-    def give_back(self, region: Region) -> None:
-        if isinstance(region, SlabRegion):
-            self.unpin(region)
-        self._give_back(region)
-
-    def keep_for_child(self) -> None:
-        """This process is about to be copied, views and all: their memory is theirs.
-
-        Called in any thread.
-        """
-        for region in list(self._pinned):
-            if region.has_views:
-                region.is_kept = True
-
-    def forget_mappings(self) -> None:
-        """What is pinned is unmapped with its last view from now on."""
-        for region in self._pinned:
-            if region.pages is not None:
-                region.pages.memory = None
-
-    @property
-    def _slabs(self) -> SlabPages:
-        if self._pages is None:
-            raise TypeError("the memory of a GPU is not mapped here")
-        return self._pages
-
-    def _count(self, region: SlabRegion, nbytes: int) -> None:
-        if region.is_handed_out:
-            self.handed_out_bytes += nbytes
-        else:
-            self.pinned_bytes += nbytes
-        self._charge(-nbytes)
 
 
 logger = logging.getLogger(__name__)
@@ -199,8 +99,7 @@ class PagedArena(Arena):
     ``freed`` is called, in any thread, when memory may have become free otherwise than
     by a call here: :meth:`collect` is to follow. ``pinned`` is told of a region that
     somebody has a view of when its entry leaves; ``unmapped`` gets the pages of a
-    closed arena when nothing is in them any more but such views. ``given_back`` is
-    called after each region whose memory is somebody else's from then on.
+    closed arena when nothing is in them any more but such views.
 
     Memory that cannot be had lowers ``max_bytes``; where there is none at all, regions
     are on the heap.
@@ -221,30 +120,18 @@ class PagedArena(Arena):
         freed: Callable[[], None],
         pinned: Callable[[SlabRegion], None] = lambda region: None,
         unmapped: Callable[[IdlePages], None] = lambda idle: None,
-        given_back: Callable[[], None] = lambda: None,
     ) -> None:
         super().__init__(max_bytes)
-        self._given_back = given_back
         self._max_heap_bytes = max(max_bytes // _HEAP_SHARE, _HEAP_LEAST_NBYTES)
         self._heap_bytes = 0
         self._generations = itertools.count(1)
+        self._freed = freed
+        self._tell_pinned = pinned
         self._unmapped = unmapped
+        self._gone: collections.deque[SlabRegion] = collections.deque()
+        """Regions of which a view has ended, since :meth:`collect` or before it."""
+        self._pinned: set[SlabRegion] = set()
         self.pages = pages
-        self.pins = Pins(
-            pages if isinstance(pages, SlabPages) else None,
-            freed=freed,
-            pinned=pinned,
-            charge=self._charge_pinned,
-            give_back=self.give_back,
-        )
-
-    @property
-    def pinned_bytes(self) -> int:
-        return self.pins.pinned_bytes
-
-    @property
-    def handed_out_bytes(self) -> int:
-        return self.pins.handed_out_bytes
 
     @property
     def is_growing(self) -> bool:
@@ -339,9 +226,45 @@ class PagedArena(Arena):
 
     def collect(self) -> None:
         """Take memory back whose last view is gone."""
-        self.pins.collect()
+        for _ in range(len(self._gone)):
+            region = self._gone.popleft()
+            if region.is_quiet:
+                region.end_hold()
+            else:
+                self._gone.append(region)
+
+    @property
+    def is_waiting(self) -> bool:
+        """Is there memory that something is still at work with? Then look again."""
+        return bool(self._gone)
+
+    def memory_of(self, region: SlabRegion, *, writable: bool) -> _Bytes:
+        raise TypeError("the memory of a GPU is not mapped here")
+
+    def spans_of(self, region: SlabRegion) -> tuple[_Bytes, Sequence[tuple[int, int]]]:
+        raise TypeError("the memory of a GPU is not mapped here")
+
+    def view_ended(self, region: SlabRegion) -> None:
+        self._gone.append(region)
+        if region.is_released:  # else its release finds it
+            self._freed()
+
+    def pin(self, region: SlabRegion) -> None:
+        self._pinned.add(region)
+        self._count_pinned(region, region.nbytes)
+        if self.is_closed:
+            self._unmap_if_over()
+        if not (region.is_borrowed or region.is_handed_out):
+            self._tell_pinned(region)
+
+    def unpin(self, region: SlabRegion) -> None:
+        if region in self._pinned:
+            self._pinned.discard(region)
+            self._count_pinned(region, -region.nbytes)
 
     def give_back(self, region: Region) -> None:
+        if isinstance(region, SlabRegion):
+            self.unpin(region)
         pages = region.pages
         self.used_bytes -= region.nbytes
         if pages is None:
@@ -350,8 +273,17 @@ class PagedArena(Arena):
             pages.left -= 1
             if not pages.left:
                 self.pages.free(pages)
-        self._unmap_if_over()
-        self._given_back()
+        if self.is_closed:
+            self._unmap_if_over()
+
+    def keep_for_child(self) -> None:
+        """This process is about to be copied, views and all: their memory is theirs.
+
+        Called in any thread.
+        """
+        for region in list(self._pinned):
+            if region.has_views:
+                region.is_kept = True
 
     def add_slab(self, nbytes: int | None) -> None:
         """Use what :meth:`ArenaPages.make_slab` has returned, be it too little."""
@@ -396,16 +328,23 @@ class PagedArena(Arena):
         is_large = nbytes >= self.least_spare_nbytes
         return is_large and self.pages.could_ever_fit([nbytes])
 
-    def _charge_pinned(self, nbytes: int) -> None:
-        self.used_bytes += nbytes
-        self._unmap_if_over()
+    def _count_pinned(self, region: SlabRegion, nbytes: int) -> None:
+        """So many bytes more are pinned, or handed out, and are used no longer."""
+        if region.is_handed_out:
+            self.handed_out_bytes += nbytes
+        else:
+            self.pinned_bytes += nbytes
+        self.used_bytes -= nbytes
 
     def _unmap_if_over(self) -> None:
-        if self.is_closed and not self.used_bytes:
-            idle = self.pages.unmap()
-            self.pins.forget_mappings()
-            if idle is not None:
-                self._unmapped(idle)
+        if self.used_bytes:
+            return
+        idle = self.pages.unmap()
+        for region in self._pinned:  # unmapped with its last view from now on
+            if region.pages is not None:
+                region.pages.memory = None
+        if idle is not None:
+            self._unmapped(idle)
 
     def _is_for_heap(self, nbytes: int) -> bool:
         if not self.pages.is_usable:
@@ -444,4 +383,11 @@ class SlabArena(PagedArena):
     def _region(
         self, nbytes: int, pages: Pages, offset: int, generation: int
     ) -> SlabRegion:
-        return SlabRegion(nbytes, self.pins, pages, offset, generation)
+        return SlabRegion(nbytes, self, pages, offset, generation)
+
+    def memory_of(self, region: SlabRegion, *, writable: bool) -> _Bytes:
+        memory = self.pages.memory_of(region.pages, writable=writable)
+        return memory[region.offset : region.offset + region.nbytes]
+
+    def spans_of(self, region: SlabRegion) -> tuple[_Bytes, Sequence[tuple[int, int]]]:
+        return self.pages.spans_of(region.pages, region.offset, region.nbytes)

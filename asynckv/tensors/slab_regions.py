@@ -17,13 +17,8 @@ import numpy
 import numpy.typing
 import torch
 
-from asynckv.tensors.arena import (
-    SHARED_PAGES_BELOW,
-    Hold,
-    Pages,
-    Region,
-    heap_memory,
-)
+from asynckv.tensors.arena import Hold, Region, heap_memory
+from asynckv.tensors.pages import SHARED_PAGES_BELOW, Pages
 from asynckv.tensors.runs import Memory, runs_at
 from asynckv.tensors.slabs import PAGE_NBYTES
 from asynckv.tensors.views import tensor_over
@@ -52,8 +47,8 @@ class SlabRegionOwner(Protocol):
     def spans_of(self, region: SlabRegion) -> tuple[_Bytes, Sequence[tuple[int, int]]]:
         """Return all memory, and where a region's bytes begin and end in it."""
 
-    def release(self, region: SlabRegion) -> None:
-        """A hold ended. Called by finalizers: in any thread, at any moment."""
+    def view_ended(self, region: SlabRegion) -> None:
+        """A view is gone. Called by finalizers: in any thread, at any moment."""
 
     def collect(self) -> None:
         """Take memory back that was let go of."""
@@ -82,7 +77,7 @@ class _Window:
         self.__array_interface__ = memory.__array_interface__
 
     def __del__(self) -> None:
-        self._owner.release(self._region)
+        self._owner.view_ended(self._region)
 
 
 class _PeerHold(Hold):
@@ -144,9 +139,11 @@ class SlabRegion(Region):
 
         :raises OSError: they lie apart, and the process may have no more mappings
         """
-        if self._is_released or self._owner is None:
+        owner = self._owner
+        if self._is_released or owner is None:
             return heap_memory(self.nbytes)
-        return self._window(self._owner).data  # not kept here: it holds this region
+        # Not kept here: it holds this region.
+        return self._held(owner, owner.memory_of(self, writable=True)).data
 
     def memory(self) -> Memory:
         owner, pages = self._owner, self.pages
@@ -166,9 +163,11 @@ class SlabRegion(Region):
 
     def constant(self, spec: TensorSpec) -> torch.Tensor:
         """Return a tensor over these bytes that must never be written: a crash."""
-        if self._is_released or self._owner is None:
+        owner = self._owner
+        if self._is_released or owner is None:
             raise RuntimeError("the region was released")
-        return tensor_over(self._window(self._owner, writable=False), spec)
+        memory = owner.memory_of(self, writable=False)
+        return tensor_over(self._held(owner, memory), spec)
 
     def can_change_hands(self) -> bool:
         owner = self._owner
@@ -247,9 +246,6 @@ class SlabRegion(Region):
         else:
             self._owner = None
             owner.give_back(self)
-
-    def _window(self, owner: SlabRegionOwner, *, writable: bool = True) -> _Bytes:
-        return self._held(owner, owner.memory_of(self, writable=writable))
 
     def _held(self, owner: SlabRegionOwner, memory: _Bytes) -> _Bytes:
         self._holds += 1

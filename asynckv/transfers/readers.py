@@ -27,9 +27,9 @@ from asynckv.sharing.gpu_channel import RouteLost, other_bytes
 from asynckv.sharing.imports import ImportedMemory
 from asynckv.sharing.mappings import MappedMemory, MappedPin
 from asynckv.shielding import clear_all_frames
-from asynckv.tensors.arena import SHARED_PAGES_BELOW
 from asynckv.tensors.blocks import KVMemory, memory_of, tensor_at
 from asynckv.tensors.jobs import CopyJob, RunsCopy, long_copies
+from asynckv.tensors.pages import SHARED_PAGES_BELOW
 from asynckv.tensors.runs import Memory, Runs, fill
 from asynckv.tensors.shared_file import MappedFile, check_place, edges_of
 from asynckv.tensors.views import tensor_from, tensor_over

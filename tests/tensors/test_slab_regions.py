@@ -147,17 +147,16 @@ def test_a_release_that_is_not_over_can_be_undone_once(arena: CountingArena) -> 
 def test_bytes_are_used_or_pinned_or_handed_out(arena: SlabArena) -> None:
     regions = [_take(arena, n * _MIB) for n in (1, 2, 4)]
     views = [region.view() for region in regions]
-    pins = arena.pins
     regions[1].release()
-    assert (arena.used_bytes, pins.pinned_bytes) == (5 * _MIB, 2 * _MIB)
+    assert (arena.used_bytes, arena.pinned_bytes) == (5 * _MIB, 2 * _MIB)
     regions[2].hand_out()
     regions[2].release()
-    assert (arena.used_bytes, pins.pinned_bytes) == (_MIB, 2 * _MIB)
-    assert pins.handed_out_bytes == 4 * _MIB
+    assert (arena.used_bytes, arena.pinned_bytes) == (_MIB, 2 * _MIB)
+    assert arena.handed_out_bytes == 4 * _MIB
     regions[0].release()
     views.clear()
-    pins.collect()
-    assert arena.used_bytes == pins.pinned_bytes == pins.handed_out_bytes == 0
+    arena.collect()
+    assert arena.used_bytes == arena.pinned_bytes == arena.handed_out_bytes == 0
 
 
 @pytest.mark.parametrize("is_handed_out", [False, True])
@@ -169,7 +168,7 @@ def test_memory_kept_for_a_child_is_never_used_again_and_counts_no_more(
     if is_handed_out:
         region.hand_out()
     region.release()
-    arena.pins.keep_for_child()
+    arena.keep_for_child()
     assert arena.pinned_bytes == (0 if is_handed_out else 10 * _MIB)
     del view
     arena.collect()
@@ -182,7 +181,7 @@ def test_memory_kept_for_a_child_is_never_used_again_and_counts_no_more(
 
 def test_memory_that_nobody_has_a_view_of_is_not_kept(arena: SlabArena) -> None:
     region = _take(arena, 10 * _MIB)
-    arena.pins.keep_for_child()
+    arena.keep_for_child()
     region.release()
     region = _take(arena, 16 * _MIB)
     region.release()
@@ -195,7 +194,7 @@ def test_memory_that_only_a_peer_holds_is_not_kept_for_a_child(
     hold = region.hold()
     region.release()
     assert arena.pinned_bytes == 10 * _MIB
-    arena.pins.keep_for_child()
+    arena.keep_for_child()
     hold.release()
     hold.release()
     assert arena.pinned_bytes == arena.handed_out_bytes == 0
@@ -218,7 +217,7 @@ def test_what_was_pinned_once_is_kept_for_no_child_later(arena: SlabArena) -> No
     hold.release()
     (again,) = arena.allocate([_MIB]) or []
     view = again.view()
-    arena.pins.keep_for_child()
+    arena.keep_for_child()
     del view
     again.release()
     assert arena.used_bytes == arena.handed_out_bytes == 0
