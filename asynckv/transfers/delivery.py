@@ -24,8 +24,7 @@ from asynckv.tensors.blocks import KVBlocks, KVMemory, memory_of, tensor_at
 from asynckv.tensors.runs import fill
 from asynckv.tensors.views import tensor_from, tensor_in
 from asynckv.transfers.incoming import Incoming
-from asynckv.transfers.layout import unflatten
-from asynckv.transfers.manifest import INLINE_NBYTES, Manifest, verify
+from asynckv.transfers.manifest import INLINE_NBYTES, Manifest, unflatten, verify
 from asynckv.transfers.targets import match_targets
 from asynckv.types import TensorSpec
 from asynckv.waits.queue import ByteRoom

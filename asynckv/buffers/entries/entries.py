@@ -23,8 +23,13 @@ from asynckv.protocol.wire import digest_of
 from asynckv.tensors.arena import Region
 from asynckv.tensors.blocks import KVMemory, spec_in
 from asynckv.tensors.slab_regions import SlabRegion
-from asynckv.transfers.layout import Layout, layout_of
-from asynckv.transfers.manifest import INLINE_NBYTES, content_digest, pack
+from asynckv.transfers.manifest import (
+    INLINE_NBYTES,
+    Layout,
+    content_digest,
+    layout_of,
+    pack,
+)
 from asynckv.transfers.targets import Part
 from asynckv.transfers.tokens import (
     Query,

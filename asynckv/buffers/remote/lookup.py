@@ -28,8 +28,7 @@ from asynckv.observability.waits import LoggedWait, LoggedWaits
 from asynckv.protocol.frames import Peek, Taken, Withdraw
 from asynckv.tensors.blocks import KVMemory
 from asynckv.tensors.views import spec_like
-from asynckv.transfers.layout import check_names, flatten
-from asynckv.transfers.manifest import INLINE_NBYTES
+from asynckv.transfers.manifest import INLINE_NBYTES, check_names, flatten
 from asynckv.transfers.source import (
     Source,
     copied_sources,

@@ -45,10 +45,11 @@ from asynckv.protocol.frames import (
     Select,
     Took,
 )
+from asynckv.protocol.transfer import is_eager
 from asynckv.protocol.transfer_frames import Grant
 from asynckv.protocol.values import MappedOffer, Place
 from asynckv.sharing.exporter import Importer, Pin, place_of
-from asynckv.transfers.manifest import INLINE_NBYTES, check_body, is_eager
+from asynckv.transfers.manifest import INLINE_NBYTES, check_body
 from asynckv.transfers.outgoing import Outgoing, Routes, ignore_grant
 from asynckv.transfers.source import RegionSource, are_on_gpu
 from asynckv.transfers.tokens import TOKEN_NBYTES, Query

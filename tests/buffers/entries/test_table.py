@@ -22,8 +22,7 @@ from asynckv.buffers.lookup import LookupBuffer
 from asynckv.errors import EntryAborted, EntryConflict, EntryTooLarge
 from asynckv.tensors.arena import HeapArena
 from asynckv.testing.blocked import until
-from asynckv.transfers.layout import layout_of
-from asynckv.transfers.manifest import content_digest
+from asynckv.transfers.manifest import content_digest, layout_of
 from asynckv.transfers.tokens import MAX_ID_LENGTH, Query, as_tokens, make_query
 from asynckv.types import TensorSpec
 from harness.holders import RecordingHolder, draft_of
