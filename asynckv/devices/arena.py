@@ -5,7 +5,7 @@ As :mod:`asynckv.tensors.pages`, but all there is comes at once, by plain
 small as to ride with its frame on every path stays on the heap of the host, where
 frames are made; it is a tensor of the GPU for whoever takes it, all the same.
 
-A region is as those of :mod:`asynckv.tensors.slab_regions`, with one more rule: work of
+A region is as those of :mod:`asynckv.tensors.paged_arena`, with one more rule: work of
 the GPU goes on when the tensor it reads is gone. So where a view ends, two streams are
 marked: that of the thread where it ends, and that on which it was handed out, wherever
 it ends. The memory is nobody else's before the marks are reached.
@@ -28,10 +28,9 @@ from asynckv.devices.tensors import Gpus
 from asynckv.errors import GPUFailed, GPUUnavailable
 from asynckv.tensors.arena import Region
 from asynckv.tensors.blocks import tensor_in
-from asynckv.tensors.paged_arena import IdlePages, PagedArena
-from asynckv.tensors.pages import Pages, PagesOnDemand, Place, pack
+from asynckv.tensors.paged_arena import PagedArena, SlabRegion
+from asynckv.tensors.pages import IdlePages, Pages, PagesOnDemand, Place, pack
 from asynckv.tensors.runs import Memory, Runs
-from asynckv.tensors.slab_regions import SlabRegion, SlabRegionOwner
 from asynckv.tensors.slabs import PAGE_NBYTES
 from asynckv.types import TensorSpec
 
@@ -285,7 +284,7 @@ class ViewKeeper:
     def __init__(
         self,
         region: DeviceRegion,
-        owner: SlabRegionOwner,
+        owner: PagedArena,
         allocation: DeviceAllocation,
         stream: object | None,
     ) -> None:
@@ -316,7 +315,7 @@ class DeviceRegion(SlabRegion):
     def __init__(
         self,
         nbytes: int,
-        owner: SlabRegionOwner,
+        owner: PagedArena,
         pages: Pages,
         offset: int,
         generation: int,
@@ -391,7 +390,7 @@ class DeviceRegion(SlabRegion):
 
     def _lend(self, *, is_marked: bool) -> DeviceMemory:
         allocation, owner = self._device_pages.allocation, self._owner
-        if self._is_released or owner is None:
+        if self.is_released or owner is None:
             raise RuntimeError("the region was released")
         stream = allocation.stream() if is_marked else None
         keeper = ViewKeeper(self, owner, allocation, stream)
@@ -448,6 +447,19 @@ class DeviceArena(PagedArena):
             max_bytes, pages, freed=freed, pinned=pinned, unmapped=unmapped
         )
         self._given_back = given_back
+
+    @property
+    def is_waiting(self) -> bool:
+        """Is there memory that the GPU is still at work with? Then look again."""
+        return bool(self._gone)
+
+    def collect(self) -> None:
+        for _ in range(len(self._gone)):
+            region = self._gone.popleft()
+            if isinstance(region, DeviceRegion) and not region.is_quiet:
+                self._gone.append(region)
+            else:
+                region.end_hold()
 
     def give_back(self, region: Region) -> None:
         super().give_back(region)

@@ -25,8 +25,9 @@ from asynckv.devices.tensors import KVOnGpu
 from asynckv.processes import watch_forks
 from asynckv.tensors.arena import Arena, HeapArena, Region
 from asynckv.tensors.blocks import KVMemory
-from asynckv.tensors.paged_arena import IdlePages, PagedArena, SlabArena
-from asynckv.tensors.slab_regions import LateViews, SlabRegion
+from asynckv.tensors.late_views import LateViews
+from asynckv.tensors.paged_arena import PagedArena, SlabArena, SlabRegion
+from asynckv.tensors.pages import IdlePages
 from asynckv.tensors.slabs import has_slabs
 from asynckv.tensors.views import empty_tensor
 from asynckv.types import TensorSpec
@@ -315,14 +316,15 @@ class Growth:
             await asyncio.wait(self._dropping)
 
     async def _settle(self) -> None:
-        if self._slabs is None or self.device_pages is None:
+        arena = self._slabs
+        if not isinstance(arena, DeviceArena):
             return
-        self._slabs.collect()
+        arena.collect()
         for _ in range(_SETTLE_LOOKS):
-            if not self._slabs.is_waiting:
+            if not arena.is_waiting:
                 return
             await asyncio.sleep(_LOOK_AGAIN_S)  # nobody is told when a GPU is done
-            self._slabs.collect()
+            arena.collect()
 
     def _grow_soon(self) -> None:
         if self._growing is not None:
@@ -377,9 +379,10 @@ class Growth:
 
     def _recheck(self) -> None:
         self._is_looking = False  # what comes from here on is looked at again
-        if self._slabs is not None:
-            self._slabs.collect()
-            if self._slabs.is_waiting and self._loop is not None:
+        arena = self._slabs
+        if arena is not None:
+            arena.collect()
+            if isinstance(arena, DeviceArena) and arena.is_waiting and self._loop:
                 # A GPU says to nobody when it is done: it has to be asked.
                 self._is_looking = True
                 self._loop.call_later(_LOOK_AGAIN_S, self._recheck)

@@ -29,8 +29,8 @@ from asynckv.protocol.codec import Buffer
 from asynckv.protocol.frames import Push
 from asynckv.protocol.transfer_frames import Grant, Sent
 from asynckv.shielding import wait_shielded
+from asynckv.tensors.paged_arena import SlabRegion
 from asynckv.tensors.runs import joined
-from asynckv.tensors.slab_regions import SlabRegion
 from asynckv.transfers.outgoing import Outgoing, ignore_grant
 from asynckv.transfers.source import Source
 from asynckv.types import TensorSpec

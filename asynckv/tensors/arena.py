@@ -40,7 +40,7 @@ class Region:
     made when it is first looked at, and lives as long as anything refers to it.
     """
 
-    __slots__ = ("_arena", "_holds", "_is_released", "_view", "nbytes", "pages")
+    __slots__ = ("_arena", "_holds", "_view", "is_released", "nbytes", "pages")
 
     is_shared: ClassVar[bool] = False
     """Is it memory that will be somebody else's, once it is given back?"""
@@ -55,7 +55,8 @@ class Region:
         self._arena = arena
         self._view: memoryview | None = None
         self._holds = 0
-        self._is_released = False
+        self.is_released = False
+        """Has it no owner any more, but those who hold it?"""
 
     @property
     def is_read_by_peers(self) -> bool:
@@ -117,9 +118,9 @@ class Region:
 
     def release(self) -> None:
         """Give the charge back, once nobody holds it. A second call does nothing."""
-        if self._is_released:
+        if self.is_released:
             return
-        self._is_released = True
+        self.is_released = True
         if not self._holds and (arena := self._arena) is not None:
             self._arena = None
             arena.give_back(self)
@@ -134,7 +135,7 @@ class Region:
         self._give_back_if_over()
 
     def _give_back_if_over(self) -> None:
-        if self._is_released and not self._holds:
+        if self.is_released and not self._holds:
             arena, self._arena = self._arena, None
             if arena is not None:
                 arena.give_back(self)

@@ -1,7 +1,10 @@
 """Regions in pages that come when they are needed, beside small ones on the heap.
 
-What arenas of shared memory and of a GPU have in common. Rule of this file: everything
-runs on one thread, and nothing waits.
+What arenas of shared memory and of a GPU have in common. A region's memory is somebody
+else's only when the region was released *and* the last tensor or view of it is gone,
+wherever that is: each hold on it ends by the finalizer of what the views are based on.
+That may run in any thread and at any moment, so it only notes the region; the arena's
+thread does the rest, and nothing waits.
 """
 
 from __future__ import annotations
@@ -11,24 +14,211 @@ import collections
 import itertools
 import logging
 from collections.abc import Callable, Sequence
-from typing import Final, Protocol, TypeAlias
+from typing import Final, TypeAlias
 
 import numpy
 import numpy.typing
+import torch
 
-from asynckv.tensors.arena import Arena, Region
-from asynckv.tensors.pages import Pages, Place, SlabPages
-from asynckv.tensors.slab_regions import SlabRegion
+from asynckv.tensors.arena import Arena, Hold, Region, heap_memory
+from asynckv.tensors.pages import (
+    SHARED_PAGES_BELOW,
+    ArenaPages,
+    IdlePages,
+    Pages,
+    SlabPages,
+)
+from asynckv.tensors.runs import Memory, runs_at
+from asynckv.tensors.slabs import PAGE_NBYTES
+from asynckv.tensors.views import tensor_over
+from asynckv.types import TensorSpec
 
 __all__ = (
-    "ArenaPages",
-    "IdlePages",
     "PagedArena",
     "SlabArena",
+    "SlabRegion",
 )
 
 
 _Bytes: TypeAlias = numpy.typing.NDArray[numpy.uint8]
+
+
+class _Window:
+    """What the views of one region are based on: its life is a hold on the region."""
+
+    __slots__ = ("__array_interface__", "_memory", "_owner", "_region")
+
+    def __init__(self, region: SlabRegion, owner: PagedArena, memory: _Bytes) -> None:
+        self._region = region
+        self._owner = owner
+        self._memory = memory
+        self.__array_interface__ = memory.__array_interface__
+
+    def __del__(self) -> None:
+        self._owner.view_ended(self._region)
+
+
+class _PeerHold(Hold):
+    __slots__ = ("_slab_region",)
+
+    def __init__(self, region: SlabRegion) -> None:
+        super().__init__(region)
+        self._slab_region = region
+
+    def release(self) -> None:
+        if self._region is not None:
+            self._region = None
+            self._slab_region.end_peers_hold()
+
+
+class SlabRegion(Region):
+    """Memory of one tensor in the slabs, at ``offset`` of its ``pages``.
+
+    ``generation`` differs between all regions that an arena has ever had.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "_owner",
+        "_peers",
+        "generation",
+        "is_borrowed",
+        "is_handed_out",
+        "is_kept",
+        "offset",
+    )
+
+    is_shared = True
+
+    def __init__(
+        self,
+        nbytes: int,
+        owner: PagedArena,
+        pages: Pages,
+        offset: int,
+        generation: int,
+    ) -> None:
+        super().__init__(nbytes, None)
+        self.pages = pages
+        self.offset = offset
+        self.generation = generation
+        self.is_handed_out = False
+        """Do its last views belong to the application, which nobody charges?"""
+        self.is_kept = False
+        """Has a forked child views too, whose end nobody here learns of?"""
+        self.is_borrowed = False
+        """Was it made for somebody who may insert it, and has not yet?"""
+        self._owner: PagedArena | None = owner
+        self._peers = 0
+        pages.left += 1
+
+    def view(self) -> memoryview:
+        """Return the bytes, writable, without a copy; scratch once it is released.
+
+        :raises OSError: they lie apart, and the process may have no more mappings
+        """
+        owner = self._owner
+        if self.is_released or owner is None:
+            return heap_memory(self.nbytes)
+        # Not kept here: it holds this region.
+        return self._held(owner, owner.memory_of(self, writable=True)).data
+
+    def memory(self) -> Memory:
+        owner, pages = self._owner, self.pages
+        if self.is_released or owner is None or pages is None or len(pages.runs) < 2:
+            return self.view()
+        base, spans = owner.spans_of(self)
+        return runs_at(self._held(owner, base).data, spans)
+
+    def page_memory(self) -> Memory | None:
+        owner = self._owner
+        if self.is_released or owner is None or self.nbytes < SHARED_PAGES_BELOW:
+            return None
+        base, spans = owner.spans_of(self)
+        *others, (start, stop) = spans
+        pages = [*others, (start, -(-stop // PAGE_NBYTES) * PAGE_NBYTES)]
+        return runs_at(self._held(owner, base).data, pages)
+
+    def constant(self, spec: TensorSpec) -> torch.Tensor:
+        """Return a tensor over these bytes that must never be written: a crash."""
+        owner = self._owner
+        if self.is_released or owner is None:
+            raise RuntimeError("the region was released")
+        memory = owner.memory_of(self, writable=False)
+        return tensor_over(self._held(owner, memory), spec)
+
+    def can_change_hands(self) -> bool:
+        owner = self._owner
+        if self.is_released or owner is None:
+            return False
+        owner.collect()
+        return not self._holds
+
+    def hand_out(self) -> None:
+        self.is_handed_out = True
+
+    @property
+    def is_pinned(self) -> bool:
+        """Is it kept from others, although it was released, and counts for that?"""
+        return self.is_released and self._owner is not None and not self.is_handed_out
+
+    @property
+    def has_views(self) -> bool:
+        """May somebody in this process have one?"""
+        return self._holds > self._peers
+
+    @property
+    def is_read_by_peers(self) -> bool:
+        """May another process read there?"""
+        return self._peers > 0
+
+    def hold(self) -> Hold:
+        """As the contract says: for peers, who have their views elsewhere."""
+        self._holds += 1
+        self._peers += 1
+        return _PeerHold(self)
+
+    def end_peers_hold(self) -> None:
+        """The hold of one peer is over."""
+        self._peers -= 1
+        self.end_hold()
+
+    def own(self) -> bool:
+        """Undo a release that is not over yet; ``False`` if there is none."""
+        if not self.is_released or self._owner is None:
+            return False
+        self.is_released = self.is_borrowed = False
+        self._owner.unpin(self)
+        return True
+
+    def release(self) -> None:
+        owner = self._owner
+        if owner is not None and not self.is_released:
+            self.is_released = True
+            owner.collect()
+            self._give_back_if_over()
+            if self._owner is not None:
+                owner.pin(self)
+
+    def charge_to(self, arena: object) -> None:
+        raise RuntimeError("a region of the slabs is charged from the start")
+
+    def _give_back_if_over(self) -> None:
+        owner = self._owner
+        if owner is None or self._holds or not self.is_released:
+            return
+        if self.is_kept:
+            owner.unpin(self)
+            self.is_handed_out = True  # for good: it must not count for ever
+            owner.pin(self)
+        else:
+            self._owner = None
+            owner.unpin(self)
+            owner.give_back(self)
+
+    def _held(self, owner: PagedArena, memory: _Bytes) -> _Bytes:
+        self._holds += 1
+        return numpy.asarray(_Window(self, owner, memory))
 
 
 logger = logging.getLogger(__name__)
@@ -39,58 +229,6 @@ _HEAP_NBYTES: Final = 64 * 1024
 _HEAP_SHARE: Final = 16
 _HEAP_LEAST_NBYTES: Final = 4 * 2**20
 """They stay on the heap up to a 16th of the bound, or 4 MiB: it comes on top."""
-
-
-class IdlePages(Protocol):
-    """Memory that an arena needs no more."""
-
-    def drop(self) -> None:
-        """Give it back, but for what there are views of. Blocks: in a thread, once."""
-
-
-class ArenaPages(Protocol):
-    """What an arena has its regions in."""
-
-    is_usable: bool
-
-    @property
-    def nbytes(self) -> int:
-        """What there is."""
-
-    @property
-    def free_bytes(self) -> int:
-        """What no region has of that."""
-
-    @property
-    def is_growing(self) -> bool:
-        """May there be more, and was it not asked for yet?"""
-
-    def could_ever_fit(self, sizes: Sequence[int]) -> bool:
-        """Is there room for tensors of these sizes, when all is there?"""
-
-    def fits(self, sizes: Sequence[int]) -> bool:
-        """Would :meth:`take` have pages for tensors of these sizes now?"""
-
-    def take(self, sizes: Sequence[int]) -> list[Place] | None:
-        """Take pages for tensors of these sizes, all or none."""
-
-    def free(self, pages: Pages) -> None:
-        """Give pages back that no region has any more."""
-
-    def want(self) -> None:
-        """Ask for more, if there can be more."""
-
-    def make_slab(self) -> int | None:
-        """Get more; return its bytes, ``None`` for no memory at all. In a thread."""
-
-    def add_slab(self, nbytes: int | None) -> bool:
-        """Use what :meth:`make_slab` has returned; ``False`` if it is too little."""
-
-    def close(self) -> None:
-        """Get no more."""
-
-    def unmap(self) -> IdlePages | None:
-        """Let all of it go; return it once."""
 
 
 class PagedArena(Arena):
@@ -226,30 +364,28 @@ class PagedArena(Arena):
 
     def collect(self) -> None:
         """Take memory back whose last view is gone."""
-        for _ in range(len(self._gone)):
-            region = self._gone.popleft()
-            if region.is_quiet:
-                region.end_hold()
-            else:
-                self._gone.append(region)
-
-    @property
-    def is_waiting(self) -> bool:
-        """Is there memory that something is still at work with? Then look again."""
-        return bool(self._gone)
+        while self._gone:
+            self._gone.popleft().end_hold()
 
     def memory_of(self, region: SlabRegion, *, writable: bool) -> _Bytes:
+        """Return a region's bytes, without a hold on it.
+
+        :raises OSError: they lie apart, and cannot be mapped together
+        """
         raise TypeError("the memory of a GPU is not mapped here")
 
     def spans_of(self, region: SlabRegion) -> tuple[_Bytes, Sequence[tuple[int, int]]]:
+        """Return all memory, and where a region's bytes begin and end in it."""
         raise TypeError("the memory of a GPU is not mapped here")
 
     def view_ended(self, region: SlabRegion) -> None:
+        """A view is gone. Called by finalizers: in any thread, at any moment."""
         self._gone.append(region)
         if region.is_released:  # else its release finds it
             self._freed()
 
     def pin(self, region: SlabRegion) -> None:
+        """A region was released while somebody has a view."""
         self._pinned.add(region)
         self._count_pinned(region, region.nbytes)
         if self.is_closed:
@@ -258,13 +394,12 @@ class PagedArena(Arena):
             self._tell_pinned(region)
 
     def unpin(self, region: SlabRegion) -> None:
+        """Its memory is given back, or has an owner again."""
         if region in self._pinned:
             self._pinned.discard(region)
             self._count_pinned(region, -region.nbytes)
 
     def give_back(self, region: Region) -> None:
-        if isinstance(region, SlabRegion):
-            self.unpin(region)
         pages = region.pages
         self.used_bytes -= region.nbytes
         if pages is None:

@@ -15,7 +15,7 @@ import bisect
 import contextlib
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Final, TypeAlias
+from typing import Final, Protocol, TypeAlias
 
 import numpy
 import numpy.typing
@@ -25,6 +25,8 @@ from asynckv.tensors.slabs import PAGE_NBYTES, IdleSlabs, Run, Slabs, next_slab_
 __all__ = (
     "ALIGNMENT_NBYTES",
     "SHARED_PAGES_BELOW",
+    "ArenaPages",
+    "IdlePages",
     "PageAllocator",
     "Pages",
     "PagesOnDemand",
@@ -146,9 +148,10 @@ class PageAllocator:
         for index in order:
             left = blocks[index]
             while left and len(taken[index]) < max_runs:
-                if left > self.largest_free and max_runs == 1:
+                largest = self.largest_free
+                if left > largest and max_runs == 1:
                     break
-                count = min(left, self.largest_free)
+                count = min(left, largest)
                 taken[index].append((self._take(count), count))
                 left -= count
             if left:
@@ -248,6 +251,58 @@ process may have 65,530 mappings."""
 
 Place: TypeAlias = tuple[Pages, int]
 """Some pages, and the offset of one tensor in them."""
+
+
+class IdlePages(Protocol):
+    """Memory that an arena needs no more."""
+
+    def drop(self) -> None:
+        """Give it back, but for what there are views of. Blocks: in a thread, once."""
+
+
+class ArenaPages(Protocol):
+    """What an arena has its regions in."""
+
+    is_usable: bool
+
+    @property
+    def nbytes(self) -> int:
+        """What there is."""
+
+    @property
+    def free_bytes(self) -> int:
+        """What no region has of that."""
+
+    @property
+    def is_growing(self) -> bool:
+        """May there be more, and was it not asked for yet?"""
+
+    def could_ever_fit(self, sizes: Sequence[int]) -> bool:
+        """Is there room for tensors of these sizes, when all is there?"""
+
+    def fits(self, sizes: Sequence[int]) -> bool:
+        """Would :meth:`take` have pages for tensors of these sizes now?"""
+
+    def take(self, sizes: Sequence[int]) -> list[Place] | None:
+        """Take pages for tensors of these sizes, all or none."""
+
+    def free(self, pages: Pages) -> None:
+        """Give pages back that no region has any more."""
+
+    def want(self) -> None:
+        """Ask for more, if there can be more."""
+
+    def make_slab(self) -> int | None:
+        """Get more; return its bytes, ``None`` for no memory at all. In a thread."""
+
+    def add_slab(self, nbytes: int | None) -> bool:
+        """Use what :meth:`make_slab` has returned; ``False`` if it is too little."""
+
+    def close(self) -> None:
+        """Get no more."""
+
+    def unmap(self) -> IdlePages | None:
+        """Let all of it go; return it once."""
 
 
 class PagesOnDemand:

@@ -15,8 +15,7 @@ import torch
 from asynckv.devices.growth import Growth, SpareMemory, allocate_but
 from asynckv.tensors import slabs as slabs_module
 from asynckv.tensors.arena import HeapArena
-from asynckv.tensors.paged_arena import PagedArena, SlabArena
-from asynckv.tensors.slab_regions import SlabRegion
+from asynckv.tensors.paged_arena import PagedArena, SlabArena, SlabRegion
 from asynckv.tensors.slabs import MIN_SLAB_NBYTES, has_slabs
 from asynckv.testing.blocked import until
 from asynckv.types import TensorSpec

@@ -16,9 +16,9 @@ from hypothesis import given, settings, strategies as st
 
 from asynckv.tensors import paged_arena as paged_arena_module
 from asynckv.tensors.arena import Region
-from asynckv.tensors.paged_arena import IdlePages, PagedArena, SlabArena
+from asynckv.tensors.paged_arena import PagedArena, SlabArena, SlabRegion
+from asynckv.tensors.pages import IdlePages
 from asynckv.tensors.runs import pieces_of
-from asynckv.tensors.slab_regions import SlabRegion
 from asynckv.tensors.slabs import MIN_SLAB_NBYTES, PAGE_NBYTES, has_slabs
 from asynckv.types import TensorSpec
 

@@ -22,7 +22,7 @@ from asynckv.devices.tensors import KVOnGpu
 from asynckv.protocol.wire import digest_of
 from asynckv.tensors.arena import Region
 from asynckv.tensors.blocks import KVMemory, spec_in
-from asynckv.tensors.slab_regions import SlabRegion
+from asynckv.tensors.paged_arena import SlabRegion
 from asynckv.transfers.manifest import (
     INLINE_NBYTES,
     Layout,
