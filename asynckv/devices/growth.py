@@ -86,9 +86,11 @@ class SpareMemory:
 
     def spare_region(self, spec: TensorSpec) -> tuple[torch.Tensor, SlabRegion | None]:
         """As :meth:`spare`; return its region too, if it is not an ordinary one."""
-        region = None if self._slabs is None else self._slabs.take_spare(spec.nbytes)
-        if region is None:
+        slabs = self._slabs
+        taken = None if slabs is None else slabs.take_spares([spec.nbytes])
+        if taken is None:
             return self._ordinary(spec), None
+        (region,) = taken
         tensor = _tensor_in(region, spec)
         if tensor is None:
             region.release()

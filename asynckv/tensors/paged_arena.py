@@ -248,7 +248,7 @@ class PagedArena(Arena):
     """
 
     least_spare_nbytes = _HEAP_NBYTES + 1
-    """What :meth:`take_spare` has at least."""
+    """What :meth:`take_spares` has at least."""
 
     def __init__(
         self,
@@ -319,17 +319,12 @@ class PagedArena(Arena):
         self.collect()
         return self.pages.free_bytes >= nbytes
 
-    def take_spare(self, nbytes: int) -> SlabRegion | None:
-        """Take a region for the application, if so much lies idle.
-
-        If not, a slab is asked for, so that it does next time. The region may exceed
-        the bound until it is handed out and released.
-        """
-        regions = self.take_spares([nbytes])
-        return None if regions is None else regions[0]
-
     def take_spares(self, sizes: Sequence[int]) -> list[SlabRegion] | None:
-        """As :meth:`take_spare`, several at once: all or none."""
+        """Take regions for the application, all or none, if so much lies idle.
+
+        If not, a slab is asked for, so that it does next time. They may exceed the
+        bound until they are handed out and released.
+        """
         self.collect()
         if self.is_closed or min(sizes, default=0) < self.least_spare_nbytes:
             return None

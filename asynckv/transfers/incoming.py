@@ -295,7 +295,8 @@ class Incoming:
         self._state.stop()
         if self._is_expected:
             self._forget_link()
-        self._forget_route()
+        if self._is_route_expected:
+            self._forget_route()
         self._landed = self._failed = self._find_route = self._room = None
         self._targets = ()
         self._eager.clear()

@@ -7,7 +7,7 @@ else needs to know of what kind it is.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Final, Protocol, TypeAlias
 
 import torch
@@ -169,20 +169,14 @@ class GpuSource:
 class RegionSource:
     """Memory of an arena. Whoever sends it keeps it from being released."""
 
-    __slots__ = ("digest", "region", "spec")
+    __slots__ = ("digest", "is_on_gpu", "nbytes", "region", "spec")
 
     def __init__(self, region: Region, spec: TensorSpec, digest: bytes = b"") -> None:
         self.digest = digest
+        self.nbytes = region.nbytes
+        self.is_on_gpu = region.is_on_device
         self.region = region
         self.spec = spec
-
-    @property
-    def nbytes(self) -> int:
-        return self.spec.nbytes
-
-    @property
-    def is_on_gpu(self) -> bool:
-        return self.region.is_on_device
 
     def host(self) -> Memory:
         return self.region.memory()
@@ -215,10 +209,10 @@ def release_staged(sources: Sequence[Source]) -> None:
         source.release()
 
 
-def are_on_gpu(parts: Iterable[tuple[int, Region | None]]) -> bool:
+def are_on_gpu(sizes: Sequence[int], regions: Sequence[Region | None]) -> bool:
     """Whether NCCL may send all that is not eager, of parts of so many bytes each."""
     is_any = False
-    for nbytes, region in parts:
+    for nbytes, region in zip(sizes, regions, strict=False):
         if not is_eager(nbytes):
             if region is None or not region.is_on_device:
                 return False

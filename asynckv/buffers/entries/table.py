@@ -22,7 +22,7 @@ from asynckv.buffers.entries.entries import Draft, EntryState, StoredEntry
 from asynckv.buffers.statistics import Counters
 from asynckv.devices.growth import allocate_but
 from asynckv.errors import EntryAborted, EntryConflict, EntryTooLarge
-from asynckv.tensors.arena import Arena, Region
+from asynckv.tensors.arena import Arena
 
 __all__ = (
     "LEAST_ACCOUNT_BYTES",
@@ -94,7 +94,11 @@ class EntryMemory:
         """
         if not self._may_be_charged(entry):
             return False
-        regions = self._allocate(entry)
+        borrowed, arena = entry.draft.borrowed, self._arena
+        if not borrowed:
+            regions = arena.allocate(entry.sizes, entry.charges)
+        else:
+            regions = allocate_but(borrowed, arena, entry.sizes, entry.charges)
         if regions is None:
             return False
         self._charge(entry)
@@ -163,12 +167,6 @@ class EntryMemory:
     def _charge(self, entry: StoredEntry) -> None:
         self._account_bytes += entry.account_nbytes
         self._entries += 1
-
-    def _allocate(self, entry: StoredEntry) -> list[Region] | None:
-        borrowed = entry.draft.borrowed
-        if not borrowed:
-            return self._arena.allocate(entry.sizes, entry.charges)
-        return allocate_but(borrowed, self._arena, entry.sizes, entry.charges)
 
 
 class ExpiryClock:

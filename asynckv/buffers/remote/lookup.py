@@ -263,7 +263,7 @@ class RemoteLookupBuffer(KVLookupBuffer):
         digests: bool,
     ) -> None:
         """Insert what is read where it lies; with ``digests`` from the start."""
-        pool, nbytes = self._peer.pool, sum([one.nbytes for one in named.values()])
+        pool, nbytes = self._peer.pool, draft.layout.nbytes
         staging = self._peer.routes.staging(link, nbytes)
         sources: list[Source] = []
         try:

@@ -182,9 +182,7 @@ def make_offer(
             entry, importer, max_nbytes - len(body), streams=streams
         )
     pin, mapped, end = exported or (None, None, b"")
-    on_gpu = pieces is None and are_on_gpu(
-        [(part.spec.nbytes, part.region) for part in entry.parts]
-    )
+    on_gpu = pieces is None and are_on_gpu(entry.sizes, entry.regions)
     offering = SentOffer(
         *(stream, entry, link.new_transfer()),
         is_on_gpu=on_gpu,
