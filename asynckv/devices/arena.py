@@ -465,10 +465,8 @@ class DeviceArena(PagedArena):
         super().give_back(region)
         self._given_back()
 
-    def allocate_outside(
-        self, sizes: Sequence[int], charges: Sequence[int] = ()
-    ) -> list[Region]:
-        return [HostRegion(nbytes, None) for nbytes in (*sizes, *charges)]
+    def allocate_outside(self, sizes: Sequence[int]) -> list[Region]:
+        return [HostRegion(nbytes, None) for nbytes in sizes]
 
     def _region(
         self, nbytes: int, pages: Pages, offset: int, generation: int

@@ -138,7 +138,7 @@ def allocate_but(
     lent: Sequence[SlabRegion | None],
     arena: Arena,
     sizes: Sequence[int],
-    charges: Sequence[int],
+    charged: int,
 ) -> list[Region] | None:
     """Take one region a size, all or none, but for those that are there already."""
     owned = {
@@ -147,7 +147,7 @@ def allocate_but(
         if region is not None and region.own()
     }
     others = [nbytes for index, nbytes in enumerate(sizes) if index not in owned]
-    regions = arena.allocate(others, charges)
+    regions = arena.allocate(others, charged)
     if regions is None:
         arena.free(list(owned.values()))
         return None

@@ -159,8 +159,7 @@ class Hold:
 class Arena(abc.ABC):
     """A hard bound on bytes and the memory below it.
 
-    ``charges`` are bytes that live elsewhere and count here: each has a region
-    too, after those of the ``sizes``, which is never looked at.
+    ``charged`` bytes live elsewhere and count here, beside those of regions.
     """
 
     def __init__(self, max_bytes: int) -> None:
@@ -185,42 +184,37 @@ class Arena(abc.ABC):
         """Bytes that are neither used nor pinned."""
         return self.max_bytes - self.used_bytes - self.pinned_bytes
 
-    def could_ever_fit(self, sizes: Sequence[int], charges: Sequence[int] = ()) -> bool:
+    def could_ever_fit(self, sizes: Sequence[int], charged: int = 0) -> bool:
         """Would regions of these sizes fit if the arena were empty?"""
-        return sum(sizes) + sum(charges) <= self.max_bytes
+        return sum(sizes) + charged <= self.max_bytes
 
-    def fits(self, sizes: Sequence[int], charges: Sequence[int] = ()) -> bool:
+    def fits(self, sizes: Sequence[int], charged: int = 0) -> bool:
         """Would regions of these sizes fit now?"""
-        return sum(sizes) + sum(charges) <= self.free_bytes
+        return sum(sizes) + charged <= self.free_bytes
 
     @abc.abstractmethod
-    def allocate(
-        self, sizes: Sequence[int], charges: Sequence[int] = ()
-    ) -> list[Region] | None:
+    def allocate(self, sizes: Sequence[int], charged: int = 0) -> list[Region] | None:
         """Take one region a size, all or none. Never waits."""
 
-    def allocate_outside(
-        self, sizes: Sequence[int], charges: Sequence[int] = ()
-    ) -> list[Region]:
+    def allocate_outside(self, sizes: Sequence[int]) -> list[Region]:
         """Make regions that are charged to nobody here (a consumer pays for them)."""
-        return [Region(nbytes, None) for nbytes in (*sizes, *charges)]
+        return [Region(nbytes, None) for nbytes in sizes]
 
-    def adopt(self, regions: Sequence[Region], charges: int = 0) -> bool:
-        """Charge regions from :meth:`allocate_outside` to this arena, if they fit.
-
-        The last ``charges`` of them are bytes that live elsewhere.
-        """
-        if not self.fits([region.nbytes for region in regions]):
+    def adopt(self, regions: Sequence[Region], charged: int = 0) -> bool:
+        """Charge regions from :meth:`allocate_outside` to this arena, if they fit."""
+        sizes = [region.nbytes for region in regions]
+        if not self.fits(sizes, charged):
             return False
         for region in regions:
             region.charge_to(self)
-        self._charge(sum(region.nbytes for region in regions))
+        self._charge(sum(sizes) + charged)
         return True
 
-    def free(self, regions: Sequence[Region]) -> None:
-        """Release every one of ``regions``."""
+    def free(self, regions: Sequence[Region], charged: int = 0) -> None:
+        """Release every one of ``regions``, and what was charged beside them."""
         for region in regions:
             region.release()
+        self.used_bytes -= charged
 
     def give_back(self, region: Region) -> None:
         """Called by a region that was released and that nobody holds."""
@@ -238,13 +232,11 @@ class Arena(abc.ABC):
 class HeapArena(Arena):
     """Regions from the process's heap."""
 
-    def allocate(
-        self, sizes: Sequence[int], charges: Sequence[int] = ()
-    ) -> list[Region] | None:
-        if not self.fits(sizes, charges):
+    def allocate(self, sizes: Sequence[int], charged: int = 0) -> list[Region] | None:
+        if not self.fits(sizes, charged):
             return None
-        regions = [Region(nbytes, self) for nbytes in (*sizes, *charges)]
-        self._charge(sum(sizes) + sum(charges))
+        regions = [Region(nbytes, self) for nbytes in sizes]
+        self._charge(sum(sizes) + charged)
         return regions
 
 

@@ -275,26 +275,24 @@ class PagedArena(Arena):
     def is_growing(self) -> bool:
         return self.pages.is_growing
 
-    def could_ever_fit(self, sizes: Sequence[int], charges: Sequence[int] = ()) -> bool:
+    def could_ever_fit(self, sizes: Sequence[int], charged: int = 0) -> bool:
         total = sum(sizes)
-        if total + sum(charges) > self.max_bytes:
+        if total + charged > self.max_bytes:
             return False
         if not self.pages.is_usable or total <= _HEAP_NBYTES:
             return True
         return self.pages.could_ever_fit(sizes)
 
-    def fits(self, sizes: Sequence[int], charges: Sequence[int] = ()) -> bool:
+    def fits(self, sizes: Sequence[int], charged: int = 0) -> bool:
         self.collect()
         total = sum(sizes)
-        if total + sum(charges) > self.free_bytes:
+        if total + charged > self.free_bytes:
             return False
         return self.pages.fits(sizes) or self._is_for_heap(total) or self._may_spill
 
-    def allocate(
-        self, sizes: Sequence[int], charges: Sequence[int] = ()
-    ) -> list[Region] | None:
+    def allocate(self, sizes: Sequence[int], charged: int = 0) -> list[Region] | None:
         self.collect()
-        total, charged = sum(sizes), sum(charges)
+        total = sum(sizes)
         if total + charged > self.free_bytes:
             return None
         is_for_heap = self._is_for_heap(total)
@@ -307,7 +305,6 @@ class PagedArena(Arena):
         else:
             self.pages.want()
             return None
-        regions += [Region(nbytes, self) for nbytes in charges]
         self._heap_bytes += charged
         self._charge(total + charged)
         return regions
@@ -335,14 +332,13 @@ class PagedArena(Arena):
         self.used_bytes += sum(sizes)  # not at its peak: it will be no one's soon
         return regions
 
-    def adopt(self, regions: Sequence[Region], charges: int = 0) -> bool:
+    def adopt(self, regions: Sequence[Region], charged: int = 0) -> bool:
         self.collect()
         sizes = [region.nbytes for region in regions]
         total = sum(sizes)
-        if total > self.free_bytes:
+        if total + charged > self.free_bytes:
             return False
-        sizes = sizes[: len(sizes) - charges]
-        if not self._is_for_heap(sum(sizes)):
+        if not self._is_for_heap(total):
             # Their memory stays where it is; as many pages are kept for them.
             placed = self.pages.take(sizes)
             if placed is None and not self._may_spill:
@@ -351,11 +347,18 @@ class PagedArena(Arena):
             for region, (pages, _) in zip(regions, placed or (), strict=False):
                 region.pages = pages
                 pages.left += 1
+        self._heap_bytes += charged
         self._heap_bytes += sum(r.nbytes for r in regions if r.pages is None)
         for region in regions:
             region.charge_to(self)
-        self._charge(total)
+        self._charge(total + charged)
         return True
+
+    def free(self, regions: Sequence[Region], charged: int = 0) -> None:
+        super().free(regions, charged)
+        self._heap_bytes -= charged
+        if self.is_closed:
+            self._unmap_if_over()
 
     def collect(self) -> None:
         """Take memory back whose last view is gone."""

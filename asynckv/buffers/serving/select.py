@@ -103,14 +103,13 @@ def _exported(
         return entry.exported
     if (places := _places(entry, importer, streams=streams)) is None:
         return None
-    regions = entry.regions[: len(places)]
-    every = list(zip(regions, places, strict=True))
+    every = list(zip(entry.regions, places, strict=True))
     there = [region for region, place in every if place is not None]
     encoded = _encoder.encode(places)
     if streams:
         return Exported(there, encoded)
     beside = [region for region, place in every if place is None]
-    edges = importer.memory_file.edges(regions, places)
+    edges = importer.memory_file.edges(entry.regions, places)
     entry.exported = Exported(there, encoded, edges, beside)
     return entry.exported
 
@@ -128,7 +127,7 @@ def _places(
         return None
     if not importer.memory_file.exports_parts if streams else entry.is_small:
         return None
-    regions = entry.regions[: len(entry.parts)]
+    regions = entry.regions
     places = [
         None if streams and is_eager(region.nbytes) else place_of(region)
         for region in regions
