@@ -37,13 +37,13 @@ async def prefill(
     async with store.pin(keys) as found:  # nothing of it is dropped meanwhile
         known = keys[: (*found, False).index(False)]
         # The first block last: it is of use to most prompts, so it is dropped last.
-        blocks = await asyncio.gather(*(store.get(key) for key in reversed(known)))
+        blocks = await store.get_many(known[::-1])
     kept = [block for block in reversed(blocks) if block is not None]
     before = torch.cat([torch.zeros(0, 128, dtype=torch.int64), *kept])
     computed = compute(tokens[len(before) :], before[-1:])
     kv = torch.cat([before, computed])
-    for number in reversed(range(len(known), len(keys))):
-        await store.put(keys[number], kv[number * BLOCK : (number + 1) * BLOCK])
+    new = reversed(range(len(known), len(keys)))
+    await store.put_many((keys[i], kv[i * BLOCK : (i + 1) * BLOCK]) for i in new)
     return kv, len(before)
 
 

@@ -20,7 +20,9 @@ from asynckv.abc.buffers import (
     KVLookupStatistics,
     KVStoreBuffer,
     KVStoreStatistics,
+    PrefixMatch,
     SelectStream,
+    StoredValue,
 )
 from asynckv.abc.connectors import (
     AsksElsewhere,
@@ -88,8 +90,10 @@ __all__ = (
     "KVTransferResults",
     "Match",
     "PayloadTransport",
+    "PrefixMatch",
     "SelectStream",
     "StoreTier",
+    "StoredValue",
     "SupportsCrossLayerCaches",
     "SupportsHMA",
     "SupportsHandshake",

@@ -4,13 +4,24 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
+from collections.abc import (
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Coroutine,
+    Iterable,
+    Mapping,
+    Sequence,
+)
 from contextlib import AbstractAsyncContextManager
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final, Self, TypeVar
 
 from asynckv.abc.closing import AsyncWithOnly, Closable
 from asynckv.abc.entries import KVEntry, KVSource, Match, TokenIds
+from asynckv.errors import EntryTooLarge
 from asynckv.types import TensorSpec
+from asynckv.waits.own_tasks import PlainTaskGroup
 
 if TYPE_CHECKING:
     import torch
@@ -26,7 +37,9 @@ __all__ = (
     "KVLookupStatistics",
     "KVStoreBuffer",
     "KVStoreStatistics",
+    "PrefixMatch",
     "SelectStream",
+    "StoredValue",
 )
 
 
@@ -329,6 +342,61 @@ class KVLookupBuffer(KVCacheBuffer):
         """
 
 
+class PrefixMatch(int):
+    """How many blocks are there from the first one on, and where.
+
+    ``found`` has the tier of each, or ``None`` for one that is not there. ``ready`` of
+    them, from the first one on, are in memory. ``by_tier`` counts each where it is
+    found first.
+    """
+
+    ready: int
+    by_tier: Mapping[str, int]
+
+    def __new__(cls, found: Sequence[str | None]) -> Self:
+        count = found.index(None) if None in found else len(found)
+        match = super().__new__(cls, count)
+        names = [name for name in found[:count] if name is not None]
+        match.by_tier = {name: names.count(name) for name in dict.fromkeys(names)}
+        far = [number for number, name in enumerate(names) if name != "memory"]
+        match.ready = far[0] if far else count
+        return match
+
+
+@dataclasses.dataclass(frozen=True)
+class StoredValue:
+    """What is stored under a key.
+
+    ``tiers`` has it, the nearest one first: ``"memory"``, and what else the store has.
+    In memory it has a ``spec``. It is there for ``ttl_s`` more seconds, if not for
+    longer (``None``); ``is_pinned`` as it was put.
+    """
+
+    tiers: tuple[str, ...]
+    spec: TensorSpec | None = None
+    ttl_s: float | None = None
+    is_pinned: bool = False
+
+
+_AT_ONCE: Final = 16
+_T = TypeVar("_T")
+
+
+async def _all(calls: Sequence[Callable[[], Awaitable[_T]]]) -> tuple[_T, ...]:
+    """Make calls, a few at a time. The first error ends all of them."""
+    results: dict[int, _T] = {}
+    waiting = iter(enumerate(calls))
+
+    async def work() -> None:
+        for number, call in waiting:
+            results[number] = await call()
+
+    async with PlainTaskGroup() as group:
+        for _ in range(min(_AT_ONCE, len(calls))):
+            group.create_task(work())
+    return tuple(results[number] for number in range(len(calls)))
+
+
 class KVStoreBuffer(KVCacheBuffer):
     """KV by name, for any number of readers: ``put`` and ``get``."""
 
@@ -369,6 +437,53 @@ class KVStoreBuffer(KVCacheBuffer):
         :raises ValueError: if dtype or shape of ``into`` differ
         """
 
+    async def put_many(
+        self,
+        items: Iterable[tuple[str, torch.Tensor]],
+        *,
+        ttl_s: float | None = None,
+        pin: bool = False,
+    ) -> tuple[bool, ...]:
+        """As :meth:`put`, for each of ``items``, sixteen at a time.
+
+        Returns of each whether it is stored: one that could never fit is not. Any other
+        error ends the puts that are under way and is raised; so does a cancellation.
+
+        :raises ValueError: as of :meth:`put`
+        """
+
+        async def put(key: str, value: torch.Tensor) -> bool:
+            try:
+                await self.put(key, value, ttl_s=ttl_s, pin=pin)
+            except EntryTooLarge:
+                return False
+            return True
+
+        return await _all([partial(put, key, value) for key, value in items])
+
+    async def get_many(
+        self, keys: Sequence[str], into: Sequence[torch.Tensor | None] | None = None
+    ) -> tuple[torch.Tensor | None, ...]:
+        """As :meth:`get`, for each of ``keys``, sixteen at a time.
+
+        ``into`` has a tensor, or ``None``, for each. An error ends the gets that are
+        under way and is raised; so does a cancellation: nothing is written to any more.
+
+        :raises ValueError: ``into`` is not as long as ``keys``; or as of :meth:`get`
+        """
+        if isinstance(keys, str):
+            raise TypeError("this takes a sequence of keys, not one key")
+        places = [None] * len(keys) if into is None else into
+        pairs = zip(keys, places, strict=True)
+        return await _all([partial(self.get, key, place) for key, place in pairs])
+
+    @abc.abstractmethod
+    async def stat(self, key: str) -> StoredValue | None:
+        """Say what is stored under ``key``, and where; that is not a use of it.
+
+        A cancelled call leaves no trace.
+        """
+
     @abc.abstractmethod
     async def delete(self, key: str) -> bool:
         """Forget ``key``, and say if it was there. If cancelled, it has or has not."""
@@ -380,22 +495,25 @@ class KVStoreBuffer(KVCacheBuffer):
         A cancelled call leaves no trace.
         """
 
-    async def match_prefix(self, block_keys: Sequence[str]) -> int:
-        """Return how many of ``block_keys`` are stored, from the first one on.
+    @abc.abstractmethod
+    async def match_prefix(self, block_keys: Sequence[str]) -> PrefixMatch:
+        """Return how many of ``block_keys`` are stored, from the first one on; where.
 
         :func:`asynckv.connectors.prefix_block_keys` makes them of token ids.
         A cancelled call leaves no trace.
         """
-        found = await self.contains(block_keys)
-        return found.index(False) if False in found else len(found)
 
     @abc.abstractmethod
-    def pin(self, keys: Sequence[str]) -> AbstractAsyncContextManager[tuple[bool, ...]]:
+    def pin(
+        self, keys: Sequence[str], *, within_s: float | None = None
+    ) -> AbstractAsyncContextManager[tuple[bool, ...]]:
         """Keep what is stored under ``keys`` from being dropped for room.
 
         ``async with store.pin(keys) as found``: which of them are there, and stay there
         unless somebody deletes or replaces them. Leaving lets go of them, also by an
-        error or a cancellation, and never waits.
+        error or a cancellation, and never waits. What is in a lower tier alone is
+        brought into memory first, in the order of ``keys``; what is not there after
+        ``within_s`` seconds counts as not found.
 
         :raises LeaseLost: (on a clean leaving) the peer was lost meanwhile, and with it
             the hold

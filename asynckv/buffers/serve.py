@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Literal, Self
 
@@ -41,10 +41,12 @@ from asynckv.protocol.frames import (
     OpenPipe,
     Pin,
     Put,
+    Stat,
 )
 from asynckv.protocol.handshake import ONE_FINGERPRINT, DigestMode
 from asynckv.protocol.values import PeerIdentity
 from asynckv.security.keyring import NO_KEYS, Keyring
+from asynckv.security.names import canonical
 from asynckv.security.tls import TLS
 from asynckv.types import parse_bytes
 
@@ -110,6 +112,7 @@ class Server(LoopBound, AsyncWithOnly):
         identity: PeerIdentity,
         max_waiting_bytes: int,
         keyring: Keyring = NO_KEYS,
+        tenants: Mapping[str, str] | None = None,
         drain_s: float = 30.0,
     ) -> None:
         self.identity = identity
@@ -125,6 +128,9 @@ class Server(LoopBound, AsyncWithOnly):
         self._device_digest: DigestMode = device_digest
         self._lanes = lanes
         self._keyring = keyring
+        self._tenants = {
+            canonical(name): tenant for tenant, name in (tenants or {}).items()
+        }
         self._drain_s = drain_s
         self._listener: LinkListener | None = None
         self._is_draining = False
@@ -236,7 +242,9 @@ class Server(LoopBound, AsyncWithOnly):
         if self._lookup is not None:
             lookup = self._lookup_service(self._lookup, link, kept)
         if self._store is not None:
-            store = StoreService(self._store.values, link, kept)
+            _, _, certified = link.peer.id.rpartition("@")
+            tenant = self._tenants.get(certified, "")
+            store = StoreService(self._store.values, link, kept, tenant)
         services = _Services(link, self._what, lookup=lookup, store=store)
         for service in services.all:
             if self._is_draining:
@@ -285,7 +293,7 @@ def _not_served(frame: OpeningFrame, served: str) -> NotServed:
     if isinstance(frame, OpenPipe | JoinGroup):
         return NotServed(f"this peer serves {served}, no pipe: use connect()")
     missing, option = "lookup buffer", "lookup"
-    if isinstance(frame, Put | Get | Delete | Contains | Pin):
+    if isinstance(frame, Put | Get | Delete | Contains | Pin | Stat):
         missing = option = "store"
     # No hint: those of a peer's errors are not sent.
     return NotServed(
@@ -306,6 +314,7 @@ def serve(
     identity: str | None = None,
     role: Role = "both",
     max_waiting_bytes: int | float | str = "256MiB",
+    tenants: Mapping[str, str] | None = None,
 ) -> Server:
     """Serve buffers at ``url`` while the returned object is entered.
 
@@ -338,6 +347,9 @@ def serve(
         peer a half of that. A request beyond it is refused with ``Overloaded``. As
         much, or 32 MiB, may be kept of requests of which a part has come: beyond that
         a link ends that has more than an equal share of it
+    :param tenants: the name of each tenant of the store, and the one that peers of it
+        are certified for: they see the values of that tenant, and nobody else does.
+        All other peers share what belongs to no tenant. For ``tls://`` URLs alone
     :raises ConfigError: an option that cannot be honoured; on entering, keys that
         cannot be read, or an address that asks for more protection
     :raises ValueError: nothing to serve
@@ -349,6 +361,7 @@ def serve(
         raise TypeError(f"lookup is a LookupBuffer, not a {type(lookup).__name__}")
     if not isinstance(store, StoreBuffer | None):
         raise TypeError(f"store is a StoreBuffer, not a {type(store).__name__}")
+    _check_tenants(tenants or {}, tls)
     return Server(
         url,
         lookup,
@@ -360,4 +373,19 @@ def serve(
         identity=new_identity(identity, role),
         keyring=make_keyring(secret_file, tls, allow_plaintext),
         max_waiting_bytes=parse_bytes(max_waiting_bytes),
+        tenants=tenants,
     )
+
+
+def _check_tenants(tenants: Mapping[str, str], tls: TLS | None) -> None:
+    """:raises ConfigError: nothing proves who is whose, or two have one name"""
+    if tenants and tls is None:
+        raise ConfigError(
+            "tenants are told apart by certificates, and there are none",
+            hint="serve at tls://..., with tls=TLS(...)",
+        )
+    if len({*map(canonical, tenants.values())}) < len(tenants):
+        raise ConfigError("one certificate is that of two tenants")
+    for tenant in tenants:
+        if not tenant or not tenant.isprintable():
+            raise ConfigError(f"{tenant!r} is no name of a tenant")

@@ -10,14 +10,14 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 import anyio
 import torch
 
-from asynckv.abc import KVStoreBuffer
+from asynckv.abc import KVStoreBuffer, PrefixMatch, StoredValue
 from asynckv.abc.closing import async_with_only
 from asynckv.buffers.in_memory import InMemoryBuffer
 from asynckv.buffers.statistics import StoreStatistics
 from asynckv.buffers.values import StoredValues
 from asynckv.devices.arena import place_of
 from asynckv.tensors.views import check_into, check_landing_place, spec_of
-from asynckv.transfers.tokens import as_keys
+from asynckv.transfers.tokens import as_keys, as_seconds
 from asynckv.types import KVFingerprint
 
 __all__ = ("StoreBuffer", "check_place", "check_value", "expiry_of")
@@ -87,7 +87,7 @@ class StoreBuffer(InMemoryBuffer, KVStoreBuffer):
         self.values.check_usable(key)
         if into is not None:
             check_place(into)
-        await self._bring([key])
+        await self.values.bring([key], self.fingerprint)
         pinned = self.values.lookup(key, self.fingerprint)
         if pinned is None:
             return None
@@ -104,16 +104,25 @@ class StoreBuffer(InMemoryBuffer, KVStoreBuffer):
 
     async def delete(self, key: str) -> bool:
         self.values.check_usable(key)
-        return self.values.remove(key, self.fingerprint)
+        return await self.values.delete(key, self.fingerprint)
 
     async def contains(self, keys: Sequence[str]) -> tuple[bool, ...]:
-        return await self.values.has_anywhere(as_keys(keys), self.fingerprint)
+        nearest = await self.values.nearest(as_keys(keys), self.fingerprint)
+        return tuple(tier is not None for tier in nearest)
+
+    async def match_prefix(self, block_keys: Sequence[str]) -> PrefixMatch:
+        return await self.values.match_prefix(as_keys(block_keys), self.fingerprint)
+
+    async def stat(self, key: str) -> StoredValue | None:
+        return await self.values.stat(key, self.fingerprint)
 
     @async_with_only("pin(...) as found")
-    async def pin(self, keys: Sequence[str]) -> AsyncIterator[tuple[bool, ...]]:
-        keys = as_keys(keys)
+    async def pin(
+        self, keys: Sequence[str], *, within_s: float | None = None
+    ) -> AsyncIterator[tuple[bool, ...]]:
+        keys, within_s = as_keys(keys), as_seconds(within_s, "within_s")
         self._check_loop()
-        await self._bring(keys)
+        await self.values.bring(keys, self.fingerprint, within_s=within_s)
         pinned = self.values.hold(keys, self.fingerprint)
         try:
             yield tuple(one is not None for one in pinned)
@@ -121,11 +130,6 @@ class StoreBuffer(InMemoryBuffer, KVStoreBuffer):
             for one in pinned:
                 if one is not None:
                     self.values.release(one)
-
-    async def _bring(self, keys: Sequence[str]) -> None:
-        """Let what is below memory be in memory, if there is anything below."""
-        if self.values.below is not None:
-            await self.values.bring([(key, self.fingerprint) for key in keys])
 
     def statistics(self) -> StoreStatistics:
         values = self.values

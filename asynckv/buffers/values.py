@@ -8,12 +8,15 @@ come, first served; every other function is plain.
 from __future__ import annotations
 
 import abc
+import asyncio
+import contextlib
 import dataclasses
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from typing import Final, Generic, TypeAlias, TypeVar
+from typing import Final, Generic, NamedTuple, TypeAlias, TypeVar
 
+from asynckv.abc import PrefixMatch, StoredValue
 from asynckv.buffers.statistics import StoreCounters
 from asynckv.errors import BufferClosed, EntryTooLarge
 from asynckv.tensors.arena import Arena, Region
@@ -24,9 +27,11 @@ from asynckv.waits.queue import FairQueue
 __all__ = (
     "EvictionOrder",
     "Name",
+    "Owner",
     "PendingPut",
     "PinnedValue",
     "StoredValues",
+    "TenantModel",
     "ValuesBelow",
 )
 
@@ -51,10 +56,15 @@ class EvictionOrder(Generic[K]):
     def __iter__(self) -> Iterator[K]:
         return iter(self._nbytes_of)
 
-    def add(self, key: K, nbytes: int) -> None:
-        """Make ``key`` the most recently used; it would free ``nbytes``."""
+    def add(self, key: K, nbytes: int, *, is_used: bool = True) -> None:
+        """Make ``key`` the most recently used, or else the next to go.
+
+        It would free ``nbytes``.
+        """
         self.discard(key)
         self._nbytes_of[key] = nbytes
+        if not is_used:
+            self._nbytes_of.move_to_end(key, last=False)
         self.nbytes += nbytes
 
     def discard(self, key: K) -> None:
@@ -69,11 +79,22 @@ class EvictionOrder(Generic[K]):
         return spare if spare in self._nbytes_of else None
 
 
+_HERE: Final = "memory"
 _MAX_KEYS: Final = 2**20
 """Keys cost memory too, which the arena does not count: a bound for tiny values."""
 
-Name: TypeAlias = tuple[str, KVFingerprint | None]
-"""A key, and the model it belongs to: another model's value is another value."""
+
+class TenantModel(NamedTuple):
+    """A model of one tenant of a server."""
+
+    tenant: str
+    fingerprint: KVFingerprint | None
+
+
+Owner: TypeAlias = KVFingerprint | TenantModel | None
+"""Whose values these are: of one model, and of one tenant where there are several."""
+Name: TypeAlias = tuple[str, Owner]
+"""A key, and its owner: another owner's value is another value."""
 
 
 class ValuesBelow(abc.ABC):
@@ -99,8 +120,12 @@ class ValuesBelow(abc.ABC):
         """
 
     @abc.abstractmethod
-    async def contains(self, names: Sequence[Name]) -> tuple[bool, ...]:
-        """Tell of each whether it is there, as far as is known soon."""
+    async def where(self, names: Sequence[Name]) -> Sequence[Sequence[str]]:
+        """Tell of each which tiers have it, as far as is known soon, in their order."""
+
+    @abc.abstractmethod
+    def touch(self, names: Sequence[Name]) -> None:
+        """They are soon to be used: tiers should not drop them next. Never waits."""
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -121,13 +146,9 @@ class _StoredValue:
     digest: bytes
     expires_at_s: float | None = None
     is_pinned: bool = False
+    is_unread: bool = False
     readers: int = 0
     is_stored: bool = True
-
-    @property
-    def is_expired(self) -> bool:
-        """Is it void by the clock?"""
-        return self.expires_at_s is not None and time.time() >= self.expires_at_s
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -161,7 +182,7 @@ class _Ticket:
 class StoredValues:
     """The values of one store buffer in ``arena``, by name.
 
-    A name is a key, with the fingerprint of who put the value. ``check_loop`` is called
+    A name is a key, with the owner of the value. ``check_loop`` is called
     first by what only the store's own loop may do.
     """
 
@@ -181,9 +202,7 @@ class StoredValues:
     def __len__(self) -> int:
         return len(self._values)
 
-    async def reserve(
-        self, key: str, spec: TensorSpec, fingerprint: KVFingerprint | None
-    ) -> PendingPut:
+    async def reserve(self, key: str, spec: TensorSpec, owner: Owner) -> PendingPut:
         """Take memory for a value to be written there, then committed.
 
         Waits, last in line, only while readers and other puts hold too much. A
@@ -192,10 +211,10 @@ class StoredValues:
         :raises EntryTooLarge: it could never fit, or since memory was refused
         :raises BufferClosed: the buffer is closed, or was closed meanwhile
         """
-        pending = self.reserve_nowait(key, spec, fingerprint)
+        pending = self.reserve_nowait(key, spec, owner)
         if pending is not None:
             return pending
-        ticket = _Ticket((key, fingerprint), spec)
+        ticket = _Ticket((key, owner), spec)
         self.counters.room_waits += not self._is_growing_for(spec)
         who = f"put of {key!r} ({spec.nbytes} bytes)"
         try:
@@ -214,13 +233,13 @@ class StoredValues:
         return ticket.pending
 
     def reserve_nowait(
-        self, key: str, spec: TensorSpec, fingerprint: KVFingerprint | None
+        self, key: str, spec: TensorSpec, owner: Owner
     ) -> PendingPut | None:
         """As :meth:`reserve`; ``None`` where that would wait."""
         self.check_usable(key)
         if not self._arena.could_ever_fit([spec.nbytes]):
             raise EntryTooLarge(nbytes=spec.nbytes, max_bytes=self._arena.max_bytes)
-        return None if self.room else self._reserve((key, fingerprint), spec)
+        return None if self.room else self._reserve((key, owner), spec)
 
     def commit(
         self,
@@ -253,7 +272,8 @@ class StoredValues:
                 break
             self._evict(victim)
         value = self._values[name] = _StoredValue(
-            *(name, pending.spec, pending.region, digest, expires_at_s, is_pinned)
+            *(name, pending.spec, pending.region, digest, expires_at_s, is_pinned),
+            is_unread=is_brought,
         )
         self._now_idle(value)
         self.counters.puts += not is_brought
@@ -268,23 +288,24 @@ class StoredValues:
             pending.region.release()
             self.room.change()
 
-    def lookup(self, key: str, fingerprint: KVFingerprint | None) -> PinnedValue | None:
+    def lookup(self, key: str, owner: Owner) -> PinnedValue | None:
         """Hold what is stored under ``key``, if anything, until it is released."""
-        (pinned,) = self.hold([key], fingerprint)
-        self.counters.misses += pinned is None
-        self.counters.hits += pinned is not None
+        (pinned,) = self.hold([key], owner)
+        if pinned is None:
+            self.counters.misses += 1
+        else:
+            self.counters.hits += 1
+            pinned._value.is_unread = False
         return pinned
 
-    def hold(
-        self, keys: Sequence[str], fingerprint: KVFingerprint | None
-    ) -> list[PinnedValue | None]:
+    def hold(self, keys: Sequence[str], owner: Owner) -> list[PinnedValue | None]:
         """As :meth:`lookup`, for each of ``keys``; no hit or miss of what is there."""
         self._check_open()
-        held = [self._hold((key, fingerprint)) for key in keys]
+        held = [self._hold((key, owner)) for key in keys]
         if self.below is not None:
             for key, one in zip(keys, held, strict=True):
                 if one is not None:
-                    self.below.used((key, fingerprint))
+                    self.below.used((key, owner))
         return held
 
     def hold_names(self, names: Sequence[Name]) -> list[PinnedValue | None]:
@@ -305,53 +326,105 @@ class StoredValues:
         if value.readers:
             return
         if value.is_stored:
-            self._now_idle(value)
+            # What was brought for somebody who has not read it is the first to go.
+            self._now_idle(value, is_used=not value.is_unread)
         else:
             value.region.release()
         self.room.change()
 
-    def remove(self, key: str, fingerprint: KVFingerprint | None) -> bool:
+    def remove(self, key: str, owner: Owner) -> bool:
         """Forget ``key``; ``True`` if it was there."""
         self._check_open()
         if self.below is not None:
-            self.below.deleted((key, fingerprint))
-        if not self._remove((key, fingerprint)):
+            self.below.deleted((key, owner))
+        if not self._remove((key, owner)):
             return False
         self.counters.deletes += 1
         self.room.change()
         return True
 
-    def has(
-        self, keys: Sequence[str], fingerprint: KVFingerprint | None
-    ) -> tuple[bool, ...]:
-        """Tell of each key if whoever has ``fingerprint`` finds it."""
-        self._check_open()
-        return tuple(self._live((key, fingerprint)) is not None for key in keys)
+    async def delete(self, key: str, owner: Owner) -> bool:
+        """As :meth:`remove`, and say of what is below memory, too, if it was there.
 
-    async def has_anywhere(
-        self, keys: Sequence[str], fingerprint: KVFingerprint | None
-    ) -> tuple[bool, ...]:
-        """As :meth:`has`, of what is below memory, too.
+        If cancelled, it has or has not.
+        """
+        is_below = False
+        if self.below is not None and not all(self.has([key], owner)):
+            [tiers] = await self.below.where([(key, owner)])
+            is_below = bool(tiers)
+        return self.remove(key, owner) or is_below
+
+    def has(self, keys: Sequence[str], owner: Owner) -> tuple[bool, ...]:
+        """Tell of each key if its ``owner`` has it."""
+        self._check_open()
+        return tuple(self._live((key, owner)) is not None for key in keys)
+
+    async def nearest(self, keys: Sequence[str], owner: Owner) -> list[str | None]:
+        """Tell of each key where it is: in ``"memory"``, in which tier, or nowhere.
 
         A cancelled call leaves no trace.
         """
-        here = self.has(keys, fingerprint)
+        here = self.has(keys, owner)
+        nearest = [_HERE if has else None for has in here]
         if self.below is None or all(here):
-            return here
-        names = [(key, fingerprint) for key in keys]
-        missing = [name for name, has in zip(names, here, strict=True) if not has]
-        there = dict(zip(missing, await self.below.contains(missing), strict=True))
-        return tuple(has or there[name] for name, has in zip(names, here, strict=True))
+            return nearest
+        missing = [index for index, has in enumerate(here) if not has]
+        names = [(keys[index], owner) for index in missing]
+        for index, tiers in zip(missing, await self.below.where(names), strict=True):
+            nearest[index] = tiers[0] if tiers else None
+        return nearest
 
-    async def bring(self, names: Sequence[Name]) -> None:
-        """Bring into memory what of ``names`` is below it, and not in it.
+    async def match_prefix(self, keys: Sequence[str], owner: Owner) -> PrefixMatch:
+        """Return how many are there from the first one on, which are to be used soon.
 
         A cancelled call leaves no trace.
         """
+        nearest = await self.nearest(keys, owner)
+        match = PrefixMatch(nearest)
+        far = [
+            number for number in range(match.ready, match) if nearest[number] != _HERE
+        ]
+        if far and self.below is not None:
+            self.below.touch([(keys[number], owner) for number in far])
+        return match
+
+    async def stat(self, key: str, owner: Owner) -> StoredValue | None:
+        """Say what there is of ``key``.  A cancelled call leaves no trace."""
+        self.check_usable(key)
+        tiers: Sequence[str] = ()
+        if self.below is not None:
+            [tiers] = await self.below.where([(key, owner)])
+        value = self._live((key, owner))
+        if value is None:
+            return StoredValue(tuple(tiers)) if tiers else None
+        until_s = value.expires_at_s
+        return StoredValue(
+            tiers=(_HERE, *tiers),
+            spec=value.spec,
+            ttl_s=None if until_s is None else max(until_s - time.time(), 0.001),
+            is_pinned=value.is_pinned,
+        )
+
+    async def bring(
+        self,
+        keys: Sequence[str],
+        owner: Owner,
+        *,
+        within_s: float | None = None,
+    ) -> None:
+        """Bring into memory what of ``keys`` is below it, and not in it.
+
+        What takes longer than ``within_s`` is left. A cancelled call leaves no trace.
+        """
         self._check_open()
+        if self.below is None:
+            return
+        names = [(key, owner) for key in keys]
         missing = [name for name in names if self._live(name) is None]
-        if missing and self.below is not None:
-            await self.below.bring(missing)
+        if missing:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(within_s):
+                    await self.below.bring(missing)
 
     def close(self) -> None:
         """Forget everything; what is being read goes when its readers go."""
@@ -407,17 +480,19 @@ class StoredValues:
 
     def _live(self, name: Name) -> _StoredValue | None:
         value = self._values.get(name)
-        if value is not None and value.is_expired:
-            self._remove(name)
-            self.counters.expired += 1
-            if self.below is not None:
-                self.below.deleted(name)
-            return None
-        return value
+        if value is None or value.expires_at_s is None:
+            return value
+        if time.time() < value.expires_at_s:
+            return value
+        self._remove(name)
+        self.counters.expired += 1
+        if self.below is not None:
+            self.below.deleted(name)
+        return None
 
-    def _now_idle(self, value: _StoredValue) -> None:
+    def _now_idle(self, value: _StoredValue, *, is_used: bool = True) -> None:
         if not value.is_pinned:
-            self._idle.add(value.name, value.region.nbytes)
+            self._idle.add(value.name, value.region.nbytes, is_used=is_used)
 
     def _hold(self, name: Name) -> PinnedValue | None:
         value = self._live(name)

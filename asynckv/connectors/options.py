@@ -57,6 +57,7 @@ class _Common(msgspec.Struct, frozen=True, kw_only=True):
     layerwise: bool = True
     load_timeout_s: float = 60.0
     lookup_timeout_s: float = 0.25
+    fetch_timeout_s: float = 2.0
     save_timeout_s: float = 10.0
     ttl_s: float = 600.0
     consumer_tp_size: int | None = None
@@ -90,7 +91,8 @@ class ConnectorOptions(_Common, frozen=True, kw_only=True):
     ``pull`` keeps it here until that engine fetches it. ``consumer_tp_size`` is how
     many ranks a stage of the engine has that decodes, ``consumer_pp_size`` how many
     stages, if not as many as this one. ``lookup_timeout_s`` is how long a lookup waits
-    for each answer of a store. ``push_buffer_bytes``: how much of a GPU a rank
+    for each answer of a store, ``fetch_timeout_s`` how long beside that for blocks that
+    it has in a lower tier alone. ``push_buffer_bytes``: how much of a GPU a rank
     that pushes has for each rank that it pushes to, ``kv_buffer_size`` at the most.
     """
 

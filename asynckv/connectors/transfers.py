@@ -24,7 +24,6 @@ from asynckv.shielding import wait_shielded
 __all__ = (
     "ExpectedLoads",
     "Phase",
-    "PlainTaskGroup",
     "TransferCounters",
     "TransferLedger",
     "TransferState",
@@ -263,16 +262,6 @@ def flat(block_ids: BlockIds) -> Iterable[int]:
 
 
 logger = logging.getLogger(__name__)
-
-
-class PlainTaskGroup(asyncio.TaskGroup):
-    """Raises the first error of its tasks as it is, not within a group of errors."""
-
-    async def __aexit__(self, *exc_info: Any) -> None:
-        try:
-            await super().__aexit__(*exc_info)
-        except ExceptionGroup as failed:
-            raise failed.exceptions[0] from None
 
 
 class Transfers:

@@ -27,6 +27,7 @@ from asynckv.protocol.values import (
     Base,
     Count,
     Digest,
+    Facts,
     Id,
     Limits,
     Mac,
@@ -86,6 +87,7 @@ __all__ = (
     "Retract",
     "Select",
     "Settle",
+    "Stat",
     "Taken",
     "Took",
     "Welcome",
@@ -94,9 +96,13 @@ __all__ = (
 
 
 class Pin(Request, frozen=True, tag="pin"):
-    """Keep what is stored under these names until this stream ends."""
+    """Keep what is stored under these names until this stream ends.
+
+    What is not in memory is brought there first, for ``within_s`` at most.
+    """
 
     keys: Annotated[tuple[Name, ...], msgspec.Meta(max_length=4096)]
+    within_s: Annotated[float, msgspec.Meta(ge=0)] | None = None
 
 
 class Pinned(Base, frozen=True, tag="pinned"):
@@ -285,6 +291,12 @@ class Contains(Request, frozen=True, tag="contains"):
     keys: Annotated[tuple[Name, ...], msgspec.Meta(max_length=4096)]
 
 
+class Stat(Request, frozen=True, tag="stat"):
+    """What is stored by that name, and where?"""
+
+    key: Name
+
+
 class OpenPipe(Request, frozen=True, tag="pipe"):
     """This link is a pipe from here on. ``name`` is for groups."""
 
@@ -449,10 +461,18 @@ class Cancelled(Base, frozen=True, tag="cancelled"):
 
 
 class Result(Base, frozen=True, tag="result"):
-    """Last frame of a question: a number, or one bit a name."""
+    """Last frame of a question: a number, or one bit a name.
+
+    Where there are ``tiers``, ``nearest`` has a byte for each name: which of them has
+    it first; any other number: none. Of one name it is all that have it, and ``facts``
+    are of what is in memory.
+    """
 
     value: Count = 0
     flags: Annotated[tuple[bool, ...], msgspec.Meta(max_length=4096)] = ()
+    tiers: Annotated[tuple[Id, ...], msgspec.Meta(max_length=64)] = ()
+    nearest: Annotated[bytes, msgspec.Meta(max_length=4096)] = b""
+    facts: Facts | None = None
 
 
 class Failure(Base, frozen=True, tag="failure"):
@@ -476,6 +496,7 @@ OpeningFrame: TypeAlias = (
     | Get
     | Delete
     | Contains
+    | Stat
     | Pin
     | JoinGroup
     | OpenDevices

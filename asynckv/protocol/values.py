@@ -17,6 +17,7 @@ __all__ = (
     "Contents",
     "Count",
     "Digest",
+    "Facts",
     "Id",
     "Limits",
     "Mac",
@@ -133,6 +134,14 @@ class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     heartbeat_ms: Count = 2000
     max_requests_per_s: Count = 200_000
     max_cancels_per_s: Count = 20_000
+
+
+class Facts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a value is like. It is there for ``ttl_s`` more seconds; 0: for ever."""
+
+    spec: TensorSpec
+    ttl_s: Annotated[float, msgspec.Meta(ge=0)] = 0.0
+    is_pinned: bool = False
 
 
 class PeerIdentity(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

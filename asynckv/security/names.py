@@ -19,6 +19,7 @@ __all__ = (
     "NO_ASSURANCE",
     "Assurance",
     "CertifiedNames",
+    "canonical",
     "names_in",
 )
 
@@ -42,11 +43,11 @@ def names_in(certificate: Mapping[str, object]) -> tuple[str, ...]:
 def _written(kind: str, name: str) -> str:
     if kind not in ("DNS", "URI", "IP Address") or _AT in name or _WILDCARD in name:
         return ""
-    written = _canonical(name)
+    written = canonical(name)
     return "" if name == _INVALID or not written.isprintable() else written
 
 
-def _canonical(name: str) -> str:
+def canonical(name: str) -> str:
     """Return the one way to write ``name``, of a host or an address."""
     try:
         return str(ipaddress.ip_address(name.strip()))
@@ -70,7 +71,7 @@ class CertifiedNames:
                 "the certificate names nobody",
                 hint="it needs a subject alternative name: DNS, URI or IP",
             )
-        if allowed and not set(self.names) & set(map(_canonical, allowed)):
+        if allowed and not set(self.names) & set(map(canonical, allowed)):
             raise AuthError(
                 "the certificate is not that of an allowed peer",
                 hint="TLS(allowed_peers=...) lists their names",

@@ -23,6 +23,7 @@ from asynckv.buffers.values import (
     PendingPut,
     PinnedValue,
     StoredValues,
+    TenantModel,
     ValuesBelow,
 )
 from asynckv.devices.arena import place_of
@@ -78,14 +79,20 @@ class _HeldValue:
 
 
 class _Fetch:
-    """A key that is looked for, once for all who want it."""
+    """A key that is looked for, once for all who want it: ``wanted`` of them."""
 
-    __slots__ = ("done", "is_void", "name")
+    __slots__ = ("done", "is_void", "name", "wanted")
 
     def __init__(self, name: Name, loop: asyncio.AbstractEventLoop) -> None:
         self.name = name
+        self.wanted = 0
         self.is_void = False
         self.done: asyncio.Future[None] = loop.create_future()
+
+    def end(self) -> None:
+        """Who waits for it waits no more. Again is nothing."""
+        if not self.done.done():
+            self.done.set_result(None)
 
 
 class _Wanted(WantedValue):
@@ -187,6 +194,9 @@ class TiersBelow(ValuesBelow):
             for name, tier in tiers.items()
         ]
         self._fetches: dict[Name, _Fetch] = {}
+        self._unbegun: list[_Fetch] = []
+        self._is_closed = False
+        self._no_room_until_s = 0.0
         self._suspects: OrderedDict[tuple[str, str, int], None] = OrderedDict()
         self._not_admitted: OrderedDict[Name, int] = OrderedDict()
         self._tasks = OwnTasks()
@@ -208,8 +218,11 @@ class TiersBelow(ValuesBelow):
 
     def full_name(self, name: Name) -> ValueName:
         """Return what a header calls it."""
-        key, fingerprint = name
-        return ValueName(key, fingerprint, self._namespace)
+        key, owner = name
+        if isinstance(owner, TenantModel):
+            namespace = f"{self._namespace}\0{owner.tenant}"
+            return ValueName(key, owner.fingerprint, namespace)
+        return ValueName(key, owner, self._namespace)
 
     def key_of(self, name: Name) -> str:
         """Return what tiers call it."""
@@ -247,34 +260,26 @@ class TiersBelow(ValuesBelow):
         missing = list(names)
         for _ in range(_RETRIES):
             fetches = [self._fetch_of(name) for name in missing]
-            begun = [fetch for fetch, is_new in fetches if is_new]
-            for first in range(0, len(begun), _FETCH_KEYS):
-                some = begun[first : first + _FETCH_KEYS]
-                self._tasks.start(functools.partial(self._find, some), "a fetch")
-            await asyncio.wait([fetch.done for fetch, _ in fetches])
+            try:
+                await asyncio.wait([fetch.done for fetch in fetches])
+            finally:
+                for fetch in fetches:
+                    fetch.wanted -= 1
             missing = [
                 fetch.name
-                for fetch, _ in fetches
+                for fetch in fetches
                 if fetch.is_void and not self.values.has_name(fetch.name)
             ]
             if not missing:
                 return
 
-    async def contains(self, names: Sequence[Name]) -> tuple[bool, ...]:
-        found = await self.where(names)
-        return tuple(bool(one) for one in found)
-
     def touch(self, names: Sequence[Name]) -> None:
-        """They are soon to be used: tiers should not drop them next. Never waits."""
         keys = [self.key_of(name) for name in names]
         for client in self.clients:
             client.touch(keys)
 
     async def where(self, names: Sequence[Name]) -> list[list[str]]:
-        """Return the tiers that have each of ``names``, all asked at once.
-
-        A cancelled call leaves no trace.
-        """
+        # All at once.
         keys = []
         for number, name in enumerate(names):
             keys.append(self.key_of(name))
@@ -292,13 +297,16 @@ class TiersBelow(ValuesBelow):
 
     async def reserve(self, name: Name, header: ValueHeader) -> PendingPut | None:
         """Return memory for a value that was found; ``None``: there is no room now."""
-        key, fingerprint = name
+        key, owner = name
         try:
-            pending = self.values.reserve_nowait(key, header.spec, fingerprint)
-            if pending is None:
+            pending = self.values.reserve_nowait(key, header.spec, owner)
+            if pending is None and self._loop.time() >= self._no_room_until_s:
                 async with asyncio.timeout(_ROOM_S):
-                    pending = await self.values.reserve(key, header.spec, fingerprint)
-        except (BufferClosed, EntryTooLarge, TimeoutError):
+                    pending = await self.values.reserve(key, header.spec, owner)
+        except (BufferClosed, EntryTooLarge):
+            return None
+        except TimeoutError:
+            self._no_room_until_s = self._loop.time() + _ROOM_S
             return None
         return pending
 
@@ -322,14 +330,22 @@ class TiersBelow(ValuesBelow):
 
     async def aclose(self) -> None:
         """Close all tiers, in bounded time."""
+        self._stop()
         await self._tasks.quiesce()
         await asyncio.gather(*(client.aclose() for client in self.clients))
 
     def abort(self) -> None:
         """Ask and tell tiers nothing more. Never waits."""
-        self._tasks.cancel()
+        self._stop()
         for client in self.clients:
             client.abort()
+
+    def _stop(self) -> None:
+        """Nobody waits for a fetch any more, whether or not it has begun."""
+        self._is_closed = True
+        self._tasks.cancel()
+        for name in list(self._fetches):
+            self._fetches.pop(name).end()
 
     def _next_epoch(self) -> int:
         self._epoch = max(self._epoch + 1, time.time_ns())
@@ -340,6 +356,7 @@ class TiersBelow(ValuesBelow):
         fetch = self._fetches.pop(name, None)
         if fetch is not None:
             fetch.is_void = True
+            fetch.end()
 
     def _write(self, name: Name, epoch: int) -> None:
         pinned = self.values.hold_names([name] * len(self.clients))
@@ -365,27 +382,37 @@ class TiersBelow(ValuesBelow):
     def _release(self, held: _HeldValue) -> None:
         self.values.release(held.pinned)
 
-    def _fetch_of(self, name: Name) -> tuple[_Fetch, bool]:
-        """Return who looks for ``name``, and whether that is still to begin."""
+    def _fetch_of(self, name: Name) -> _Fetch:
+        """Return who looks for ``name``, for one more who wants it."""
         fetch = self._fetches.get(name)
-        if fetch is not None:
-            return fetch, False
-        fetch = self._fetches[name] = _Fetch(name, self._loop)
-        return fetch, True
+        if fetch is None:
+            fetch = self._fetches[name] = _Fetch(name, self._loop)
+            if not self._unbegun:  # what is asked for in one turn goes together
+                self._loop.call_soon(self._begin)
+            self._unbegun.append(fetch)
+        fetch.wanted += 1
+        return fetch
+
+    def _begin(self) -> None:
+        begun, self._unbegun = self._unbegun, []
+        if self._is_closed:
+            return
+        for first in range(0, len(begun), _FETCH_KEYS):
+            some = begun[first : first + _FETCH_KEYS]
+            self._tasks.start(functools.partial(self._find, some), "a fetch")
 
     async def _find(self, fetches: Sequence[_Fetch]) -> None:
         """Look for values in one tier after the other."""
         try:
             async with self._at_once:
-                left = list(fetches)
+                left = [fetch for fetch in fetches if fetch.wanted]
                 for client in self.clients:
                     left = await self._find_in(client, left) if left else left
         finally:
             for fetch in fetches:
                 if self._fetches.get(fetch.name) is fetch:
                     del self._fetches[fetch.name]
-                if not fetch.done.done():
-                    fetch.done.set_result(None)
+                fetch.end()
 
     async def _find_in(
         self, client: TierClient[_HeldValue], fetches: Sequence[_Fetch]

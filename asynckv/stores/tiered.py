@@ -7,7 +7,7 @@ import dataclasses
 import importlib.metadata
 import urllib.parse
 from collections.abc import Callable, Mapping, Sequence
-from typing import Final, Literal, Self
+from typing import Final, Literal
 
 import anyio
 
@@ -17,10 +17,9 @@ from asynckv.buffers.store import StoreBuffer
 from asynckv.errors import ConfigError
 from asynckv.stores.below import FlushResult, TiersBelow
 from asynckv.stores.client import TierStatistics
-from asynckv.transfers.tokens import as_keys
 from asynckv.types import KVFingerprint
 
-__all__ = ("PrefixMatch", "TieredStatistics", "TieredStore", "open_tier")
+__all__ = ("TieredStatistics", "TieredStore", "open_tier")
 
 _GROUP: Final = "asynckv.tiers"
 
@@ -54,28 +53,6 @@ def open_tier(url: str) -> StoreTier:
     raise ConfigError(f"no tier is called {scheme!r}", hint=f"there are: {known}")
 
 
-class PrefixMatch(int):
-    """How many blocks are there from the first one on, and where.
-
-    ``ready`` of them, from the first one on, are in memory. ``by_tier`` counts each
-    where it is found first.
-    """
-
-    ready: int
-    by_tier: Mapping[str, int]
-
-    @classmethod
-    def of(cls, found: Sequence[str | None]) -> Self:
-        """Return it for blocks of which each is there, or ``None``: is not."""
-        count = found.index(None) if None in found else len(found)
-        match = cls(count)
-        names = [name for name in found[:count] if name is not None]
-        match.by_tier = {name: names.count(name) for name in dict.fromkeys(names)}
-        far = [number for number, name in enumerate(names) if name != "memory"]
-        match.ready = far[0] if far else count
-        return match
-
-
 @dataclasses.dataclass(frozen=True)
 class TieredStatistics(StoreStatistics):
     """As of a store buffer, whose memory this is; and of each tier by its name.
@@ -99,8 +76,7 @@ class TieredStore(StoreBuffer):
     need not be after a power loss. What memory has dropped is brought back from a tier
     by whoever asks for it: :meth:`get`, :meth:`pin`. Every value is verified then.
 
-    :meth:`delete` says what it knows at once: of a value that only a tier has, that it
-    was not there. ``put(pin=True)`` keeps a value in memory, for as long as that lives.
+    ``put(pin=True)`` keeps a value in memory, for as long as that lives.
 
     A tier that fails, is slow, full or gone, is a tier that does not have things, and
     costs nobody more than its deadline, once.
@@ -125,6 +101,8 @@ class TieredStore(StoreBuffer):
         super().__init__(max_bytes, fingerprint=fingerprint)
         if admit not in ("always", "second_use"):
             raise ValueError(f'admit is "always" or "second_use", not {admit!r}')
+        if not namespace.isprintable():
+            raise ValueError(f"{namespace!r} is no namespace: it has to be printable")
         self._drain_s = drain_s
         self._below = TiersBelow(
             *(self.values, self.pool, _named(tiers)),
@@ -148,23 +126,6 @@ class TieredStore(StoreBuffer):
                 self.abort()
                 raise
             self.values.below = self._below
-
-    async def match_prefix(self, block_keys: Sequence[str]) -> PrefixMatch:
-        """Say how many of ``block_keys`` are there, from the first one on, and where.
-
-        All tiers are asked at once, for what memory does not have. A cancelled call
-        leaves no trace.
-        """
-        names = [(key, self.fingerprint) for key in as_keys(block_keys)]
-        here = self.values.has([key for key, _ in names], self.fingerprint)
-        missing = [name for name, has in zip(names, here, strict=True) if not has]
-        there = dict(zip(missing, await self._below.where(missing), strict=True))
-        self._below.touch([name for name in missing if there[name]])
-        found = [
-            "memory" if has else next(iter(there[name]), None)
-            for name, has in zip(names, here, strict=True)
-        ]
-        return PrefixMatch.of(found)
 
     async def flush(self) -> Mapping[str, FlushResult]:
         """Wait until tiers have what was put, or it is known that they have not.

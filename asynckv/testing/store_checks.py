@@ -25,6 +25,7 @@ from asynckv.testing.expectations import (
     is_same,
     noise,
 )
+from asynckv.types import TensorSpec
 
 __all__ = (
     "CANCELLING_CHECKS",
@@ -37,7 +38,9 @@ __all__ = (
     "a_cancelled_get_leaves_into_alone",
     "a_cancelled_put_stores_all_or_nothing",
     "a_closed_buffer_refuses",
+    "a_prefix_ends_at_the_first_gap",
     "a_reader_never_sees_a_mix",
+    "a_stat_says_what_is_there",
     "a_value_comes_back_as_it_was_put",
     "a_value_is_gone_when_its_time_is_over",
     "a_value_lands_in_into",
@@ -45,6 +48,7 @@ __all__ = (
     "check_store_buffer",
     "it_tells_which_keys_it_has",
     "large",
+    "many_are_put_and_got_at_once",
     "none_deletes",
     "the_last_put_wins",
     "the_least_recently_used_make_room",
@@ -175,6 +179,58 @@ async def it_tells_which_keys_it_has(client: KVStoreBuffer, local: StoreBuffer) 
     expect(await client.contains([]) == (), "nothing asked, nothing told")
 
 
+async def many_are_put_and_got_at_once(
+    client: KVStoreBuffer, local: StoreBuffer
+) -> None:
+    """As one by one, in their order; what could never fit takes nothing from others."""
+    values = {f"key {number}": noise(64 + number, number) for number in range(40)}
+    nbytes = 2 * local.statistics().max_bytes
+    too_large = torch.empty(1, dtype=torch.uint8).expand(nbytes)
+    items = [*values.items(), ("too large", too_large)]
+    stored = await client.put_many(items)
+    expect(stored == (True,) * 40 + (False,), f"stored {stored}")
+    into = torch.zeros_like(values["key 1"])
+    places = [into if key == "key 1" else None for key in [*values, "nothing"]]
+    found = await client.get_many([*values, "nothing"], places)
+    for value, expected in zip(found, values.values(), strict=False):
+        expect_same(value, expected)
+    expect(found[1] is into and found[-1] is None, "into is returned, a miss is None")
+    expect(await client.get_many([]) == (), "nothing asked, nothing told")
+    for wrong in ([into], [into] * 42):
+        try:
+            await client.get_many([*values, "nothing"], wrong)
+        except ValueError:
+            continue
+        raise AssertionError("as many places as keys, or ValueError")
+
+
+async def a_stat_says_what_is_there(client: KVStoreBuffer, local: StoreBuffer) -> None:
+    """Its spec, how long it stays, and where; it is no use of the value."""
+    await client.put("a", torch.ones(2, 3), ttl_s=600, pin=True)
+    await client.put("b", torch.ones(4))
+    first, second = await client.stat("a"), await client.stat("b")
+    if first is None or second is None:
+        raise AssertionError("what is there has a stat")
+    expect(first.tiers[:1] == second.tiers[:1] == ("memory",), "they are in memory")
+    expect(first.spec == TensorSpec((2, 3), "float32"), f"it is {first.spec}")
+    expect(first.is_pinned and not second.is_pinned, "one was put with pin")
+    expect(590 < (first.ttl_s or 0) <= 600, f"it stays for {first.ttl_s} s")
+    expect(second.ttl_s is None, "the other one stays")
+    expect(await client.stat("c") is None, "what is not there has none")
+
+
+async def a_prefix_ends_at_the_first_gap(
+    client: KVStoreBuffer, local: StoreBuffer
+) -> None:
+    """``match_prefix`` counts blocks, also those of a long prompt, and says where."""
+    keys = [f"{number:064}" for number in range(1500)]
+    await client.put_many([(key, torch.ones(1)) for key in keys if key != keys[1200]])
+    match = await client.match_prefix(keys)
+    expect(match == match.ready == 1200, f"{match} blocks, {match.ready} ready")
+    expect(match.by_tier == {"memory": 1200}, f"they are in {match.by_tier}")
+    expect(await client.match_prefix([]) == 0, "nothing of nothing")
+
+
 async def a_reader_never_sees_a_mix(client: KVStoreBuffer, local: StoreBuffer) -> None:
     """While values are replaced, every ``get`` returns one of them, whole."""
     nbytes = large(local).nbytes
@@ -222,6 +278,9 @@ async def a_closed_buffer_refuses(client: KVStoreBuffer, local: StoreBuffer) -> 
         client.delete("key"),
         client.contains(["key"]),
         client.match_prefix(["key"]),
+        client.stat("key"),
+        client.get_many(["key"]),
+        client.put_many([("key", torch.ones(3))]),
     ):
         try:
             await call
@@ -239,6 +298,9 @@ STORING_CHECKS: Final[tuple[StoreCheck, ...]] = (
     a_value_lands_in_into,
     an_into_that_does_not_fit_is_refused,
     it_tells_which_keys_it_has,
+    many_are_put_and_got_at_once,
+    a_stat_says_what_is_there,
+    a_prefix_ends_at_the_first_gap,
     a_reader_never_sees_a_mix,
     a_value_is_gone_when_its_time_is_over,
     a_closed_buffer_refuses,

@@ -334,7 +334,11 @@ def as_keys(values: object) -> tuple[str, ...]:
     if isinstance(values, str) or not isinstance(values, Iterable):
         what = "one key" if isinstance(values, str) else type(values).__name__
         raise TypeError(f"this takes a sequence of keys, not {what}")
-    return tuple(as_key(value) for value in values)
+    keys = tuple(values)
+    are_plain = {*map(type, keys)} <= {str} and "".join(keys).isascii()
+    if are_plain and max(map(len, keys), default=0) <= _MAX_KEY_LENGTH:
+        return keys  # those of a long prompt are thousands
+    return tuple(as_key(key) for key in keys)
 
 
 def _whole(value: object, name: str) -> int:

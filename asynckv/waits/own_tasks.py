@@ -8,7 +8,7 @@ from typing import Any
 
 from asynckv.shielding import clear_all_frames, wait_shielded
 
-__all__ = ("OwnTasks",)
+__all__ = ("OwnTasks", "PlainTaskGroup")
 
 
 def _raise(error: Exception) -> None:
@@ -87,3 +87,13 @@ class OwnTasks:
         except Exception as exc:  # noqa: BLE001 - whoever waits for it is told
             clear_all_frames(exc)
             self._failed(exc)
+
+
+class PlainTaskGroup(asyncio.TaskGroup):
+    """Raises the first error of its tasks as it is, not within a group of errors."""
+
+    async def __aexit__(self, *exc_info: Any) -> None:
+        try:
+            await super().__aexit__(*exc_info)
+        except ExceptionGroup as failed:
+            raise failed.exceptions[0] from None

@@ -11,7 +11,6 @@ from asynckv.abc import KVTransferResults
 from asynckv.connectors.transfers import (
     ExpectedLoads,
     Phase,
-    PlainTaskGroup,
     TransferLedger,
     Transfers,
     Way,
@@ -359,22 +358,3 @@ def test_nothing_that_a_worker_says_is_lost_on_the_way_to_its_scheduler() -> Non
     )
     whole = part | KVTransferResults(parts=(part, KVTransferResults(), part))
     assert results_of(output_of(whole)) == whole
-
-
-async def test_of_several_tasks_the_first_error_is_raised_as_it_is() -> None:
-    ended = asyncio.Event()
-
-    async def fail() -> None:
-        raise OSError("the first")
-
-    async def wait() -> None:
-        try:
-            await asyncio.Event().wait()
-        finally:
-            ended.set()
-
-    with pytest.raises(OSError, match="the first"):
-        async with PlainTaskGroup() as group:
-            group.create_task(wait())
-            group.create_task(fail())
-    assert ended.is_set()

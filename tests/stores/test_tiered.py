@@ -9,11 +9,12 @@ from collections.abc import AsyncIterator, Sequence
 import pytest
 import torch
 
-from asynckv.abc import KVStoreBuffer, TierFacts, TierResult, WantedValue
+from asynckv.abc import KVStoreBuffer, PrefixMatch, TierFacts, TierResult, WantedValue
 from asynckv.buffers.store import StoreBuffer
 from asynckv.errors import BufferClosed, ConfigError
 from asynckv.stores.below import FlushResult
-from asynckv.stores.tiered import PrefixMatch, TieredStore, open_tier
+from asynckv.stores.tiered import TieredStore, open_tier
+from asynckv.tensors.views import spec_of
 from asynckv.testing.blocked import until, until_blocked
 from asynckv.testing.cancellation import CancelMode, Outcome, sweep_cancellation
 from asynckv.testing.expectations import CANCEL_MODES, noise
@@ -359,6 +360,107 @@ async def test_a_pin_brings_what_is_far_and_says_what_is_nowhere(
             assert torch.equal(await found(store, "a"), noise(64, 1))
 
 
+async def far_values(store: TieredStore, count: int) -> list[str]:
+    """Put values that only tiers have then, and return their keys."""
+    keys = [f"far {number}" for number in range(count)]
+    await store.put_many([(key, noise(64, seed)) for seed, key in enumerate(keys)])
+    await evict(store)
+    return keys
+
+
+async def test_what_is_asked_for_at_once_is_one_call_of_a_tier(tier: DictTier) -> None:
+    async with opened(tier) as store:
+        keys = await far_values(store, 12)
+        found = await store.get_many(keys)
+        assert all(one is not None for one in found)
+        assert tier.calls["fetch"] == 1
+
+
+async def test_a_pin_takes_what_has_come_in_time(tier: DictTier) -> None:
+    async with opened(tier) as store:
+        keys = await far_values(store, 2)
+        await found(store, keys[0])
+        tier.hold("fetch")
+        async with store.pin(keys, within_s=0.01) as there:
+            assert there == (True, False)
+        tier.let_go("fetch")
+        async with store.pin(keys, within_s=30) as there:
+            assert there == (True, True)
+
+
+async def test_what_nobody_waits_for_any_more_is_not_begun(tier: DictTier) -> None:
+    async with opened(tier) as store:
+        keys = await far_values(store, 16 * 6)
+        tier.hold("fetch")
+        async with store.pin(keys, within_s=0.01) as there:
+            assert not any(there)
+        begun = tier.calls["fetch"]
+        tier.let_go("fetch")
+        await found(store, keys[-1])  # it is last in line
+        assert begun < 6
+        assert tier.calls["fetch"] == begun + 1
+
+
+async def test_what_was_fetched_and_never_read_is_the_first_to_go(
+    tier: DictTier,
+) -> None:
+    async with opened(tier) as store:
+        await store.put("read", noise(MIB // 4, 1))
+        await store.put("unread", noise(MIB // 4, 2))
+        await evict(store)
+        await store.put("old", noise(MIB // 4, 3))
+        async with store.pin(["read", "unread"]) as there:
+            assert all(there)
+            await found(store, "read")
+        tier.values.clear()
+        await store.put("new", noise(MIB // 2, 4))
+        there = await store.contains(["old", "read", "unread"])
+        assert there == (True, True, False)
+
+
+async def test_while_there_is_no_room_one_waits_for_it_and_not_everybody(
+    tier: DictTier,
+) -> None:
+    async with opened(tier) as store:
+        keys = await far_values(store, 12)
+        await store.put("all", noise(MIB, 9))
+        async with store.pin(["all"]):
+            waits = store.statistics().room_waits
+            assert await store.get_many(keys) == (None,) * 12
+            assert store.statistics().room_waits == waits + 1
+        assert await found(store, keys[0]) is not None
+
+
+@pytest.mark.parametrize("ticks", range(4))
+async def test_who_waits_for_a_tier_hears_of_the_end_of_the_store(
+    tier: DictTier, ticks: int
+) -> None:
+    async with opened(tier) as store:
+        await far_values(store, 1)
+        tier.hold("fetch")
+        getting = asyncio.create_task(store.get("far 0"))
+        for _ in range(ticks):
+            await asyncio.sleep(0)
+        store.abort()
+        with pytest.raises(BufferClosed):
+            async with asyncio.timeout(5):
+                await getting
+        tier.let_go("fetch")
+
+
+async def test_a_stat_says_which_tiers_have_a_value(tier: DictTier) -> None:
+    async with opened(tier) as store:
+        (key,) = await far_values(store, 1)
+        far = await store.stat(key)
+        assert far is not None
+        assert (far.tiers, far.spec) == (("DictTier",), None)
+        await found(store, key)
+        near = await store.stat(key)
+        assert near is not None
+        assert near.tiers == ("memory", "DictTier")
+        assert near.spec == spec_of(noise(64, 0))
+
+
 async def test_a_prefix_is_found_over_all_tiers_and_it_says_where() -> None:
     near, far = DictTier(), DictTier()
     async with opened(near, far) as store:
@@ -374,7 +476,7 @@ async def test_a_prefix_is_found_over_all_tiers_and_it_says_where() -> None:
 
 
 def test_a_prefix_of_nothing_is_nothing() -> None:
-    assert PrefixMatch.of([]).ready == PrefixMatch.of([None, "memory"]) == 0
+    assert PrefixMatch([]).ready == PrefixMatch([None, "memory"]) == 0
 
 
 async def test_a_get_that_is_cancelled_brings_the_value_for_the_next_one(

@@ -101,7 +101,12 @@ async def use_store(store: asynckv.KVStoreBuffer, tensor: torch.Tensor) -> None:
     if (found := await store.get("key", into=tensor)) is not None:
         use(found.shape)
     flags: tuple[bool, ...] = await store.contains(keys)
-    async with store.pin(keys[: await store.match_prefix(keys)]) as there:
+    flags = await store.put_many([("key", tensor), ("other", tensor)], ttl_s=600.0)
+    several: tuple[torch.Tensor | None, ...] = await store.get_many(keys, [tensor])
+    use(several[0], match := await store.match_prefix(keys), match.by_tier["disk"])
+    if (told := await store.stat("key")) is not None and told.spec is not None:
+        use(told.spec.shape, told.tiers[0], told.ttl_s, told.is_pinned)
+    async with store.pin(keys[:match], within_s=2.0) as there:
         use(flags == there, await store.delete("key"))
     now: abc.KVStoreStatistics = store.statistics()
     use(now.hits / (now.hits + now.misses), now.waiting_puts, now.used_bytes)

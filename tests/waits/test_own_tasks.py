@@ -7,7 +7,7 @@ import pytest
 
 from asynckv.shielding import wait_shielded
 from asynckv.testing.blocked import until_blocked
-from asynckv.waits.own_tasks import OwnTasks
+from asynckv.waits.own_tasks import OwnTasks, PlainTaskGroup
 
 
 async def test_what_a_task_fails_of_is_told() -> None:
@@ -114,3 +114,22 @@ async def test_what_nobody_is_told_of_is_raised_by_the_task() -> None:
     task = tasks.start(fail, "one that fails")
     await tasks.wait()
     assert isinstance(task.exception(), ValueError)
+
+
+async def test_of_several_tasks_the_first_error_is_raised_as_it_is() -> None:
+    ended = asyncio.Event()
+
+    async def fail() -> None:
+        raise OSError("the first")
+
+    async def wait() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.set()
+
+    with pytest.raises(OSError, match="the first"):
+        async with PlainTaskGroup() as group:
+            group.create_task(wait())
+            group.create_task(fail())
+    assert ended.is_set()

@@ -11,7 +11,12 @@ from typing import Final
 
 import torch
 
-from asynckv.abc import KVStoreBuffer, KVStoreStatistics
+from asynckv.abc import (
+    KVStoreBuffer,
+    KVStoreStatistics,
+    PrefixMatch,
+    StoredValue,
+)
 from asynckv.abc.closing import async_with_only
 from asynckv.buffers.remote.connection import ANSWER_S, PeerConnection, ask
 from asynckv.buffers.remote.insert import RemoteSend
@@ -32,6 +37,7 @@ from asynckv.protocol.frames import (
     Pinned,
     Put,
     Result,
+    Stat,
     Took,
 )
 from asynckv.protocol.transfer_frames import Eager, Sent
@@ -44,7 +50,8 @@ from asynckv.transfers.manifest import INLINE_NBYTES
 from asynckv.transfers.offers import OfferReceiver, read_offer
 from asynckv.transfers.routes import PeerRoutes
 from asynckv.transfers.source import Source, source_of, until_made
-from asynckv.transfers.tokens import as_key, as_keys
+from asynckv.transfers.tokens import as_key, as_keys, as_seconds
+from asynckv.waits.own_tasks import PlainTaskGroup
 from asynckv.waits.replies import Reply
 
 __all__ = (
@@ -165,11 +172,13 @@ class RemoteGet:
 class RemotePin:
     """Values that are kept at the other end of one link."""
 
-    def __init__(self, link: Link, keys: tuple[str, ...]) -> None:
+    def __init__(
+        self, link: Link, keys: tuple[str, ...], within_s: float | None
+    ) -> None:
         self.found: Reply[tuple[bool, ...]] = Reply()
         self._is_over = False
         self._lost: PeerLost | None = None
-        self._stream = link.open_stream(self, Pin(keys))
+        self._stream = link.open_stream(self, Pin(keys, within_s))
 
     def on_frame(self, frame: Frame, body: bytes) -> None:
         match frame:
@@ -294,21 +303,38 @@ class RemoteStoreBuffer(KVStoreBuffer):
 
     async def contains(self, keys: Sequence[str]) -> tuple[bool, ...]:
         self._peer.check()
-        keys = as_keys(keys)
-        flags: list[bool] = []
-        for some in _batches(keys):
-            flags.extend((await ask(self._peer, Contains(some))).flags)
-        return tuple(flags)
+        answers = await self._ask_of(as_keys(keys))
+        return tuple(flag for answer in answers for flag in answer.flags)
+
+    async def match_prefix(self, block_keys: Sequence[str]) -> PrefixMatch:
+        self._peer.check()
+        nearest: list[str | None] = []
+        for answer in await self._ask_of(as_keys(block_keys)):
+            nearest += _nearest_of(answer)
+        return PrefixMatch(nearest)
+
+    async def stat(self, key: str) -> StoredValue | None:
+        self._peer.check()
+        answer = await ask(self._peer, Stat(as_key(key)))
+        if not answer.tiers:
+            return None
+        if answer.facts is None:
+            return StoredValue(answer.tiers)
+        facts = answer.facts
+        ttl_s = facts.ttl_s or None
+        return StoredValue(answer.tiers, facts.spec, ttl_s, facts.is_pinned)
 
     @async_with_only("pin(...) as found")
-    async def pin(self, keys: Sequence[str]) -> AsyncIterator[tuple[bool, ...]]:
+    async def pin(
+        self, keys: Sequence[str], *, within_s: float | None = None
+    ) -> AsyncIterator[tuple[bool, ...]]:
         self._peer.check()
-        keys = as_keys(keys)
+        keys, within_s = as_keys(keys), as_seconds(within_s, "within_s")
         link = await self._peer.link()
         held: list[RemotePin] = []
         try:
-            held.extend(RemotePin(link, some) for some in _batches(keys))
-            async with asyncio.timeout(ANSWER_S):
+            held.extend(RemotePin(link, some, within_s) for some in _batches(keys))
+            async with asyncio.timeout(ANSWER_S + (within_s or 0.0)):
                 found = [flag for one in held for flag in await one.found]
             yield tuple(found)
         finally:
@@ -335,6 +361,15 @@ class RemoteStoreBuffer(KVStoreBuffer):
     def abort(self) -> None:
         """Abort the peer."""
         self._peer.abort()
+
+    async def _ask_of(self, keys: tuple[str, ...]) -> list[Result]:
+        """Ask which of ``keys`` are there, in one round trip."""
+        async with PlainTaskGroup() as group:
+            asking = [
+                group.create_task(ask(self._peer, Contains(some)))
+                for some in _batches(keys)
+            ]
+        return [one.result() for one in asking]
 
     async def _put(
         self, key: str, source: Source, until_s: float | None, *, pin: bool
@@ -370,6 +405,14 @@ class RemoteStoreBuffer(KVStoreBuffer):
                 raise
             finally:
                 getting.release()
+
+
+def _nearest_of(answer: Result) -> list[str | None]:
+    """Return for each key that was asked for where it is, or ``None``."""
+    if not answer.nearest:
+        return ["memory" if flag else None for flag in answer.flags]
+    tiers = dict(enumerate(answer.tiers))
+    return [tiers.get(number) for number in answer.nearest]
 
 
 def _batches(keys: Sequence[str]) -> Iterator[tuple[str, ...]]:

@@ -6,8 +6,9 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
+from asynckv.abc import StoredValue
 from asynckv.buffers.serving.insert import answer
 from asynckv.buffers.serving.service import (
     REQUEST_NBYTES,
@@ -15,7 +16,13 @@ from asynckv.buffers.serving.service import (
     Service,
     answer_at_once,
 )
-from asynckv.buffers.values import PendingPut, PinnedValue, StoredValues
+from asynckv.buffers.values import (
+    Owner,
+    PendingPut,
+    PinnedValue,
+    StoredValues,
+    TenantModel,
+)
 from asynckv.errors import BufferClosed, ChecksumError, PeerLost, RemoteProtocolError
 from asynckv.links.link import Link, LinkStream
 from asynckv.links.streams import StreamHandler
@@ -34,9 +41,11 @@ from asynckv.protocol.frames import (
     Pinned,
     Put,
     Result,
+    Stat,
     Took,
 )
 from asynckv.protocol.transfer_frames import Grant
+from asynckv.protocol.values import Facts
 from asynckv.protocol.wire import digest_of
 from asynckv.tensors.runs import fill, joined
 from asynckv.tensors.views import dtype_of
@@ -129,13 +138,12 @@ class ServedPin:
     def __init__(
         self, service: StoreService, stream: LinkStream, keys: Sequence[str]
     ) -> None:
-        fingerprint = service.link.fingerprint
         self._service = service
         self._stream = stream
         self._charged = REQUEST_NBYTES + sum(len(key.encode()) for key in keys)
         service.kept.queries.take(self._charged)
         try:
-            self._pinned = service.values.hold(keys, fingerprint)
+            self._pinned = service.values.hold(keys, service.owner)
         except BaseException:
             service.kept.queries.give(self._charged)
             raise
@@ -245,9 +253,9 @@ class ServedPut:
         self._task.cancel()
 
     async def _run(self) -> None:
-        values, link, frame = self._service.values, self._service.link, self._frame
+        values, frame = self._service.values, self._frame
         expires_at_s = time.time() + frame.ttl_s if frame.ttl_s else None
-        pending = await values.reserve(frame.key, self._spec, link.fingerprint)
+        pending = await values.reserve(frame.key, self._spec, self._service.owner)
         try:
             values.commit(
                 *(pending, await self._fill(pending)),
@@ -280,14 +288,20 @@ class ServedPut:
 
 
 class StoreService(Service):
-    """Answers the requests that one link makes of ``values``.
+    """Answers the requests that one link makes of ``values``, those of its owner.
 
-    ``kept`` is charged for what they keep while they are open.
+    ``kept`` is charged for what they keep while they are open. A link of a ``tenant``
+    sees that one's values, any other those of no tenant.
     """
 
-    def __init__(self, values: StoredValues, link: Link, kept: LinkBytes) -> None:
+    def __init__(
+        self, values: StoredValues, link: Link, kept: LinkBytes, tenant: str = ""
+    ) -> None:
         super().__init__(link)
         self.values = values
+        self.owner: Owner = link.fingerprint
+        if tenant:
+            self.owner = TenantModel(tenant, link.fingerprint)
         self.kept = kept
         self.under_way: set[object] = set()
         self._watchers = Watchers()
@@ -296,27 +310,31 @@ class StoreService(Service):
         self, stream: LinkStream, frame: OpeningFrame, body: bytes
     ) -> StreamHandler | None:
         """Answer a request; ``None`` if it is none of a store buffer's."""
-        fingerprint = self.link.fingerprint
-        if not isinstance(frame, Put | Get | Delete | Contains | Pin):
+        owner = self.owner
+        if not isinstance(frame, Put | Get | Delete | Contains | Pin | Stat):
             return None
         if self.is_draining:
             raise BufferClosed("the server is leaving; it takes no new requests")
-        match frame:
-            case Put(spec=None, key=key) | Delete(key=key):
-                was_there = self.values.remove(key, fingerprint)
-                return answer_at_once(stream, Result(int(was_there)))
-            case Put():
+        if isinstance(frame, Put):
+            if frame.spec is not None:
                 return ServedPut(self, stream, frame, body)
-        keys = (frame.key,) if isinstance(frame, Get) else frame.keys
-        if self.values.below is None or all(self.values.has(keys, fingerprint)):
+            frame = Delete(frame.key)
+        keys = frame.keys if isinstance(frame, Contains | Pin) else (frame.key,)
+        is_here = self.values.below is None or all(self.values.has(keys, owner))
+        if is_here and not isinstance(frame, Stat):
             return self._answer(stream, frame)
         return ServedFromTiers(
             self, stream, keys, partial(self._bring, stream, frame, keys)
         )
 
-    def _answer(self, stream: LinkStream, frame: Get | Pin | Contains) -> StreamHandler:
+    def _answer(
+        self, stream: LinkStream, frame: Get | Pin | Contains | Delete
+    ) -> StreamHandler:
         """Answer by what is in memory."""
         match frame:
+            case Delete(key=key):
+                was_there = self.values.remove(key, self.owner)
+                return answer_at_once(stream, Result(int(was_there)))
             case Get(key=key):
                 pinned = self._lookup(key)
                 if pinned is None:
@@ -325,21 +343,29 @@ class StoreService(Service):
             case Pin():
                 return ServedPin(self, stream, frame.keys)
             case _:
-                flags = self.values.has(frame.keys, self.link.fingerprint)
+                flags = self.values.has(frame.keys, self.owner)
                 return answer_at_once(stream, Result(sum(flags), flags))
 
     async def _bring(
         self,
         stream: LinkStream,
-        frame: Get | Pin | Contains,
+        frame: Get | Pin | Contains | Delete | Stat,
         keys: Sequence[str],
     ) -> StreamHandler:
         """Answer by what is below memory, too."""
-        fingerprint = self.link.fingerprint
-        if isinstance(frame, Contains):
-            flags = await self.values.has_anywhere(keys, fingerprint)
-            return answer_at_once(stream, Result(sum(flags), flags))
-        await self.values.bring([(key, fingerprint) for key in keys])
+        owner = self.owner
+        match frame:
+            case Delete(key=key):
+                was_there = await self.values.delete(key, owner)
+                return answer_at_once(stream, Result(int(was_there)))
+            case Stat(key=key):
+                told = _result_of(await self.values.stat(key, owner))
+                return answer_at_once(stream, told)
+            case Contains():
+                nearest = await self.values.nearest(keys, owner)
+                return answer_at_once(stream, _nearest(nearest))
+        within_s = frame.within_s if isinstance(frame, Pin) else None
+        await self.values.bring(keys, owner, within_s=within_s)
         return self._answer(stream, frame)
 
     def run_put(
@@ -369,8 +395,30 @@ class StoreService(Service):
         pinned = None
         self.kept.queries.take(REQUEST_NBYTES)
         try:
-            pinned = self.values.lookup(key, self.link.fingerprint)
+            pinned = self.values.lookup(key, self.owner)
         finally:
             if pinned is None:
                 self.kept.queries.give(REQUEST_NBYTES)
         return pinned
+
+
+_NOWHERE: Final = 255
+
+
+def _nearest(nearest: Sequence[str | None]) -> Result:
+    """Say where each of several keys is."""
+    flags = tuple(tier is not None for tier in nearest)
+    tiers = tuple(dict.fromkeys(tier for tier in nearest if tier is not None))
+    number_of: dict[str | None, int] = {}
+    number_of.update((tier, number) for number, tier in enumerate(tiers))
+    numbers = bytes(number_of.get(tier, _NOWHERE) for tier in nearest)
+    return Result(sum(flags), flags, tiers=tiers, nearest=numbers)
+
+
+def _result_of(stored: StoredValue | None) -> Result:
+    if stored is None:
+        return Result(0)
+    facts = None
+    if stored.spec is not None:
+        facts = Facts(stored.spec, stored.ttl_s or 0.0, stored.is_pinned)
+    return Result(1, tiers=stored.tiers, facts=facts)

@@ -31,7 +31,6 @@ from asynckv.connectors.p2p.entries import (
 from asynckv.connectors.p2p.routes import P2PNotifications, P2PRoutes
 from asynckv.connectors.requests import LoadRequest, P2PMetadata
 from asynckv.connectors.transfers import (
-    PlainTaskGroup,
     Transfers,
     TransferState,
     flat,
@@ -48,6 +47,7 @@ from asynckv.tensors.jobs import CopyJob
 from asynckv.tensors.resharding import reshard_jobs
 from asynckv.tensors.views import dtype_of
 from asynckv.types import TensorSpec
+from asynckv.waits.own_tasks import PlainTaskGroup
 
 __all__ = (
     "Assembly",

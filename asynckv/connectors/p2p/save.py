@@ -20,13 +20,13 @@ from asynckv.connectors.caches import BlockMoves, StagedCopy, Staging
 from asynckv.connectors.engine import HEADER, EntryHeader
 from asynckv.connectors.p2p.entries import Target
 from asynckv.connectors.requests import SaveRequest
-from asynckv.connectors.transfers import PlainTaskGroup
 from asynckv.devices.cuda import Event
 from asynckv.shielding import clear_all_frames
 from asynckv.tensors.blocks import KVBlocks
 from asynckv.transfers.routes import StagingWriter
 from asynckv.transfers.source import StagedTensor, release_staged
 from asynckv.types import TensorSpec
+from asynckv.waits.own_tasks import PlainTaskGroup
 
 __all__ = ("HostCopies", "P2PSave", "SavePath")
 

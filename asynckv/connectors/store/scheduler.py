@@ -48,6 +48,7 @@ from asynckv.connectors.transfers import ExpectedLoads, TransferCounters
 from asynckv.errors import AsyncKVError, PeerLost
 from asynckv.loops import LoopBound, ThreadBound
 from asynckv.shielding import wait_shielded
+from asynckv.waits.own_tasks import PlainTaskGroup
 
 __all__ = (
     "PrefixLookup",
@@ -79,12 +80,10 @@ class _Known:
 
     def forget_old_answer(self) -> None:
         """What was found long ago is held no longer: ask again, but not for ever."""
-        if (
-            self.stored
-            and self.times_asked < _MOST_ASKED
-            and time.monotonic() - self.answered_s > _FRESH_S
-        ):
-            self.is_asked, self.stored, self.saved = False, None, 0
+        if self.stored and time.monotonic() - self.answered_s > _FRESH_S:
+            is_asked_again = self.times_asked < _MOST_ASKED
+            self.is_asked, self.saved = not is_asked_again, 0
+            self.stored = None if is_asked_again else 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -330,8 +329,12 @@ class StorePins:
         """How many are held, and not about to be let go."""
         return len(self._held)
 
-    async def hold(self, store: KVStoreBuffer, keys: Sequence[str]) -> tuple[bool, ...]:
+    async def hold(
+        self, store: KVStoreBuffer, keys: Sequence[str], within_s: float
+    ) -> tuple[bool, ...]:
         """Say which of ``keys`` are there; those stay. A cancelled call holds none.
+
+        What a lower tier of the store has is there if it comes ``within_s`` seconds.
 
         :raises PeerLost: the store is gone, or this is closed
         """
@@ -340,7 +343,8 @@ class StorePins:
         loop = asyncio.get_running_loop()
         found: asyncio.Future[tuple[bool, ...]] = loop.create_future()
         task = loop.create_task(
-            self._keep(store, keys, found), name="asynckv: blocks that were found"
+            self._keep(store, keys, within_s, found),
+            name="asynckv: blocks that were found",
         )
         self._tasks.add(task)
         task.add_done_callback(lambda task: self._ended(task, found))
@@ -373,10 +377,11 @@ class StorePins:
         self,
         store: KVStoreBuffer,
         keys: Sequence[str],
+        within_s: float,
         found: asyncio.Future[tuple[bool, ...]],
     ) -> None:
         try:
-            async with store.pin(keys) as there:
+            async with store.pin(keys, within_s=within_s) as there:
                 if not found.done():
                     self._make_room()
                     found.set_result(there)
@@ -407,7 +412,7 @@ class StorePins:
 
 _PROBE_EVERY_S: Final = 1.0
 _HELD_S: Final = 10.0
-_MOST_HELD: Final = 256
+_MOST_HELD: Final = 1024
 
 
 class PrefixLookup:
@@ -422,7 +427,9 @@ class PrefixLookup:
         """Why what another engine has saved there is of no use here."""
         self._engine = engine
         self._namespace = namespace_of(engine)
-        self._answer_s = ConnectorOptions.of(config).lookup_timeout_s
+        options = ConnectorOptions.of(config)
+        self._answer_s = options.lookup_timeout_s
+        self._fetch_s = options.fetch_timeout_s
         self._is_silent = self._is_closed = False
         self._probing: asyncio.Task[None] | None = None
 
@@ -474,19 +481,29 @@ class PrefixLookup:
         self.line.abort()
 
     async def _find(self, keys: tuple[str, ...], limit: asyncio.Timeout) -> int:
-        store, counts = await self.line.store(), []
-        for rank in range(self._engine.size):
-            rank_keys = rank_block_keys(keys, self._namespace, rank)
-            counts.append(await store.match_prefix(rank_keys))
-            self._go_on(limit)
-        if not (found := min(counts)):
+        store = await self.line.store()
+        async with PlainTaskGroup() as group:
+            asking = [
+                group.create_task(store.match_prefix(rank_keys))
+                for rank_keys in self._keys_of_ranks(keys)
+            ]
+        if not (found := min(one.result() for one in asking)):
+            self._go_on(limit, 0.0)
             await self._compare(store)
             return 0
+        self._go_on(limit, self._fetch_s)
         return await self._hold(store, keys[:found])
 
-    def _go_on(self, limit: asyncio.Timeout) -> None:
-        """An answer came: so much time has the next one."""
-        limit.reschedule(asyncio.get_running_loop().time() + self._answer_s)
+    def _go_on(self, limit: asyncio.Timeout, work_s: float) -> None:
+        """An answer came: so much time has the next one, beside what it has to do."""
+        now_s = asyncio.get_running_loop().time()
+        limit.reschedule(now_s + work_s + self._answer_s)
+
+    def _keys_of_ranks(self, keys: tuple[str, ...]) -> list[list[str]]:
+        return [
+            rank_block_keys(keys, self._namespace, rank)
+            for rank in range(self._engine.size)
+        ]
 
     def _on_lost(self, why: str) -> None:
         if not self._is_closed:
@@ -521,12 +538,14 @@ class PrefixLookup:
                 break
 
     async def _hold(self, store: KVStoreBuffer, keys: tuple[str, ...]) -> int:
-        """Say how many are there for every rank; they stay until a load can begin."""
-        ranks, count = range(self._engine.size), len(keys)
-        all_keys = [rank_block_keys(keys, self._namespace, rank) for rank in ranks]
-        there = await self.holds.hold(store, [key for part in all_keys for key in part])
-        parts = [there[rank * count : (rank + 1) * count] for rank in ranks]
-        return min((*part, False).index(False) for part in parts)
+        """Say how many are there for every rank; they stay until a load can begin.
+
+        The first blocks of all ranks come first, where they come from far.
+        """
+        blocks = zip(*self._keys_of_ranks(keys), strict=True)
+        in_turn = [key for block in blocks for key in block]
+        there = await self.holds.hold(store, in_turn, self._fetch_s)
+        return (*there, False).index(False) // self._engine.size
 
     async def _compare(self, store: KVStoreBuffer) -> None:
         """Nothing was found: perhaps because who saves there is cut otherwise."""

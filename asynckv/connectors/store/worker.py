@@ -31,7 +31,6 @@ from asynckv.connectors.engine import (
 from asynckv.connectors.options import ConnectorOptions
 from asynckv.connectors.requests import StoreMetadata, StoreRequest
 from asynckv.connectors.transfers import (
-    PlainTaskGroup,
     TransferCounters,
     Transfers,
     flat,
@@ -43,6 +42,7 @@ from asynckv.devices.tensors import gpu_of
 from asynckv.errors import EntryAborted, PeerLost
 from asynckv.tensors.blocks import KVBlocks
 from asynckv.tensors.views import bytes_of
+from asynckv.waits.own_tasks import PlainTaskGroup
 
 __all__ = (
     "BLOCKS_AT_ONCE",

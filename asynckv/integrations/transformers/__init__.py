@@ -3,6 +3,8 @@
 ``prefill`` computes a prompt and inserts it layer by layer; ``generate_from``
 selects it elsewhere and generates on, with the tokens of a single process. What
 ``generate`` does wrongly from any cache (with an ``assistant_model``), it refuses.
+``store_prefix`` and ``load_prefix`` keep the KV of prompts in a store, for others that
+begin alike.
 """
 
 from __future__ import annotations
@@ -35,6 +37,7 @@ from asynckv.integrations.transformers.layers import (
     swap_heads_and_tokens,
     to_blocks,
 )
+from asynckv.integrations.transformers.prefixes import load_prefix, store_prefix
 from asynckv.integrations.transformers.producer import (
     Prefilled,
     StreamingCache,
@@ -65,9 +68,11 @@ __all__ = (
     "handoff_of",
     "load",
     "load_entry",
+    "load_prefix",
     "plan_layers",
     "prefill",
     "save_entry",
+    "store_prefix",
     "swap_heads_and_tokens",
     "to_blocks",
 )

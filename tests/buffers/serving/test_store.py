@@ -404,8 +404,10 @@ class SilentBelow(ValuesBelow):
         self.asked += names
         await asyncio.get_running_loop().create_future()
 
-    async def contains(self, names: Sequence[Name]) -> tuple[bool, ...]:
-        return (False,) * len(names)
+    async def where(self, names: Sequence[Name]) -> Sequence[Sequence[str]]:
+        return [()] * len(names)
+
+    def touch(self, names: Sequence[Name]) -> None: ...
 
 
 async def test_who_waits_for_what_is_far_may_say_no_more_than_that_it_goes(

@@ -14,6 +14,7 @@ from asynckv.abc import (
     KVRequest,
     KVScheduled,
     KVTransferResults,
+    PrefixMatch,
 )
 from asynckv.buffers.serve import serve
 from asynckv.buffers.store import StoreBuffer
@@ -162,7 +163,7 @@ def test_what_failed_to_load_is_saved_again_when_it_is_computed() -> None:
     assert scheduler.get_num_new_matched_tokens(REQUEST, 0) == (0, False)
 
 
-def test_an_old_answer_is_asked_for_again_but_not_for_ever(
+def test_an_old_answer_is_asked_for_again_but_not_for_ever_and_never_believed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     scheduler, now_s = make(), 0.0
@@ -175,7 +176,7 @@ def test_an_old_answer_is_asked_for_again_but_not_for_ever(
         assert scheduler.get_num_new_matched_tokens(REQUEST, 0) == (8, True)
         now_s += 60
         again = scheduler.get_num_new_matched_tokens(REQUEST, 0)
-        assert again == ((None, False) if asked < 8 else (8, True))
+        assert again == ((None, False) if asked < 8 else (0, False))
     assert asked == 8
 
 
@@ -245,8 +246,10 @@ class StalledStore(StoreBuffer):
         await self.goes_on.wait()
         return await super().contains(keys)
 
-    async def match_prefix(self, block_keys: Sequence[str]) -> int:
-        return sum(await self.contains(block_keys))
+    async def match_prefix(self, block_keys: Sequence[str]) -> PrefixMatch:
+        self.asked += 1
+        await self.goes_on.wait()
+        return await super().match_prefix(block_keys)
 
 
 KEYS = prefix_block_keys(range(10), ENGINE.block_size)
@@ -361,17 +364,17 @@ async def test_what_is_held_is_not_evicted_and_what_is_let_go_is() -> None:
     holds = StorePins(3600, 8)
     async with StoreBuffer("2MiB") as store:
         await store.put("a", torch.zeros(2**17, dtype=torch.uint8))
-        assert await holds.hold(store, ["a", "b"]) == (True, False)
+        assert await holds.hold(store, ["a", "b"], 1.0) == (True, False)
         await fill(store)
         assert await store.contains(["a"]) == (True,)
         await holds.release()
         await fill(store)
         assert await store.contains(["a"]) == (False,)
-        assert await holds.hold(store, ["a"]) == (False,)
+        assert await holds.hold(store, ["a"], 1.0) == (False,)
         await holds.aclose()
         assert not len(holds)
         with pytest.raises(PeerLost):
-            await holds.hold(store, ["a"])
+            await holds.hold(store, ["a"], 1.0)
 
 
 async def test_of_a_burst_it_holds_the_last_and_all_of_it_is_answered() -> None:
@@ -379,7 +382,9 @@ async def test_of_a_burst_it_holds_the_last_and_all_of_it_is_answered() -> None:
     async with StoreBuffer("2MiB") as store:
         for key in ("a", "b", "c", "d"):
             await store.put(key, torch.zeros(2**17, dtype=torch.uint8))
-        answers = await asyncio.gather(*(holds.hold(store, [key]) for key in "abcd"))
+        answers = await asyncio.gather(
+            *(holds.hold(store, [key], 1.0) for key in "abcd")
+        )
         assert answers == [(True,)] * 4
         await fill(store)
         assert await store.contains(["a", "b", "c", "d"]) == (False, False, True, True)
@@ -389,10 +394,10 @@ async def test_of_a_burst_it_holds_the_last_and_all_of_it_is_answered() -> None:
 async def test_what_is_asked_while_it_closes_is_not_held() -> None:
     holds = StorePins(3600, 2)
     async with StoreBuffer() as store:
-        await holds.hold(store, ["a"])
+        await holds.hold(store, ["a"], 1.0)
         holds.abort()  # what is held ends soon, and has not yet
         with pytest.raises(PeerLost):
-            await holds.hold(store, ["a"])
+            await holds.hold(store, ["a"], 1.0)
         await holds.aclose()
         assert not len(holds)
 
@@ -401,13 +406,13 @@ async def test_it_holds_so_many_at_once_and_for_so_long() -> None:
     async with StoreBuffer() as store:
         holds = StorePins(3600, 2)
         for _ in range(5):
-            await holds.hold(store, ["a"])
+            await holds.hold(store, ["a"], 1.0)
             await asyncio.sleep(0)
         assert len(holds) <= 2
         holds.abort()
         await holds.aclose()
         short = StorePins(0, 2)
-        await short.hold(store, ["a"])
+        await short.hold(store, ["a"], 1.0)
         await until(lambda: not len(short))
 
 

@@ -7,14 +7,21 @@ import itertools
 import logging
 import random
 import threading
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
+from typing import Literal
 
 import msgspec
 import pytest
 import torch
 
-from asynckv.abc import KVConnectorStep, KVRequest, KVScheduled, KVTransferResults
+from asynckv.abc import (
+    KVConnectorStep,
+    KVRequest,
+    KVScheduled,
+    KVTransferResults,
+    StoreTier,
+)
 from asynckv.buffers.serve import serve
 from asynckv.buffers.store import StoreBuffer
 from asynckv.config import KVRole, KVTransferConfig
@@ -36,11 +43,13 @@ from asynckv.connectors.store.worker import (
 )
 from asynckv.devices.copying import CopyPool
 from asynckv.errors import PeerLost
+from asynckv.stores.tiered import TieredStore
 from asynckv.testing.blocked import until
 from harness.engines.toy_engine import ToyEngine
 from harness.engines.toy_model import ToyModel
 from harness.engines.toy_pairs import make_engine, toy_shape
 from harness.fake_devices import FakeDevice, fake_device, lanes_of
+from harness.tiers import DictTier
 
 MODEL = ToyModel()
 BLOCK_NBYTES = 4 * 2 * 16 * 4 * 8 * 4
@@ -56,23 +65,36 @@ def prompt(length: int = 70) -> list[int]:
 
 @asynccontextmanager
 async def engines_of(
-    tp_size: int = 1, max_bytes: str = "16MiB"
-) -> AsyncIterator[tuple[ToyEngine, ToyEngine, StoreBuffer]]:
+    tp_size: int = 1,
+    max_bytes: str = "16MiB",
+    *,
+    policy: Literal["recompute", "fail"] = "recompute",
+    tiers: Sequence[StoreTier] = (),
+) -> AsyncIterator[tuple[ToyEngine, ToyEngine, TieredStore]]:
     url = f"mem://store{next(NAMES)}"
     config = KVTransferConfig(
         kv_connector="StoreConnector",
         kv_role="kv_both",
-        kv_load_failure_policy="recompute",
+        kv_load_failure_policy=policy,
         kv_connector_extra_config={"store": url, "fingerprint": "toy"},
     )
     shape = toy_shape(MODEL, tp_size=tp_size)
     async with (
-        StoreBuffer(max_bytes, fingerprint="toy") as store,
+        TieredStore(max_bytes, tiers, fingerprint="toy") as store,
         serve(url, store=store),
         make_engine("one", config, shape, MODEL, chunk=32) as one,
         make_engine("two", config, shape, MODEL) as two,
     ):
         yield one, two, store
+
+
+async def fill(store: TieredStore) -> None:
+    """Put so much that memory drops all that it may, and no tier keeps that."""
+    for number in range(40):
+        await store.put(f"filler {number}", torch.zeros(2**15, dtype=torch.uint8))
+    await store.flush()
+    for number in range(40):
+        await store.delete(f"filler {number}")
 
 
 async def stored_by(engine: ToyEngine) -> list[int]:
@@ -119,6 +141,31 @@ async def test_blocks_that_were_dropped_meanwhile_are_computed(
         monkeypatch.setattr(pinned, "start_load_kv", start_late)
         await loaded_by(two, tokens)
         assert "not stored any more" in two.failures["b"]
+
+
+@pytest.mark.parametrize("tp_size", [1, 2])
+async def test_what_an_engine_was_promised_is_there_though_every_tier_drops_it(
+    tp_size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tier = DictTier()
+    async with engines_of(tp_size, "1MiB", policy="fail", tiers=[tier]) as engines:
+        one, two, store = engines
+        tokens = await stored_by(one)
+        await fill(store)  # only the tier has them then
+        worker = two.workers[0]
+        assert isinstance(worker, StoreWorker)
+        start_load_kv = worker.start_load_kv
+
+        async def start_late(context: object = None, **kwargs: object) -> None:
+            if isinstance(worker._step, StoreMetadata) and worker._step.loads:
+                tier.values.clear()
+                for _ in range(2):  # what is let go of in between, too
+                    await fill(store)
+            await start_load_kv(context, **kwargs)
+
+        monkeypatch.setattr(worker, "start_load_kv", start_late)
+        assert await loaded_by(two, tokens) == 64
+        assert not two.failures
 
 
 async def test_a_store_that_goes_away_stops_no_engine() -> None:

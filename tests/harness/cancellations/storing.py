@@ -7,6 +7,7 @@ from typing import Final
 
 import torch
 
+from asynckv.abc import StoredValue
 from asynckv.testing.blocked import until
 from asynckv.testing.cancellation import Outcome
 from asynckv.testing.expectations import expect, expect_same, is_same, noise
@@ -26,6 +27,9 @@ __all__ = (
     "a_pin",
     "a_put",
     "a_put_that_waits_for_room",
+    "a_stat",
+    "many_gets",
+    "many_puts",
 )
 
 _KEY: Final = "key"
@@ -168,6 +172,71 @@ async def a_match_prefix(ground: Ground, sweeper: Sweeper, nbytes: int) -> None:
     )
 
 
+async def a_stat(ground: Ground, sweeper: Sweeper, nbytes: int) -> None:
+    """Leaves no trace."""
+    await ground.store.put(_KEY, noise(nbytes, 8))
+
+    async def check(outcome: Outcome[StoredValue | None]) -> None:
+        expect(outcome.cancelled or outcome.value is not None, "it is there")
+        await ground.check_quiet()
+
+    await sweeper.sweep("a stat", lambda: ground.client.stat(_KEY), check)
+
+
+async def many_puts(ground: Ground, sweeper: Sweeper, nbytes: int) -> None:
+    """Each stores all or nothing, and none reads its tensor any more."""
+    sources = {f"key {number}": noise(nbytes, number) for number in range(3)}
+    expected = {key: source.clone() for key, source in sources.items()}
+
+    async def before() -> None:
+        for key, source in sources.items():
+            await ground.store.delete(key)
+            source.copy_(expected[key])
+
+    async def put() -> tuple[bool, ...]:
+        try:
+            return await ground.client.put_many(sources.items())
+        finally:
+            for source in sources.values():
+                source.fill_(OVERWRITE)
+
+    async def check(outcome: Outcome[tuple[bool, ...]]) -> None:
+        for key, value in expected.items():
+            found = await ground.client.get(key)
+            expect(outcome.cancelled or found is not None, "it was stored")
+            if found is not None:
+                expect_same(found, value)
+        await ground.check_quiet()
+
+    await sweeper.sweep("puts of several values", put, check, before)
+
+
+async def many_gets(ground: Ground, sweeper: Sweeper, nbytes: int) -> None:
+    """Into memory of the caller, who has all of it back."""
+    values = [noise(nbytes, number) for number in range(3)]
+    into = [torch.zeros_like(value) for value in values]
+    keys = [f"key {number}" for number in range(3)]
+    await ground.client.put_many(zip(keys, values, strict=True))
+
+    async def get() -> None:
+        try:
+            found = await ground.client.get_many(keys, into)
+            for value, expected in zip(found, values, strict=True):
+                expect_same(value, expected)
+        finally:
+            for place in into:
+                place.fill_(OVERWRITE)
+
+    async def check(outcome: Outcome[None]) -> None:
+        for key, value in zip(keys, values, strict=True):
+            expect_same(await ground.client.get(key), value)
+        await ground.check_quiet()
+        for place in into:
+            expect_overwritten(place)
+
+    await sweeper.sweep("gets of several values", get, check)
+
+
 async def a_pin(ground: Ground, sweeper: Sweeper, nbytes: int) -> None:
     """Holds nothing any more, wherever it was cancelled."""
     value, others = noise(nbytes, 7), 0
@@ -198,5 +267,8 @@ STORING: Final = (
     Scenario(a_delete, ("KVStoreBuffer.delete", "KVStoreBuffer.put"), sizes=(SMALL,)),
     Scenario(a_contains, ("KVStoreBuffer.contains",), sizes=(SMALL,)),
     Scenario(a_match_prefix, ("KVStoreBuffer.match_prefix",), sizes=(SMALL,)),
+    Scenario(a_stat, ("KVStoreBuffer.stat",), sizes=(SMALL,)),
+    Scenario(many_puts, ("KVStoreBuffer.put_many",)),
+    Scenario(many_gets, ("KVStoreBuffer.get_many",)),
     Scenario(a_pin, ("KVStoreBuffer.pin",), sizes=(SMALL,)),
 )

@@ -1,0 +1,219 @@
+"""Prompts that begin alike: their KV is computed once, and the tokens are the same."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import Cache, DynamicCache, PreTrainedModel
+
+import asynckv
+from asynckv.abc import KVStoreBuffer
+from asynckv.buffers.store import StoreBuffer
+from asynckv.errors import ConfigError
+from asynckv.integrations.transformers import (
+    continue_from,
+    load_prefix,
+    store_prefix,
+)
+from asynckv.testing.cancellation import CancelMode, Outcome, sweep_cancellation
+from asynckv.testing.expectations import CANCEL_MODES
+
+GREEDY: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False}
+
+
+@pytest.fixture
+async def store() -> AsyncIterator[StoreBuffer]:
+    async with StoreBuffer("64MiB") as store:
+        yield store
+
+
+def filled(model: Any, prompt: torch.Tensor) -> DynamicCache:
+    cache = DynamicCache()  # of every layer it keeps all
+    with torch.no_grad():
+        model(prompt, past_key_values=cache)
+    return cache
+
+
+def another(prompt: torch.Tensor, shared: int) -> torch.Tensor:
+    """A prompt that begins alike, and goes on otherwise."""
+    return torch.cat([prompt[:, :shared], prompt[:, :shared].flip(1)], dim=1)
+
+
+async def generated(
+    model: PreTrainedModel, prompt: torch.Tensor, store: KVStoreBuffer
+) -> tuple[torch.Tensor, int]:
+    """Return what follows a prompt, and how many positions of it were stored."""
+    handoff = await load_prefix(model, prompt, store, chunk_tokens=8)
+    assert handoff is not None
+    output = await continue_from(handoff, **GREEDY)
+    assert output.prompt_positions_computed == prompt.shape[1] - min(
+        output.matched_tokens, prompt.shape[1] - 1
+    )
+    return output.sequences, output.matched_tokens
+
+
+@pytest.mark.parametrize("kind", ["full", "gqa", "sliding", "alternating", "latent"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+async def test_a_prompt_goes_on_from_what_another_one_began_with(
+    model_of: Callable[..., PreTrainedModel],
+    prompt: torch.Tensor,
+    reference: Callable[..., torch.Tensor],
+    store: StoreBuffer,
+    kind: str,
+    dtype: torch.dtype,
+) -> None:
+    model = model_of(kind, dtype)
+    stored = await store_prefix(
+        model, prompt, filled(model, prompt), store, chunk_tokens=8
+    )
+    assert stored == 40
+    longer = another(prompt, 27)
+    handoff = await load_prefix(model, longer, store, chunk_tokens=8)
+    assert handoff is not None
+    assert handoff.length == 24
+    mine: list[Any] = handoff.generate_kwargs()["past_key_values"].layers
+    computed: list[Any] = filled(model, prompt).layers
+    for ours, theirs in zip(mine, computed, strict=True):
+        rows = slice(24 - ours.keys.shape[-2], 24)
+        assert torch.equal(ours.keys, theirs.keys[..., rows, :])
+        assert torch.equal(ours.values, theirs.values[..., rows, :])
+    if dtype == torch.float32:
+        sequences, matched = await generated(model, longer, store)
+        assert matched == 24
+        assert torch.equal(sequences, reference(model, longer))
+        sequences, matched = await generated(model, prompt, store)
+        assert matched == 40
+        assert torch.equal(sequences, reference(model, prompt))
+
+
+async def test_a_conversation_stores_what_it_has_gone_on_to(
+    model: PreTrainedModel,
+    prompt: torch.Tensor,
+    reference: Callable[..., torch.Tensor],
+    store: StoreBuffer,
+) -> None:
+    await store_prefix(model, prompt, filled(model, prompt), store, chunk_tokens=8)
+    handoff = await load_prefix(model, prompt, store, chunk_tokens=8)
+    assert handoff is not None
+    output = await continue_from(
+        handoff, return_dict_in_generate=True, max_new_tokens=17, do_sample=False
+    )
+    given: Any = output.output
+    cache: Cache = given.past_key_values
+    puts = store.statistics().puts
+    stored = await store_prefix(model, output.sequences, cache, store, chunk_tokens=8)
+    assert stored == 56  # the last token of 57 was not computed with
+    assert store.statistics().puts == puts + 2
+    sequences, matched = await generated(model, output.sequences, store)
+    assert matched == 56
+    assert torch.equal(sequences, reference(model, output.sequences))
+
+
+async def test_what_is_stored_is_found_by_the_same_model_tomorrow(
+    model_of: Callable[..., PreTrainedModel], prompt: torch.Tensor, tmp_path: Path
+) -> None:
+    model, tier = model_of("gqa"), f"disk://{tmp_path}?max=64MiB"
+    async with asynckv.TieredStore("16MiB", [tier]) as store:
+        await store_prefix(model, prompt, filled(model, prompt), store, chunk_tokens=8)
+        await store.flush()
+    async with (
+        asynckv.TieredStore("16MiB", [tier]) as store,
+        asynckv.serve("tcp://127.0.0.1:0", store=store) as server,
+        asynckv.connect(server.url) as peer,
+    ):
+        _, matched = await generated(model, prompt, peer.store)
+        assert matched == 40
+        for other, name, salt in (
+            (model_of("full"), "", ""),
+            (model_of("gqa", torch.bfloat16), "", ""),
+            (model, "other weights", ""),
+            (model, "", "another tenant"),
+        ):
+            nothing = await load_prefix(
+                other, prompt, peer.store, name=name, salt=salt, chunk_tokens=8
+            )
+            assert nothing is None
+
+
+async def test_a_prompt_of_which_its_beginning_is_not_stored_has_nothing(
+    model: PreTrainedModel, prompt: torch.Tensor, store: StoreBuffer
+) -> None:
+    await store_prefix(model, prompt, filled(model, prompt), store, chunk_tokens=8)
+    assert await load_prefix(model, prompt.flip(1), store, chunk_tokens=8) is None
+    assert await load_prefix(model, prompt[:, :7], store, chunk_tokens=8) is None
+
+
+async def test_what_cannot_be_a_prefix_is_refused(
+    model_of: Callable[..., PreTrainedModel],
+    prompt: torch.Tensor,
+    padded: tuple[torch.Tensor, torch.Tensor],
+    store: StoreBuffer,
+) -> None:
+    model = model_of("gqa")
+    with pytest.raises(ValueError, match="of one prompt, not of 3"):
+        await load_prefix(model, padded[0], store)
+    sliding = model_of("sliding")
+    cache = DynamicCache(config=sliding.config)  # it keeps a window alone
+    with torch.no_grad():
+        sliding(prompt, past_key_values=cache)
+    with pytest.raises(ConfigError, match="layer 0 .* has not kept all positions"):
+        await store_prefix(sliding, prompt, cache, store, chunk_tokens=8)
+
+
+async def test_a_value_that_is_none_of_this_model_ends_the_prefix(
+    model: PreTrainedModel, prompt: torch.Tensor, store: StoreBuffer
+) -> None:
+    puts: list[str] = []
+    put = store.put
+
+    async def noted(key: str, *args: Any, **options: Any) -> None:
+        puts.append(key)
+        await put(key, *args, **options)
+
+    store.put = noted  # type: ignore[method-assign]
+    await store_prefix(model, prompt, filled(model, prompt), store, chunk_tokens=8)
+    await put(puts[2], torch.zeros(3, dtype=torch.uint8))  # they go in from the last
+    _, matched = await generated(model, prompt, store)
+    assert matched == 16
+
+
+@contextlib.asynccontextmanager
+async def served() -> AsyncIterator[KVStoreBuffer]:
+    async with (
+        StoreBuffer("64MiB") as store,
+        asynckv.serve("mem://prefixes", store=store) as server,
+        asynckv.connect(server.url) as peer,
+    ):
+        yield peer.store
+
+
+async def test_both_may_be_cancelled_anywhere(
+    model: PreTrainedModel, prompt: torch.Tensor
+) -> None:
+    cache = filled(model, prompt)
+    async with served() as store:
+
+        async def stored(k: int, mode: CancelMode, outcome: Outcome[int]) -> None:
+            assert outcome.cancelled or outcome.value == 40
+            await store_prefix(model, prompt, cache, store, chunk_tokens=20)
+
+        await sweep_cancellation(
+            lambda: store_prefix(model, prompt, cache, store, chunk_tokens=20),
+            stored,
+            modes=CANCEL_MODES,
+        )
+
+        async def loaded(k: int, mode: CancelMode, outcome: Outcome[Any]) -> None:
+            loaded: Any = outcome.value
+            assert outcome.cancelled or loaded.length == 40
+
+        await sweep_cancellation(
+            lambda: load_prefix(model, prompt, store, chunk_tokens=20),
+            loaded,
+            modes=CANCEL_MODES,
+        )
