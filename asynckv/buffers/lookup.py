@@ -31,7 +31,7 @@ from asynckv.devices.names import DeviceName
 from asynckv.shielding import wait_shielded
 from asynckv.tensors.blocks import KVMemory
 from asynckv.tensors.views import spec_like
-from asynckv.transfers.layout import check_names, flatten
+from asynckv.transfers.manifest import check_names, flatten
 from asynckv.transfers.targets import check_targets
 from asynckv.transfers.tokens import (
     as_mask,

@@ -274,7 +274,6 @@ class Server(LoopBound, AsyncWithOnly):
             *(link, self._what, self._times), lookup=lookup, store=store
         )
         for service in services.all:
-            service.call_when_ended(lambda: self._forget_ended(services))
             if self._is_draining:
                 service.drain()
         self._services.add(services)
@@ -303,6 +302,8 @@ class Server(LoopBound, AsyncWithOnly):
         services.is_lost = True
         if services.lookup is not None:  # else each keeps the one before it
             services.lookup.predecessors = ()
+        for service in services.all:
+            service.call_when_ended(lambda: self._forget_ended(services))
         self._forget_ended(services)
         if (peer := services.link.peer) not in self.peers:
             for callback in self._lost_callbacks:

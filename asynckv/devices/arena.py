@@ -1,11 +1,11 @@
 """The memory of one GPU that a buffer has: one allocation, and who has its pages.
 
-As :mod:`asynckv.tensors.slab_pages`, but all there is comes at once, by plain
+As :mod:`asynckv.tensors.pages`, but all there is comes at once, by plain
 ``cudaMalloc``, and nothing lies in two places: a tensor of a GPU cannot. What is as
 small as to ride with its frame on every path stays on the heap of the host, where
 frames are made; it is a tensor of the GPU for whoever takes it, all the same.
 
-A region is as those of :mod:`asynckv.tensors.slab_regions`, with one more rule: work of
+A region is as those of :mod:`asynckv.tensors.paged_arena`, with one more rule: work of
 the GPU goes on when the tensor it reads is gone. So where a view ends, two streams are
 marked: that of the thread where it ends, and that on which it was handed out, wherever
 it ends. The memory is nobody else's before the marks are reached.
@@ -26,12 +26,11 @@ from asynckv.devices.cuda import CudaApi, DeviceMemory, Event, Stream
 from asynckv.devices.names import Device
 from asynckv.devices.tensors import Gpus
 from asynckv.errors import GPUFailed, GPUUnavailable
-from asynckv.tensors.arena import Pages, Region, pack
+from asynckv.tensors.arena import Region
 from asynckv.tensors.blocks import tensor_in
-from asynckv.tensors.paged_arena import IdlePages, PagedArena
+from asynckv.tensors.paged_arena import PagedArena, SlabRegion
+from asynckv.tensors.pages import IdlePages, Pages, PagesOnDemand, Place, pack
 from asynckv.tensors.runs import Memory, Runs
-from asynckv.tensors.slab_pages import PagesOnDemand, Place
-from asynckv.tensors.slab_regions import SlabRegion, SlabRegionOwner
 from asynckv.tensors.slabs import PAGE_NBYTES
 from asynckv.types import TensorSpec
 
@@ -285,7 +284,7 @@ class ViewKeeper:
     def __init__(
         self,
         region: DeviceRegion,
-        owner: SlabRegionOwner,
+        owner: PagedArena,
         allocation: DeviceAllocation,
         stream: object | None,
     ) -> None:
@@ -300,7 +299,7 @@ class ViewKeeper:
                 self.region.fences.append(self._allocation.fence(self._stream))
             except GPUFailed:
                 return  # nobody can know when the GPU leaves it: it stays held
-        self._owner.release(self.region)
+        self._owner.view_ended(self.region)
 
 
 class DeviceRegion(SlabRegion):
@@ -316,7 +315,7 @@ class DeviceRegion(SlabRegion):
     def __init__(
         self,
         nbytes: int,
-        owner: SlabRegionOwner,
+        owner: PagedArena,
         pages: Pages,
         offset: int,
         generation: int,
@@ -391,7 +390,7 @@ class DeviceRegion(SlabRegion):
 
     def _lend(self, *, is_marked: bool) -> DeviceMemory:
         allocation, owner = self._device_pages.allocation, self._owner
-        if self._is_released or owner is None:
+        if self.is_released or owner is None:
             raise RuntimeError("the region was released")
         stream = allocation.stream() if is_marked else None
         keeper = ViewKeeper(self, owner, allocation, stream)
@@ -425,7 +424,8 @@ class DeviceArena(PagedArena):
 
     ``wanted`` is called when it is needed first: :meth:`DevicePages.make_slab`, in a
     thread, then :meth:`add_slab` are to follow. ``freed`` is called too while the GPU
-    has to be asked again whether it is done with memory.
+    has to be asked again whether it is done with memory. ``given_back`` is called after
+    each region whose memory is somebody else's from then on.
     """
 
     pages: DevicePages
@@ -444,24 +444,35 @@ class DeviceArena(PagedArena):
     ) -> None:
         pages = DevicePages(max_bytes, device, wanted)
         super().__init__(
-            *(max_bytes, pages),
-            freed=freed,
-            pinned=pinned,
-            unmapped=unmapped,
-            given_back=given_back,
+            max_bytes, pages, freed=freed, pinned=pinned, unmapped=unmapped
         )
+        self._given_back = given_back
 
-    def allocate_outside(
-        self, sizes: Sequence[int], charges: Sequence[int] = ()
-    ) -> list[Region]:
-        return [HostRegion(nbytes, None) for nbytes in (*sizes, *charges)]
+    @property
+    def is_waiting(self) -> bool:
+        """Is there memory that the GPU is still at work with? Then look again."""
+        return bool(self._gone)
+
+    def collect(self) -> None:
+        for _ in range(len(self._gone)):
+            region = self._gone.popleft()
+            if isinstance(region, DeviceRegion) and not region.is_quiet:
+                self._gone.append(region)
+            else:
+                region.end_hold()
+
+    def give_back(self, region: Region) -> None:
+        super().give_back(region)
+        self._given_back()
+
+    def allocate_outside(self, sizes: Sequence[int]) -> list[Region]:
+        return [HostRegion(nbytes, None) for nbytes in sizes]
 
     def _region(
         self, nbytes: int, pages: Pages, offset: int, generation: int
     ) -> DeviceRegion:
         return DeviceRegion(
-            *(nbytes, self.pins, pages, offset, generation),
-            device_pages=self.pages,
+            *(nbytes, self, pages, offset, generation), device_pages=self.pages
         )
 
     def _on_heap(self, nbytes: int) -> Region:

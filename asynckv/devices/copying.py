@@ -8,7 +8,7 @@ while the next is on its way.
 from __future__ import annotations
 
 from collections.abc import Callable, Coroutine, Generator, Iterator, Mapping, Sequence
-from typing import Final, TypeAlias, TypeVar
+from typing import Final, TypeAlias, TypeGuard, TypeVar
 
 import torch
 
@@ -118,6 +118,10 @@ class CopyPool(HostCopyPool):
         """
         if len(sources) != len(targets):
             raise ValueError(f"{len(sources)} sources and {len(targets)} targets")
+        if _are_on_host(sources) and _are_on_host(targets):
+            on_host = super().copy(sources, targets, digest=digest)
+            del sources, targets  # a traceback would keep them alive
+            return await on_host
         pairs = list(zip(sources, targets, strict=True))
         jobs = {
             number: self._job(*pair, digest)
@@ -127,7 +131,7 @@ class CopyPool(HostCopyPool):
         here = [pair for number, pair in enumerate(pairs) if number not in jobs]
         at = _hosts([one for one, _ in here]), _hosts([one for _, one in here])
         on_host = super().copy(*at, digest=digest)
-        del sources, targets, pairs, here, at  # a traceback would keep them alive
+        del sources, targets, pairs, here, at
         return await self._do(jobs, on_host)
 
     async def digest(self, tensors: Sequence[_Place]) -> list[bytes]:
@@ -140,6 +144,10 @@ class CopyPool(HostCopyPool):
         :raises GPUFailed: as :meth:`copy` does
         :raises RuntimeError: the pool is closed, or the process can have no thread
         """
+        if _are_on_host(tensors):
+            on_host = super().digest(tensors)
+            del tensors
+            return await on_host
         jobs = {
             number: self._job(tensor, None, True)
             for number, tensor in enumerate(tensors)
@@ -415,6 +423,10 @@ def _is_on_gpu(place: _Place) -> bool:
     if isinstance(place, Runs):
         return False
     return gpu_of(place.pool if isinstance(place, KVBlocks) else place) is not None
+
+
+def _are_on_host(places: Sequence[_Place]) -> TypeGuard[Sequence[_HostPlace]]:
+    return not any(map(_is_on_gpu, places))
 
 
 def _hosts(places: Sequence[_Place]) -> list[_HostPlace]:

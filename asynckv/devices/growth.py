@@ -25,8 +25,9 @@ from asynckv.devices.tensors import KVOnGpu
 from asynckv.processes import watch_forks
 from asynckv.tensors.arena import Arena, HeapArena, Region
 from asynckv.tensors.blocks import KVMemory
-from asynckv.tensors.paged_arena import IdlePages, PagedArena, SlabArena
-from asynckv.tensors.slab_regions import LateViews, SlabRegion
+from asynckv.tensors.late_views import LateViews
+from asynckv.tensors.paged_arena import PagedArena, SlabArena, SlabRegion
+from asynckv.tensors.pages import IdlePages
 from asynckv.tensors.slabs import has_slabs
 from asynckv.tensors.views import empty_tensor
 from asynckv.types import TensorSpec
@@ -85,9 +86,11 @@ class SpareMemory:
 
     def spare_region(self, spec: TensorSpec) -> tuple[torch.Tensor, SlabRegion | None]:
         """As :meth:`spare`; return its region too, if it is not an ordinary one."""
-        region = None if self._slabs is None else self._slabs.take_spare(spec.nbytes)
-        if region is None:
+        slabs = self._slabs
+        taken = None if slabs is None else slabs.take_spares([spec.nbytes])
+        if taken is None:
             return self._ordinary(spec), None
+        (region,) = taken
         tensor = _tensor_in(region, spec)
         if tensor is None:
             region.release()
@@ -135,7 +138,7 @@ def allocate_but(
     lent: Sequence[SlabRegion | None],
     arena: Arena,
     sizes: Sequence[int],
-    charges: Sequence[int],
+    charged: int,
 ) -> list[Region] | None:
     """Take one region a size, all or none, but for those that are there already."""
     owned = {
@@ -144,7 +147,7 @@ def allocate_but(
         if region is not None and region.own()
     }
     others = [nbytes for index, nbytes in enumerate(sizes) if index not in owned]
-    regions = arena.allocate(others, charges)
+    regions = arena.allocate(others, charged)
     if regions is None:
         arena.free(list(owned.values()))
         return None
@@ -200,7 +203,7 @@ class Growth:
             self.device_pages = on_device.pages
         elif has_slabs():
             self._slabs = SlabArena(max_bytes, **told)
-            watch_forks(self._slabs.pins)
+            watch_forks(self._slabs)
         self.arena = self._slabs or HeapArena(max_bytes)
         self.spares = SpareMemory(self.arena, None if device is None else device.empty)
         self._changed = changed
@@ -315,14 +318,15 @@ class Growth:
             await asyncio.wait(self._dropping)
 
     async def _settle(self) -> None:
-        if self._slabs is None or self.device_pages is None:
+        arena = self._slabs
+        if not isinstance(arena, DeviceArena):
             return
-        self._slabs.collect()
+        arena.collect()
         for _ in range(_SETTLE_LOOKS):
-            if not self._slabs.pins.is_waiting:
+            if not arena.is_waiting:
                 return
             await asyncio.sleep(_LOOK_AGAIN_S)  # nobody is told when a GPU is done
-            self._slabs.collect()
+            arena.collect()
 
     def _grow_soon(self) -> None:
         if self._growing is not None:
@@ -377,9 +381,10 @@ class Growth:
 
     def _recheck(self) -> None:
         self._is_looking = False  # what comes from here on is looked at again
-        if self._slabs is not None:
-            self._slabs.collect()
-            if self._slabs.pins.is_waiting and self._loop is not None:
+        arena = self._slabs
+        if arena is not None:
+            arena.collect()
+            if isinstance(arena, DeviceArena) and arena.is_waiting and self._loop:
                 # A GPU says to nobody when it is done: it has to be asked.
                 self._is_looking = True
                 self._loop.call_later(_LOOK_AGAIN_S, self._recheck)

@@ -17,8 +17,7 @@ from typing import Final
 
 from asynckv.abc import PayloadTransport
 from asynckv.errors import PeerLost, ProtocolError, RemoteProtocolError
-from asynckv.links.streams import ControlStream, StreamHandler
-from asynckv.links.writer import LinkWriter
+from asynckv.links.streams import ControlStream, LinkWriter, StreamHandler
 from asynckv.observability.lines import as_line
 from asynckv.processes import ProcessBound
 from asynckv.protocol.session import Session

@@ -21,8 +21,7 @@ from asynckv.errors import AsyncKVError, PeerLost, RemoteProtocolError, WrongRol
 from asynckv.links.end import GRACE_S, Heartbeat, LinkEnd, Progress, copy_of
 from asynckv.links.options import make_payload
 from asynckv.links.reader import LinkReader, Turns
-from asynckv.links.streams import ControlStream, StreamHandler
-from asynckv.links.writer import LinkWriter
+from asynckv.links.streams import ControlStream, LinkWriter, StreamHandler
 from asynckv.observability.latencies import LatencyHistogram
 from asynckv.protocol.codec import BODY_PART_BYTES, Buffer
 from asynckv.protocol.failures import to_failure

@@ -27,8 +27,7 @@ from asynckv.errors import (
     RemoteProtocolError,
 )
 from asynckv.links.end import Heartbeat, LinkEnd
-from asynckv.links.streams import ControlStream, StreamHandler
-from asynckv.links.writer import LinkWriter
+from asynckv.links.streams import ControlStream, LinkWriter, StreamHandler
 from asynckv.protocol.handshake import Agreement
 from asynckv.protocol.limits import Rate
 from asynckv.protocol.session import (

@@ -18,7 +18,7 @@ import torch
 from asynckv.errors import ChecksumError, EndOfStream, PeerLost, RemoteProtocolError
 from asynckv.links.link import LinkStream
 from asynckv.pipes.arrivals import Arrival, Grants, SmallArrival
-from asynckv.pipes.parcels import INLINE_NBYTES, MAX_TENSORS
+from asynckv.pipes.outbound import INLINE_NBYTES, MAX_TENSORS
 from asynckv.protocol.codec import Buffer
 from asynckv.protocol.frames import Flushed, Frame, Push, Read
 from asynckv.protocol.wire import digest_of

@@ -19,7 +19,7 @@ from asynckv.loops import LoopBound
 from asynckv.pipes.arrivals import Arrival, SmallArrival
 from asynckv.pipes.end import PipeEnd
 from asynckv.pipes.gpu_side import Placement
-from asynckv.pipes.parcels import INLINE_NBYTES, Parcel
+from asynckv.pipes.outbound import INLINE_NBYTES, Parcel
 from asynckv.protocol.wire import digest_of
 from asynckv.tensors.views import bytes_of, check_into, packed, spec_like, spec_of
 from asynckv.transfers.source import HostSource, Source, StagedTensor

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import struct
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Final, NamedTuple, TypeAlias
 
 import msgspec
@@ -221,24 +221,8 @@ digest_of: Final[Callable[[_Buffer], bytes]] = xxhash.xxh3_128_digest
 """Return the 16-byte digest of some bytes, which must be contiguous."""
 
 
-class Digester:
-    """The digest of bytes that come in pieces; any chunking gives the same."""
+Digester: TypeAlias = xxhash.xxh3_128
+"""The digest of bytes that come in pieces; any chunking gives the same.
 
-    __slots__ = ("_state",)
-
-    def __init__(self) -> None:
-        self._state = xxhash.xxh3_128()
-
-    def update(self, piece: _Buffer) -> None:
-        """Add the next bytes. Releases the GIL over a large piece."""
-        self._state.update(piece)
-
-    def update_all(self, pieces: Iterable[_Buffer]) -> None:
-        """Add these bytes, in order."""
-        update = self._state.update
-        for piece in pieces:
-            update(piece)
-
-    def digest(self) -> bytes:
-        """Return the digest of everything added so far."""
-        return self._state.digest()
+``update(piece)`` releases the GIL over a large piece; ``digest()`` is of all so far.
+"""

@@ -28,9 +28,8 @@ from asynckv.protocol.values import Place
 from asynckv.protocol.wire import Digester
 from asynckv.sharing.mappings import PIN_NUMBER
 from asynckv.tensors.arena import Hold, Region
-from asynckv.tensors.paged_arena import PagedArena, SlabArena
+from asynckv.tensors.paged_arena import PagedArena, SlabArena, SlabRegion
 from asynckv.tensors.shared_file import SharedFile
-from asynckv.tensors.slab_regions import SlabRegion
 from asynckv.tensors.slabs import PAGE_NBYTES
 
 __all__ = (

@@ -14,78 +14,23 @@ from collections.abc import Sequence
 from typing import ClassVar, Final
 
 import numpy
-import numpy.typing
 import torch
 
-from asynckv.tensors.allocator import Run
+from asynckv.tensors.pages import ALIGNMENT_NBYTES, Pages
 from asynckv.tensors.runs import Memory, fill, joined
-from asynckv.tensors.slabs import PAGE_NBYTES
 from asynckv.tensors.views import no_memory, tensor_over
 from asynckv.types import TensorSpec
 
 __all__ = (
-    "ALIGNMENT_NBYTES",
-    "SHARED_PAGES_BELOW",
     "Arena",
     "HeapArena",
     "Hold",
-    "Pages",
     "Region",
     "heap_memory",
-    "pack",
-    "pages_of",
 )
 
 
-ALIGNMENT_NBYTES: Final = 64
-"""Every tensor begins at a multiple of it."""
-
-SHARED_PAGES_BELOW: Final = 64 * 1024
-"""Smaller tensors of an entry share pages, which are free when the last has left."""
-
-_PACKED_NBYTES: Final = 256 * 1024
-
-
-def pack(sizes: Sequence[int]) -> tuple[list[int], list[tuple[int, int]]]:
-    """Return blocks in pages, and for each size its block and the offset in that.
-
-    Small tensors share blocks, aligned to 64 bytes; the others have one each.
-    """
-    blocks: list[int] = []
-    places: list[tuple[int, int]] = []
-    packed, filled = -1, 0
-    for nbytes in sizes:
-        if nbytes >= SHARED_PAGES_BELOW:
-            places.append((len(blocks), 0))
-            blocks.append(pages_of(nbytes))
-            continue
-        if packed < 0 or filled + nbytes > _PACKED_NBYTES:
-            packed, filled = len(blocks), 0
-            blocks.append(0)
-        places.append((packed, filled))
-        blocks[packed] = pages_of(filled + nbytes)
-        filled += -(-nbytes // ALIGNMENT_NBYTES) * ALIGNMENT_NBYTES
-    return blocks, places
-
-
-def pages_of(nbytes: int) -> int:
-    """Return how many pages so many bytes need."""
-    return -(-nbytes // PAGE_NBYTES)
-
-
 _SMALL_NBYTES: Final = 4096
-
-
-class Pages:
-    """Pages that some regions of one entry share; free when the last has left."""
-
-    __slots__ = ("left", "memory", "runs")
-
-    def __init__(self, runs: Sequence[Run]) -> None:
-        self.runs = runs
-        self.memory: numpy.typing.NDArray[numpy.uint8] | None = None
-        """Where they are mapped in one piece, once somebody needs them so."""
-        self.left = 0
 
 
 class Region:
@@ -95,7 +40,7 @@ class Region:
     made when it is first looked at, and lives as long as anything refers to it.
     """
 
-    __slots__ = ("_arena", "_holds", "_is_released", "_view", "nbytes", "pages")
+    __slots__ = ("_arena", "_holds", "_view", "is_released", "nbytes", "pages")
 
     is_shared: ClassVar[bool] = False
     """Is it memory that will be somebody else's, once it is given back?"""
@@ -110,7 +55,8 @@ class Region:
         self._arena = arena
         self._view: memoryview | None = None
         self._holds = 0
-        self._is_released = False
+        self.is_released = False
+        """Has it no owner any more, but those who hold it?"""
 
     @property
     def is_read_by_peers(self) -> bool:
@@ -172,9 +118,9 @@ class Region:
 
     def release(self) -> None:
         """Give the charge back, once nobody holds it. A second call does nothing."""
-        if self._is_released:
+        if self.is_released:
             return
-        self._is_released = True
+        self.is_released = True
         if not self._holds and (arena := self._arena) is not None:
             self._arena = None
             arena.give_back(self)
@@ -189,7 +135,7 @@ class Region:
         self._give_back_if_over()
 
     def _give_back_if_over(self) -> None:
-        if self._is_released and not self._holds:
+        if self.is_released and not self._holds:
             arena, self._arena = self._arena, None
             if arena is not None:
                 arena.give_back(self)
@@ -213,14 +159,17 @@ class Hold:
 class Arena(abc.ABC):
     """A hard bound on bytes and the memory below it.
 
-    ``charges`` are bytes that live elsewhere and count here: each has a region
-    too, after those of the ``sizes``, which is never looked at.
+    ``charged`` bytes live elsewhere and count here, beside those of regions.
     """
 
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes = max_bytes
         self.used_bytes = 0
         self.peak_bytes = 0
+        self.pinned_bytes = 0
+        """Bytes that were released, and that somebody still has a view of."""
+        self.handed_out_bytes = 0
+        """Bytes that the application took and has not forgotten yet: not counted."""
         self.refused_slabs = 0
         """How often the system had less memory than the bound allows."""
         self.is_closed = False
@@ -231,56 +180,41 @@ class Arena(abc.ABC):
         return False
 
     @property
-    def pinned_bytes(self) -> int:
-        """Bytes that were released, and that somebody still has a view of."""
-        return 0
-
-    @property
-    def handed_out_bytes(self) -> int:
-        """Bytes that the application took and has not forgotten yet: not counted."""
-        return 0
-
-    @property
     def free_bytes(self) -> int:
         """Bytes that are neither used nor pinned."""
         return self.max_bytes - self.used_bytes - self.pinned_bytes
 
-    def could_ever_fit(self, sizes: Sequence[int], charges: Sequence[int] = ()) -> bool:
+    def could_ever_fit(self, sizes: Sequence[int], charged: int = 0) -> bool:
         """Would regions of these sizes fit if the arena were empty?"""
-        return sum(sizes) + sum(charges) <= self.max_bytes
+        return sum(sizes) + charged <= self.max_bytes
 
-    def fits(self, sizes: Sequence[int], charges: Sequence[int] = ()) -> bool:
+    def fits(self, sizes: Sequence[int], charged: int = 0) -> bool:
         """Would regions of these sizes fit now?"""
-        return sum(sizes) + sum(charges) <= self.free_bytes
+        return sum(sizes) + charged <= self.free_bytes
 
     @abc.abstractmethod
-    def allocate(
-        self, sizes: Sequence[int], charges: Sequence[int] = ()
-    ) -> list[Region] | None:
+    def allocate(self, sizes: Sequence[int], charged: int = 0) -> list[Region] | None:
         """Take one region a size, all or none. Never waits."""
 
-    def allocate_outside(
-        self, sizes: Sequence[int], charges: Sequence[int] = ()
-    ) -> list[Region]:
+    def allocate_outside(self, sizes: Sequence[int]) -> list[Region]:
         """Make regions that are charged to nobody here (a consumer pays for them)."""
-        return [Region(nbytes, None) for nbytes in (*sizes, *charges)]
+        return [Region(nbytes, None) for nbytes in sizes]
 
-    def adopt(self, regions: Sequence[Region], charges: int = 0) -> bool:
-        """Charge regions from :meth:`allocate_outside` to this arena, if they fit.
-
-        The last ``charges`` of them are bytes that live elsewhere.
-        """
-        if not self.fits([region.nbytes for region in regions]):
+    def adopt(self, regions: Sequence[Region], charged: int = 0) -> bool:
+        """Charge regions from :meth:`allocate_outside` to this arena, if they fit."""
+        sizes = [region.nbytes for region in regions]
+        if not self.fits(sizes, charged):
             return False
         for region in regions:
             region.charge_to(self)
-        self._charge(sum(region.nbytes for region in regions))
+        self._charge(sum(sizes) + charged)
         return True
 
-    def free(self, regions: Sequence[Region]) -> None:
-        """Release every one of ``regions``."""
+    def free(self, regions: Sequence[Region], charged: int = 0) -> None:
+        """Release every one of ``regions``, and what was charged beside them."""
         for region in regions:
             region.release()
+        self.used_bytes -= charged
 
     def give_back(self, region: Region) -> None:
         """Called by a region that was released and that nobody holds."""
@@ -298,13 +232,11 @@ class Arena(abc.ABC):
 class HeapArena(Arena):
     """Regions from the process's heap."""
 
-    def allocate(
-        self, sizes: Sequence[int], charges: Sequence[int] = ()
-    ) -> list[Region] | None:
-        if not self.fits(sizes, charges):
+    def allocate(self, sizes: Sequence[int], charged: int = 0) -> list[Region] | None:
+        if not self.fits(sizes, charged):
             return None
-        regions = [Region(nbytes, self) for nbytes in (*sizes, *charges)]
-        self._charge(sum(sizes) + sum(charges))
+        regions = [Region(nbytes, self) for nbytes in sizes]
+        self._charge(sum(sizes) + charged)
         return regions
 
 

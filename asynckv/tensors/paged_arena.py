@@ -1,7 +1,10 @@
 """Regions in pages that come when they are needed, beside small ones on the heap.
 
-What arenas of shared memory and of a GPU have in common. Rule of this file: everything
-runs on one thread, and nothing waits.
+What arenas of shared memory and of a GPU have in common. A region's memory is somebody
+else's only when the region was released *and* the last tensor or view of it is gone,
+wherever that is: each hold on it ends by the finalizer of what the views are based on.
+That may run in any thread and at any moment, so it only notes the region; the arena's
+thread does the rest, and nothing waits.
 """
 
 from __future__ import annotations
@@ -11,124 +14,211 @@ import collections
 import itertools
 import logging
 from collections.abc import Callable, Sequence
-from typing import Final, Protocol, TypeAlias
+from typing import Final, TypeAlias
 
 import numpy
 import numpy.typing
+import torch
 
-from asynckv.tensors.arena import Arena, Pages, Region
-from asynckv.tensors.slab_pages import Place, SlabPages
-from asynckv.tensors.slab_regions import SlabRegion
+from asynckv.tensors.arena import Arena, Hold, Region, heap_memory
+from asynckv.tensors.pages import (
+    SHARED_PAGES_BELOW,
+    ArenaPages,
+    IdlePages,
+    Pages,
+    SlabPages,
+)
+from asynckv.tensors.runs import Memory, runs_at
+from asynckv.tensors.slabs import PAGE_NBYTES
+from asynckv.tensors.views import tensor_over
+from asynckv.types import TensorSpec
 
 __all__ = (
-    "ArenaPages",
-    "IdlePages",
     "PagedArena",
-    "Pins",
     "SlabArena",
+    "SlabRegion",
 )
 
 
 _Bytes: TypeAlias = numpy.typing.NDArray[numpy.uint8]
 
 
-class Pins:
-    """Looks after the views of one arena's regions: what those call their owner.
+class _Window:
+    """What the views of one region are based on: its life is a hold on the region."""
 
-    ``freed`` is called, in any thread, when memory may have become free otherwise
-    than by a call here: :meth:`collect` is to follow. ``pinned`` is told of a region
-    that was released while the application still has it. ``charge`` is told of bytes
-    that count, or (negative) no longer count as used, because they are pinned;
-    ``give_back`` gets every region that nobody holds any more.
+    __slots__ = ("__array_interface__", "_memory", "_owner", "_region")
+
+    def __init__(self, region: SlabRegion, owner: PagedArena, memory: _Bytes) -> None:
+        self._region = region
+        self._owner = owner
+        self._memory = memory
+        self.__array_interface__ = memory.__array_interface__
+
+    def __del__(self) -> None:
+        self._owner.view_ended(self._region)
+
+
+class _PeerHold(Hold):
+    __slots__ = ("_slab_region",)
+
+    def __init__(self, region: SlabRegion) -> None:
+        super().__init__(region)
+        self._slab_region = region
+
+    def release(self) -> None:
+        if self._region is not None:
+            self._region = None
+            self._slab_region.end_peers_hold()
+
+
+class SlabRegion(Region):
+    """Memory of one tensor in the slabs, at ``offset`` of its ``pages``.
+
+    ``generation`` differs between all regions that an arena has ever had.
     """
+
+    __slots__ = (
+        "__weakref__",
+        "_owner",
+        "_peers",
+        "generation",
+        "is_borrowed",
+        "is_handed_out",
+        "is_kept",
+        "offset",
+    )
+
+    is_shared = True
 
     def __init__(
         self,
-        pages: SlabPages | None,
-        *,
-        freed: Callable[[], None],
-        pinned: Callable[[SlabRegion], None],
-        charge: Callable[[int], None],
-        give_back: Callable[[Region], None],
+        nbytes: int,
+        owner: PagedArena,
+        pages: Pages,
+        offset: int,
+        generation: int,
     ) -> None:
-        self._pages = pages
-        self._freed = freed
-        self._tell_pinned = pinned
-        self._charge = charge
-        self._give_back = give_back
-        self._gone: collections.deque[SlabRegion] = collections.deque()
-        self._pinned: set[SlabRegion] = set()
-        self.pinned_bytes = 0
-        self.handed_out_bytes = 0
+        super().__init__(nbytes, None)
+        self.pages = pages
+        self.offset = offset
+        self.generation = generation
+        self.is_handed_out = False
+        """Do its last views belong to the application, which nobody charges?"""
+        self.is_kept = False
+        """Has a forked child views too, whose end nobody here learns of?"""
+        self.is_borrowed = False
+        """Was it made for somebody who may insert it, and has not yet?"""
+        self._owner: PagedArena | None = owner
+        self._peers = 0
+        pages.left += 1
 
-    def memory_of(self, region: SlabRegion, *, writable: bool) -> _Bytes:
-        memory = self._slabs.memory_of(region.pages, writable=writable)
-        return memory[region.offset : region.offset + region.nbytes]
+    def view(self) -> memoryview:
+        """Return the bytes, writable, without a copy; scratch once it is released.
 
-    def spans_of(self, region: SlabRegion) -> tuple[_Bytes, Sequence[tuple[int, int]]]:
-        return self._slabs.spans_of(region.pages, region.offset, region.nbytes)
-
-    def release(self, region: SlabRegion) -> None:
-        self._gone.append(region)
-        if region.is_released:  # else its release finds it
-            self._freed()
-
-    def collect(self) -> None:
-        for _ in range(len(self._gone)):
-            region = self._gone.popleft()
-            if region.is_quiet:
-                region.end_hold()
-            else:
-                self._gone.append(region)
-
-    @property
-    def is_waiting(self) -> bool:
-        """Is there memory that something is still at work with? Then look again."""
-        return bool(self._gone)
-
-    def pin(self, region: SlabRegion) -> None:
-        self._pinned.add(region)
-        self._count(region, region.nbytes)
-        if not (region.is_borrowed or region.is_handed_out):
-            self._tell_pinned(region)
-
-    def unpin(self, region: SlabRegion) -> None:
-        if region in self._pinned:
-            self._pinned.discard(region)
-            self._count(region, -region.nbytes)
-
-    def give_back(self, region: Region) -> None:
-        if isinstance(region, SlabRegion):
-            self.unpin(region)
-        self._give_back(region)
-
-    def keep_for_child(self) -> None:
-        """This process is about to be copied, views and all: their memory is theirs.
-
-        Called in any thread.
+        :raises OSError: they lie apart, and the process may have no more mappings
         """
-        for region in list(self._pinned):
-            if region.has_views:
-                region.is_kept = True
+        owner = self._owner
+        if self.is_released or owner is None:
+            return heap_memory(self.nbytes)
+        # Not kept here: it holds this region.
+        return self._held(owner, owner.memory_of(self, writable=True)).data
 
-    def forget_mappings(self) -> None:
-        """What is pinned is unmapped with its last view from now on."""
-        for region in self._pinned:
-            if region.pages is not None:
-                region.pages.memory = None
+    def memory(self) -> Memory:
+        owner, pages = self._owner, self.pages
+        if self.is_released or owner is None or pages is None or len(pages.runs) < 2:
+            return self.view()
+        base, spans = owner.spans_of(self)
+        return runs_at(self._held(owner, base).data, spans)
+
+    def page_memory(self) -> Memory | None:
+        owner = self._owner
+        if self.is_released or owner is None or self.nbytes < SHARED_PAGES_BELOW:
+            return None
+        base, spans = owner.spans_of(self)
+        *others, (start, stop) = spans
+        pages = [*others, (start, -(-stop // PAGE_NBYTES) * PAGE_NBYTES)]
+        return runs_at(self._held(owner, base).data, pages)
+
+    def constant(self, spec: TensorSpec) -> torch.Tensor:
+        """Return a tensor over these bytes that must never be written: a crash."""
+        owner = self._owner
+        if self.is_released or owner is None:
+            raise RuntimeError("the region was released")
+        memory = owner.memory_of(self, writable=False)
+        return tensor_over(self._held(owner, memory), spec)
+
+    def can_change_hands(self) -> bool:
+        owner = self._owner
+        if self.is_released or owner is None:
+            return False
+        owner.collect()
+        return not self._holds
+
+    def hand_out(self) -> None:
+        self.is_handed_out = True
 
     @property
-    def _slabs(self) -> SlabPages:
-        if self._pages is None:
-            raise TypeError("the memory of a GPU is not mapped here")
-        return self._pages
+    def is_pinned(self) -> bool:
+        """Is it kept from others, although it was released, and counts for that?"""
+        return self.is_released and self._owner is not None and not self.is_handed_out
 
-    def _count(self, region: SlabRegion, nbytes: int) -> None:
-        if region.is_handed_out:
-            self.handed_out_bytes += nbytes
+    @property
+    def has_views(self) -> bool:
+        """May somebody in this process have one?"""
+        return self._holds > self._peers
+
+    @property
+    def is_read_by_peers(self) -> bool:
+        """May another process read there?"""
+        return self._peers > 0
+
+    def hold(self) -> Hold:
+        """As the contract says: for peers, who have their views elsewhere."""
+        self._holds += 1
+        self._peers += 1
+        return _PeerHold(self)
+
+    def end_peers_hold(self) -> None:
+        """The hold of one peer is over."""
+        self._peers -= 1
+        self.end_hold()
+
+    def own(self) -> bool:
+        """Undo a release that is not over yet; ``False`` if there is none."""
+        if not self.is_released or self._owner is None:
+            return False
+        self.is_released = self.is_borrowed = False
+        self._owner.unpin(self)
+        return True
+
+    def release(self) -> None:
+        owner = self._owner
+        if owner is not None and not self.is_released:
+            self.is_released = True
+            owner.collect()
+            self._give_back_if_over()
+            if self._owner is not None:
+                owner.pin(self)
+
+    def charge_to(self, arena: object) -> None:
+        raise RuntimeError("a region of the slabs is charged from the start")
+
+    def _give_back_if_over(self) -> None:
+        owner = self._owner
+        if owner is None or self._holds or not self.is_released:
+            return
+        if self.is_kept:
+            owner.unpin(self)
+            self.is_handed_out = True  # for good: it must not count for ever
+            owner.pin(self)
         else:
-            self.pinned_bytes += nbytes
-        self._charge(-nbytes)
+            self._owner = None
+            owner.unpin(self)
+            owner.give_back(self)
+
+    def _held(self, owner: PagedArena, memory: _Bytes) -> _Bytes:
+        self._holds += 1
+        return numpy.asarray(_Window(self, owner, memory))
 
 
 logger = logging.getLogger(__name__)
@@ -141,66 +231,13 @@ _HEAP_LEAST_NBYTES: Final = 4 * 2**20
 """They stay on the heap up to a 16th of the bound, or 4 MiB: it comes on top."""
 
 
-class IdlePages(Protocol):
-    """Memory that an arena needs no more."""
-
-    def drop(self) -> None:
-        """Give it back, but for what there are views of. Blocks: in a thread, once."""
-
-
-class ArenaPages(Protocol):
-    """What an arena has its regions in."""
-
-    is_usable: bool
-
-    @property
-    def nbytes(self) -> int:
-        """What there is."""
-
-    @property
-    def free_bytes(self) -> int:
-        """What no region has of that."""
-
-    @property
-    def is_growing(self) -> bool:
-        """May there be more, and was it not asked for yet?"""
-
-    def could_ever_fit(self, sizes: Sequence[int]) -> bool:
-        """Is there room for tensors of these sizes, when all is there?"""
-
-    def fits(self, sizes: Sequence[int]) -> bool:
-        """Would :meth:`take` have pages for tensors of these sizes now?"""
-
-    def take(self, sizes: Sequence[int]) -> list[Place] | None:
-        """Take pages for tensors of these sizes, all or none."""
-
-    def free(self, pages: Pages) -> None:
-        """Give pages back that no region has any more."""
-
-    def want(self) -> None:
-        """Ask for more, if there can be more."""
-
-    def make_slab(self) -> int | None:
-        """Get more; return its bytes, ``None`` for no memory at all. In a thread."""
-
-    def add_slab(self, nbytes: int | None) -> bool:
-        """Use what :meth:`make_slab` has returned; ``False`` if it is too little."""
-
-    def close(self) -> None:
-        """Get no more."""
-
-    def unmap(self) -> IdlePages | None:
-        """Let all of it go; return it once."""
-
-
 class PagedArena(Arena):
     """Regions in ``pages`` of up to ``max_bytes``.
 
     ``freed`` is called, in any thread, when memory may have become free otherwise than
     by a call here: :meth:`collect` is to follow. ``pinned`` is told of a region that
     somebody has a view of when its entry leaves; ``unmapped`` gets the pages of a
-    closed arena when nothing is in them any more but such views. ``given_back`` is
-    called after each region whose memory is somebody else's from then on.
+    closed arena when nothing is in them any more but such views.
 
     Memory that cannot be had lowers ``max_bytes``; where there is none at all, regions
     are on the heap.
@@ -211,7 +248,7 @@ class PagedArena(Arena):
     """
 
     least_spare_nbytes = _HEAP_NBYTES + 1
-    """What :meth:`take_spare` has at least."""
+    """What :meth:`take_spares` has at least."""
 
     def __init__(
         self,
@@ -221,55 +258,41 @@ class PagedArena(Arena):
         freed: Callable[[], None],
         pinned: Callable[[SlabRegion], None] = lambda region: None,
         unmapped: Callable[[IdlePages], None] = lambda idle: None,
-        given_back: Callable[[], None] = lambda: None,
     ) -> None:
         super().__init__(max_bytes)
-        self._given_back = given_back
         self._max_heap_bytes = max(max_bytes // _HEAP_SHARE, _HEAP_LEAST_NBYTES)
         self._heap_bytes = 0
         self._generations = itertools.count(1)
+        self._freed = freed
+        self._tell_pinned = pinned
         self._unmapped = unmapped
+        self._gone: collections.deque[SlabRegion] = collections.deque()
+        """Regions of which a view has ended, since :meth:`collect` or before it."""
+        self._pinned: set[SlabRegion] = set()
         self.pages = pages
-        self.pins = Pins(
-            pages if isinstance(pages, SlabPages) else None,
-            freed=freed,
-            pinned=pinned,
-            charge=self._charge_pinned,
-            give_back=self.give_back,
-        )
-
-    @property
-    def pinned_bytes(self) -> int:
-        return self.pins.pinned_bytes
-
-    @property
-    def handed_out_bytes(self) -> int:
-        return self.pins.handed_out_bytes
 
     @property
     def is_growing(self) -> bool:
         return self.pages.is_growing
 
-    def could_ever_fit(self, sizes: Sequence[int], charges: Sequence[int] = ()) -> bool:
+    def could_ever_fit(self, sizes: Sequence[int], charged: int = 0) -> bool:
         total = sum(sizes)
-        if total + sum(charges) > self.max_bytes:
+        if total + charged > self.max_bytes:
             return False
         if not self.pages.is_usable or total <= _HEAP_NBYTES:
             return True
         return self.pages.could_ever_fit(sizes)
 
-    def fits(self, sizes: Sequence[int], charges: Sequence[int] = ()) -> bool:
+    def fits(self, sizes: Sequence[int], charged: int = 0) -> bool:
         self.collect()
         total = sum(sizes)
-        if total + sum(charges) > self.free_bytes:
+        if total + charged > self.free_bytes:
             return False
         return self.pages.fits(sizes) or self._is_for_heap(total) or self._may_spill
 
-    def allocate(
-        self, sizes: Sequence[int], charges: Sequence[int] = ()
-    ) -> list[Region] | None:
+    def allocate(self, sizes: Sequence[int], charged: int = 0) -> list[Region] | None:
         self.collect()
-        total, charged = sum(sizes), sum(charges)
+        total = sum(sizes)
         if total + charged > self.free_bytes:
             return None
         is_for_heap = self._is_for_heap(total)
@@ -282,7 +305,6 @@ class PagedArena(Arena):
         else:
             self.pages.want()
             return None
-        regions += [Region(nbytes, self) for nbytes in charges]
         self._heap_bytes += charged
         self._charge(total + charged)
         return regions
@@ -294,17 +316,12 @@ class PagedArena(Arena):
         self.collect()
         return self.pages.free_bytes >= nbytes
 
-    def take_spare(self, nbytes: int) -> SlabRegion | None:
-        """Take a region for the application, if so much lies idle.
-
-        If not, a slab is asked for, so that it does next time. The region may exceed
-        the bound until it is handed out and released.
-        """
-        regions = self.take_spares([nbytes])
-        return None if regions is None else regions[0]
-
     def take_spares(self, sizes: Sequence[int]) -> list[SlabRegion] | None:
-        """As :meth:`take_spare`, several at once: all or none."""
+        """Take regions for the application, all or none, if so much lies idle.
+
+        If not, a slab is asked for, so that it does next time. They may exceed the
+        bound until they are handed out and released.
+        """
         self.collect()
         if self.is_closed or min(sizes, default=0) < self.least_spare_nbytes:
             return None
@@ -315,14 +332,13 @@ class PagedArena(Arena):
         self.used_bytes += sum(sizes)  # not at its peak: it will be no one's soon
         return regions
 
-    def adopt(self, regions: Sequence[Region], charges: int = 0) -> bool:
+    def adopt(self, regions: Sequence[Region], charged: int = 0) -> bool:
         self.collect()
         sizes = [region.nbytes for region in regions]
         total = sum(sizes)
-        if total > self.free_bytes:
+        if total + charged > self.free_bytes:
             return False
-        sizes = sizes[: len(sizes) - charges]
-        if not self._is_for_heap(sum(sizes)):
+        if not self._is_for_heap(total):
             # Their memory stays where it is; as many pages are kept for them.
             placed = self.pages.take(sizes)
             if placed is None and not self._may_spill:
@@ -331,15 +347,55 @@ class PagedArena(Arena):
             for region, (pages, _) in zip(regions, placed or (), strict=False):
                 region.pages = pages
                 pages.left += 1
+        self._heap_bytes += charged
         self._heap_bytes += sum(r.nbytes for r in regions if r.pages is None)
         for region in regions:
             region.charge_to(self)
-        self._charge(total)
+        self._charge(total + charged)
         return True
+
+    def free(self, regions: Sequence[Region], charged: int = 0) -> None:
+        super().free(regions, charged)
+        self._heap_bytes -= charged
+        if self.is_closed:
+            self._unmap_if_over()
 
     def collect(self) -> None:
         """Take memory back whose last view is gone."""
-        self.pins.collect()
+        while self._gone:
+            self._gone.popleft().end_hold()
+
+    def memory_of(self, region: SlabRegion, *, writable: bool) -> _Bytes:
+        """Return a region's bytes, without a hold on it.
+
+        :raises OSError: they lie apart, and cannot be mapped together
+        """
+        raise TypeError("the memory of a GPU is not mapped here")
+
+    def spans_of(self, region: SlabRegion) -> tuple[_Bytes, Sequence[tuple[int, int]]]:
+        """Return all memory, and where a region's bytes begin and end in it."""
+        raise TypeError("the memory of a GPU is not mapped here")
+
+    def view_ended(self, region: SlabRegion) -> None:
+        """A view is gone. Called by finalizers: in any thread, at any moment."""
+        self._gone.append(region)
+        if region.is_released:  # else its release finds it
+            self._freed()
+
+    def pin(self, region: SlabRegion) -> None:
+        """A region was released while somebody has a view."""
+        self._pinned.add(region)
+        self._count_pinned(region, region.nbytes)
+        if self.is_closed:
+            self._unmap_if_over()
+        if not (region.is_borrowed or region.is_handed_out):
+            self._tell_pinned(region)
+
+    def unpin(self, region: SlabRegion) -> None:
+        """Its memory is given back, or has an owner again."""
+        if region in self._pinned:
+            self._pinned.discard(region)
+            self._count_pinned(region, -region.nbytes)
 
     def give_back(self, region: Region) -> None:
         pages = region.pages
@@ -350,8 +406,17 @@ class PagedArena(Arena):
             pages.left -= 1
             if not pages.left:
                 self.pages.free(pages)
-        self._unmap_if_over()
-        self._given_back()
+        if self.is_closed:
+            self._unmap_if_over()
+
+    def keep_for_child(self) -> None:
+        """This process is about to be copied, views and all: their memory is theirs.
+
+        Called in any thread.
+        """
+        for region in list(self._pinned):
+            if region.has_views:
+                region.is_kept = True
 
     def add_slab(self, nbytes: int | None) -> None:
         """Use what :meth:`ArenaPages.make_slab` has returned, be it too little."""
@@ -396,16 +461,23 @@ class PagedArena(Arena):
         is_large = nbytes >= self.least_spare_nbytes
         return is_large and self.pages.could_ever_fit([nbytes])
 
-    def _charge_pinned(self, nbytes: int) -> None:
-        self.used_bytes += nbytes
-        self._unmap_if_over()
+    def _count_pinned(self, region: SlabRegion, nbytes: int) -> None:
+        """So many bytes more are pinned, or handed out, and are used no longer."""
+        if region.is_handed_out:
+            self.handed_out_bytes += nbytes
+        else:
+            self.pinned_bytes += nbytes
+        self.used_bytes -= nbytes
 
     def _unmap_if_over(self) -> None:
-        if self.is_closed and not self.used_bytes:
-            idle = self.pages.unmap()
-            self.pins.forget_mappings()
-            if idle is not None:
-                self._unmapped(idle)
+        if self.used_bytes:
+            return
+        idle = self.pages.unmap()
+        for region in self._pinned:  # unmapped with its last view from now on
+            if region.pages is not None:
+                region.pages.memory = None
+        if idle is not None:
+            self._unmapped(idle)
 
     def _is_for_heap(self, nbytes: int) -> bool:
         if not self.pages.is_usable:
@@ -444,4 +516,11 @@ class SlabArena(PagedArena):
     def _region(
         self, nbytes: int, pages: Pages, offset: int, generation: int
     ) -> SlabRegion:
-        return SlabRegion(nbytes, self.pins, pages, offset, generation)
+        return SlabRegion(nbytes, self, pages, offset, generation)
+
+    def memory_of(self, region: SlabRegion, *, writable: bool) -> _Bytes:
+        memory = self.pages.memory_of(region.pages, writable=writable)
+        return memory[region.offset : region.offset + region.nbytes]
+
+    def spans_of(self, region: SlabRegion) -> tuple[_Bytes, Sequence[tuple[int, int]]]:
+        return self.pages.spans_of(region.pages, region.offset, region.nbytes)

@@ -19,7 +19,8 @@ import torch
 
 from asynckv.protocol.values import Place
 from asynckv.protocol.wire import Digester
-from asynckv.tensors.arena import ALIGNMENT_NBYTES, Region
+from asynckv.tensors.arena import Region
+from asynckv.tensors.pages import ALIGNMENT_NBYTES
 from asynckv.tensors.slabs import PAGE_NBYTES, Slabs
 from asynckv.tensors.stitching import Claim, PrivatePages, stitch
 from asynckv.tensors.views import dtype_of, empty_tensor, tensor_over

@@ -21,7 +21,6 @@ from typing import Final, TypeAlias
 import numpy
 import numpy.typing
 
-from asynckv.tensors.allocator import Run
 from asynckv.tensors.stitching import stitch
 
 __all__ = (
@@ -29,6 +28,7 @@ __all__ = (
     "MIN_SLAB_NBYTES",
     "PAGE_NBYTES",
     "IdleSlabs",
+    "Run",
     "Slabs",
     "has_slabs",
     "next_slab_nbytes",
@@ -46,6 +46,9 @@ _PIECE_NBYTES: Final = 16 * 2**20
 _MADV_REMOVE: Final = 9
 _MADV_POPULATE_WRITE: Final = 23
 _NORESERVE: Final[int] = getattr(mmap, "MAP_NORESERVE", 0)
+
+Run: TypeAlias = tuple[int, int]
+"""The first of some pages that lie together, and their number."""
 
 _Bytes: TypeAlias = numpy.typing.NDArray[numpy.uint8]
 
@@ -100,15 +103,11 @@ class Slabs:
             self._constant = self._map(mmap.PROT_READ)
         return self._constant
 
-    def of_runs(self, runs: Sequence[Run], *, writable: bool) -> _Bytes:
-        """Return the memory of some pages, also where they do not lie together.
+    def stitched(self, runs: Sequence[Run], *, writable: bool) -> _Bytes:
+        """Return the memory of pages that do not lie together, one after the other.
 
         :raises OSError: the process may have no more mappings
         """
-        if len(runs) < 2:
-            memory = self.memory if writable else self.constant
-            first, pages = runs[0] if runs else (0, 0)
-            return memory[first * PAGE_NBYTES : (first + pages) * PAGE_NBYTES]
         spans = [(first * PAGE_NBYTES, pages * PAGE_NBYTES) for first, pages in runs]
         return stitch(self._fd, spans, writable=writable)
 

@@ -24,8 +24,7 @@ from asynckv.tensors.blocks import KVBlocks, KVMemory, memory_of, tensor_at
 from asynckv.tensors.runs import fill
 from asynckv.tensors.views import tensor_from, tensor_in
 from asynckv.transfers.incoming import Incoming
-from asynckv.transfers.layout import unflatten
-from asynckv.transfers.manifest import INLINE_NBYTES, Manifest, verify
+from asynckv.transfers.manifest import INLINE_NBYTES, Manifest, unflatten, verify
 from asynckv.transfers.targets import match_targets
 from asynckv.types import TensorSpec
 from asynckv.waits.queue import ByteRoom
@@ -89,11 +88,9 @@ class ReceiveBudget(ByteRoom):
             ends_with="the end of another drop_select or get",
         )
         self._memory = memory or Growth(max_bytes)
+        self.empty = self._memory.spares.spare
+        """Return a tensor, of such a spec, for some of the bytes that were reserved."""
         self.small = SmallTensors()
-
-    def empty(self, spec: TensorSpec) -> torch.Tensor:
-        """Return a tensor for some of the bytes that were reserved."""
-        return self._memory.spares.spare(spec)
 
     async def reserve(self, nbytes: int, *, in_host: bool = True) -> None:
         """Take ``nbytes``, waiting behind those who asked before.

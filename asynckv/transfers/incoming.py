@@ -21,13 +21,12 @@ from asynckv.errors import RemoteProtocolError
 from asynckv.links.end import OWN_WORK_S, Progress
 from asynckv.links.link import LinkStream
 from asynckv.protocol.frames import Frame
-from asynckv.protocol.transfer import ReceiveState, Verdict
+from asynckv.protocol.transfer import EAGER_NBYTES, ReceiveState, Verdict
 from asynckv.protocol.transfer_frames import Eager, Grant, Sent
 from asynckv.protocol.wire import digest_of
 from asynckv.sharing.gpu_channel import RouteLost, other_bytes
 from asynckv.shielding import wait_shielded
 from asynckv.tensors.runs import Memory, fill
-from asynckv.transfers.manifest import EAGER_NBYTES
 from asynckv.transfers.targets import DeviceTarget, Target, copy_to_device
 from asynckv.waits.own_tasks import OwnTasks
 
@@ -296,7 +295,8 @@ class Incoming:
         self._state.stop()
         if self._is_expected:
             self._forget_link()
-        self._forget_route()
+        if self._is_route_expected:
+            self._forget_route()
         self._landed = self._failed = self._find_route = self._room = None
         self._targets = ()
         self._eager.clear()

@@ -16,10 +16,12 @@ from asynckv.devices.tensors import gpu_of
 from asynckv.errors import RemoteProtocolError
 from asynckv.links.link import Link, LinkStream
 from asynckv.protocol.frames import Offer
+from asynckv.protocol.transfer import is_eager
 from asynckv.tensors.blocks import KVBlocks, KVMemory, memory_of, tensor_at
+from asynckv.tensors.views import bytes_of
 from asynckv.transfers.delivery import Delivery, goes_to_gpu, is_on_gpu
 from asynckv.transfers.incoming import Incoming, Route
-from asynckv.transfers.manifest import is_eager, unpack
+from asynckv.transfers.manifest import unpack
 from asynckv.transfers.readers import (
     ExportedParts,
     IpcReader,
@@ -223,10 +225,12 @@ class OfferReceiver:
                 bounce = pool.host_empty if is_alone else empty
                 targets[name] = target = TensorTarget(spec, into, pool, empty=bounce)
                 await _prepare(target, is_routed=route is not None and not is_alone)
+            elif into is None:
+                delivery.tensors[name] = tensor = empty(spec)
+                targets[name] = HostTarget(bytes_of(tensor))
             else:
-                place = empty(spec) if into is None else into
-                delivery.tensors[name] = tensor_at(place)
-                targets[name] = HostTarget(memory_of(place))
+                delivery.tensors[name] = tensor_at(into)
+                targets[name] = HostTarget(memory_of(into))
             if not count % _AT_A_TIME:
                 await asyncio.sleep(0)
         return targets

@@ -24,7 +24,7 @@ from asynckv.errors import GPUFailed, RemoteProtocolError
 from asynckv.links.link import Link, LinkStream
 from asynckv.protocol.codec import BODY_PART_BYTES
 from asynckv.protocol.handshake import DigestMode, strictest
-from asynckv.protocol.transfer import NEVER_OFFERED, STILL_LEAVING, SendState
+from asynckv.protocol.transfer import NEVER_OFFERED, STILL_LEAVING, SendState, is_eager
 from asynckv.protocol.transfer_frames import (
     MAX_EAGER,
     Eager,
@@ -39,7 +39,6 @@ from asynckv.tensors.arena import Region
 from asynckv.tensors.feeds import Feed
 from asynckv.tensors.runs import Memory, joined
 from asynckv.transfers.host_copies import D2HCopier, HostCopy
-from asynckv.transfers.manifest import is_eager
 from asynckv.transfers.source import Source
 from asynckv.transfers.targets import device_memory
 from asynckv.waits.own_tasks import OwnTasks

@@ -19,6 +19,7 @@ from asynckv.devices.copying import CopyPool
 from asynckv.devices.cuda import DeviceMemory
 from asynckv.errors import ChecksumError, GPUFailed, RemoteProtocolError
 from asynckv.links.link import Link
+from asynckv.protocol.transfer import is_eager
 from asynckv.protocol.transfer_frames import Sent
 from asynckv.protocol.values import MappedOffer, Place
 from asynckv.protocol.wire import digest_of
@@ -27,14 +28,14 @@ from asynckv.sharing.gpu_channel import RouteLost, other_bytes
 from asynckv.sharing.imports import ImportedMemory
 from asynckv.sharing.mappings import MappedMemory, MappedPin
 from asynckv.shielding import clear_all_frames
-from asynckv.tensors.arena import SHARED_PAGES_BELOW
 from asynckv.tensors.blocks import KVMemory, memory_of, tensor_at
 from asynckv.tensors.jobs import CopyJob, RunsCopy, long_copies
+from asynckv.tensors.pages import SHARED_PAGES_BELOW
 from asynckv.tensors.runs import Memory, Runs, fill
 from asynckv.tensors.shared_file import MappedFile, check_place, edges_of
 from asynckv.tensors.views import tensor_from, tensor_over
 from asynckv.transfers.delivery import Delivery, MappedParts, ReceiveBudget, on_host
-from asynckv.transfers.manifest import Manifest, is_eager, unpack_mapped, verify
+from asynckv.transfers.manifest import Manifest, unpack_mapped, verify
 from asynckv.transfers.read_route import DoneCallback, ReadRoute
 from asynckv.types import TensorSpec
 

@@ -7,7 +7,7 @@ else needs to know of what kind it is.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Final, Protocol, TypeAlias
 
 import torch
@@ -17,12 +17,13 @@ from asynckv.devices.copying import CopyPool
 from asynckv.devices.cuda import DeviceMemory
 from asynckv.devices.growth import Growth
 from asynckv.devices.tensors import KVOnGpu, gpu_of
+from asynckv.protocol.transfer import is_eager
 from asynckv.protocol.wire import digest_of
 from asynckv.tensors.arena import Region
 from asynckv.tensors.blocks import KVBlocks, KVMemory, memory_of, rows_of, spec_in
 from asynckv.tensors.runs import Memory, Runs
 from asynckv.tensors.views import empty_tensor, packed, tensor_over
-from asynckv.transfers.manifest import INLINE_NBYTES, is_eager
+from asynckv.transfers.manifest import INLINE_NBYTES
 from asynckv.transfers.targets import device_memory
 from asynckv.types import TensorSpec
 
@@ -168,20 +169,14 @@ class GpuSource:
 class RegionSource:
     """Memory of an arena. Whoever sends it keeps it from being released."""
 
-    __slots__ = ("digest", "region", "spec")
+    __slots__ = ("digest", "is_on_gpu", "nbytes", "region", "spec")
 
     def __init__(self, region: Region, spec: TensorSpec, digest: bytes = b"") -> None:
         self.digest = digest
+        self.nbytes = region.nbytes
+        self.is_on_gpu = region.is_on_device
         self.region = region
         self.spec = spec
-
-    @property
-    def nbytes(self) -> int:
-        return self.spec.nbytes
-
-    @property
-    def is_on_gpu(self) -> bool:
-        return self.region.is_on_device
 
     def host(self) -> Memory:
         return self.region.memory()
@@ -214,10 +209,10 @@ def release_staged(sources: Sequence[Source]) -> None:
         source.release()
 
 
-def are_on_gpu(parts: Iterable[tuple[int, Region | None]]) -> bool:
+def are_on_gpu(sizes: Sequence[int], regions: Sequence[Region | None]) -> bool:
     """Whether NCCL may send all that is not eager, of parts of so many bytes each."""
     is_any = False
-    for nbytes, region in parts:
+    for nbytes, region in zip(sizes, regions, strict=False):
         if not is_eager(nbytes):
             if region is None or not region.is_on_device:
                 return False

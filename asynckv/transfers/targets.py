@@ -22,7 +22,7 @@ from asynckv.tensors.arena import Region
 from asynckv.tensors.blocks import KVMemory, check_apart, check_landing, landing_of
 from asynckv.tensors.runs import Memory, fill
 from asynckv.tensors.views import bytes_of
-from asynckv.transfers.layout import check_names, names_in
+from asynckv.transfers.manifest import check_names, names_in
 from asynckv.types import TensorSpec
 
 __all__ = (

@@ -107,7 +107,9 @@ class InlineTransport(PayloadTransport):
         *,
         digest: bytes | None = None,
     ) -> None:
-        self._send(self._part(transfer, part, source, done, digest))
+        self._check_open()
+        known = digest if self._digest else b""
+        self._send(Part(transfer, part, source, done, known))
 
     def feed(
         self,
@@ -118,8 +120,8 @@ class InlineTransport(PayloadTransport):
         *,
         digest: bytes | None = None,
     ) -> None:
-        known = digest if self._digest else b""
         self._check_open()
+        known = digest if self._digest else b""
         self._send(FedPart(transfer, part, source, done, known))
 
     def _send(self, outgoing: Part) -> None:
@@ -139,15 +141,17 @@ class InlineTransport(PayloadTransport):
         :raises LocalProtocolError: the part is waited for already, or the
             transport is not open yet
         """
-        incoming = self._part(transfer, part, target, done, None)
-        if incoming.left_bytes:
+        self._check_open()
+        nbytes = target.nbytes
+        incoming = Part(transfer, part, target, done, None if self._digest else b"")
+        if nbytes:
             self._table.add(incoming)
         else:
             self._table.announce(transfer)
         self._arriving.add(incoming)
         if self._ending.error is not None:
             self._ending.settle_soon()
-        elif incoming.left_bytes:
+        elif nbytes:
             self._lanes.receive()
         else:
             self._completions.add(incoming)
@@ -194,19 +198,8 @@ class InlineTransport(PayloadTransport):
         """End now. Never waits; threads let go within a moment."""
         self._ending.end(PeerLost("the payload lanes were closed on this side"))
 
-    def _part(
-        self,
-        transfer: int,
-        number: int,
-        memory: Memory,
-        done: DoneCallback,
-        digest: bytes | None,
-    ) -> Part:
-        self._check_open()
-        return Part(transfer, number, memory, done, digest if self._digest else b"")
-
     def _check_open(self) -> None:
-        if not self._lanes:
+        if not self._lanes.is_open:
             raise LocalProtocolError("the payload lanes are not open yet")
 
     def _complete(self, part: Part) -> None:

@@ -13,6 +13,7 @@ import asyncio
 import collections
 import threading
 from collections.abc import Callable, Sequence
+from operator import attrgetter
 from typing import Final
 
 from asynckv.errors import PeerLost, RemoteProtocolError
@@ -292,6 +293,8 @@ class Lanes:
         lost: Callable[[BaseException | None], None],
     ) -> None:
         self.threads = 0
+        self.is_open = False
+        """Can something be moved, or could it before they were shut down?"""
         self._loop = loop
         self._pending = pending
         self._table = table
@@ -309,11 +312,9 @@ class Lanes:
         self._patience: asyncio.TimerHandle | None = None
         self._is_shut = False
 
-    def __len__(self) -> int:
-        return len(self._sockets)
-
     def open(self, sockets: Sequence[Connection]) -> None:
         """Take over connected sockets, one a lane; they are closed with the lanes."""
+        self.is_open = bool(sockets)
         for sock in sockets:
             lane = LaneSocket(sock)
             self._sockets.append(lane)
@@ -331,7 +332,7 @@ class Lanes:
             error.__cause__ = self._sender_error
             self._loop.call_soon(self._lost, error)
             return
-        self.threads += self._lane_for(part).put(part)
+        self.threads += self._lane_for(part.left_bytes).put(part)
 
     def receive(self) -> None:
         """The table waits for something: let it come, if the peer is still there."""
@@ -362,13 +363,12 @@ class Lanes:
         for lane in self._sockets:
             lane.shut_down()
 
-    def _lane_for(self, part: Part) -> SendLane:
+    def _lane_for(self, nbytes: int) -> SendLane:
         """A few bytes go where a few others go: they are not worth another thread."""
-        queued = part.left_bytes
         for lane in self._senders:
-            if lane.queued_bytes + queued <= _WORTH_A_LANE_BYTES:
+            if lane.queued_bytes + nbytes <= _WORTH_A_LANE_BYTES:
                 return lane
-        return min(self._senders, key=lambda lane: lane.queued_bytes)
+        return min(self._senders, key=attrgetter("queued_bytes"))
 
     def part_moved(self, part: Part) -> None:
         self._moved(part)

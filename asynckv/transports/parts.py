@@ -125,8 +125,9 @@ class Part(TransferPart):
 
     def add_to_digest(self, pieces: Iterable[memoryview]) -> None:
         """Digest the next bytes, unless the digest is known or not wanted."""
-        if self._digester is not None:
-            self._digester.update_all(pieces)
+        if (digester := self._digester) is not None:
+            for piece in pieces:
+                digester.update(piece)
 
     def digest(self) -> bytes:
         known = self.known_digest or b""

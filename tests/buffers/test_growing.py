@@ -19,7 +19,7 @@ from asynckv.buffers.remote.peer import Peer, connect
 from asynckv.buffers.serve import serve
 from asynckv.buffers.store import StoreBuffer
 from asynckv.errors import EntryTooLarge
-from asynckv.tensors import slab_regions
+from asynckv.tensors import late_views
 from asynckv.tensors.paged_arena import SlabArena
 from asynckv.tensors.slabs import has_slabs
 from asynckv.testing.blocked import until
@@ -234,7 +234,7 @@ async def test_an_empty_tensor_without_room_is_an_ordinary_one(
 async def test_a_view_of_what_has_left_is_said_when_it_is_kept_long(
     warm: LookupBuffer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(slab_regions, "LATE_S", 0.02)
+    monkeypatch.setattr(late_views, "LATE_S", 0.02)
     tensor = warm.empty((20 * _MIB,), torch.uint8)
     other = warm.empty((20 * _MIB,), torch.uint8)  # never inserted: it is no entry's
     await warm.insert([1], None, tensor, None, None)

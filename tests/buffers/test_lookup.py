@@ -339,6 +339,16 @@ async def test_closing_ends_who_waits_for_the_id(full: LookupBuffer) -> None:
     assert errors == [BufferClosed] * 2
 
 
+async def test_tokens_alone_that_have_no_room_are_charged_until_taken() -> None:
+    async with LookupBuffer(8, drain_s=0) as buffer:
+        await buffer.insert([1], None, None, None, None)
+        waiting = await started(buffer.insert([2], None, None, None, None))
+        async with buffer.drop_select([2]):
+            assert buffer.statistics().outside_bytes == 8
+        await waiting
+        assert buffer.statistics().outside_bytes == 0
+
+
 class Crowd:
     """Random callers of one small buffer, cancelled at random."""
 
@@ -399,7 +409,7 @@ class Crowd:
         entries = self.buffer.ledger.table.entries.values()
         now = self.buffer.statistics()
         inside = [e.nbytes for e in entries if e.in_arena]
-        outside = [e.nbytes for e in entries if e.regions and not e.in_arena]
+        outside = [e.nbytes for e in entries if e.is_outside]
         assert now.used_bytes == sum(inside) <= now.max_bytes
         assert now.outside_bytes == sum(outside)
 

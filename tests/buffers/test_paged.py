@@ -11,9 +11,8 @@ from asynckv.abc import KVLookupBuffer
 from asynckv.buffers.lookup import LookupBuffer
 from asynckv.buffers.store import StoreBuffer
 from asynckv.tensors import slabs as slabs_module
-from asynckv.tensors.allocator import Run
 from asynckv.tensors.blocks import KVBlocks
-from asynckv.tensors.slabs import has_slabs
+from asynckv.tensors.slabs import Run, has_slabs
 from asynckv.testing.cancellation import CancelMode, Outcome, sweep_cancellation
 from asynckv.testing.pairs import SCHEMES, open_peers
 from asynckv.types import TensorSpec

@@ -55,9 +55,7 @@ def keys_in(values: StoredValues) -> str:
 class ArenaInPieces(HeapArena):
     """One that has free bytes, but not in one piece, while anything is charged."""
 
-    def allocate(
-        self, sizes: Sequence[int], charges: Sequence[int] = ()
-    ) -> list[Region] | None:
+    def allocate(self, sizes: Sequence[int], charged: int = 0) -> list[Region] | None:
         return None if self.used_bytes else super().allocate(sizes)
 
 
@@ -78,9 +76,7 @@ class ArenaWithLess(HeapArena):
     is_growing = False
     pinned_bytes = 0
 
-    def allocate(
-        self, sizes: Sequence[int], charges: Sequence[int] = ()
-    ) -> list[Region] | None:
+    def allocate(self, sizes: Sequence[int], charged: int = 0) -> list[Region] | None:
         nbytes = self.used_bytes + self.pinned_bytes + sum(sizes)
         return None if nbytes > 60 else super().allocate(sizes)
 

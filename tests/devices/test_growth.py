@@ -15,8 +15,7 @@ import torch
 from asynckv.devices.growth import Growth, SpareMemory, allocate_but
 from asynckv.tensors import slabs as slabs_module
 from asynckv.tensors.arena import HeapArena
-from asynckv.tensors.paged_arena import PagedArena, SlabArena
-from asynckv.tensors.slab_regions import SlabRegion
+from asynckv.tensors.paged_arena import PagedArena, SlabArena, SlabRegion
 from asynckv.tensors.slabs import MIN_SLAB_NBYTES, has_slabs
 from asynckv.testing.blocked import until
 from asynckv.types import TensorSpec
@@ -398,10 +397,10 @@ def test_what_is_there_already_is_not_taken_twice(
     tensor = lending.empty(TensorSpec((10 * _MIB,), "uint8"))
     lent = lending.regions_of([tensor])
     sizes = [_MIB, 10 * _MIB, 2 * _MIB]
-    assert allocate_but((None, *lent, None), arena, [7 * _MIB, *sizes[1:]], []) is None
+    assert allocate_but((None, *lent, None), arena, [7 * _MIB, *sizes[1:]], 0) is None
     assert (arena.used_bytes, arena.pinned_bytes) == (0, 10 * _MIB)
-    regions = allocate_but((None, *lent, None), arena, sizes, [5]) or []
-    assert [region.nbytes for region in regions] == [*sizes, 5]
+    regions = allocate_but((None, *lent, None), arena, sizes, 5) or []
+    assert [region.nbytes for region in regions] == sizes
     assert regions[1] is lent[0]
     assert (arena.used_bytes, arena.pinned_bytes) == (13 * _MIB + 5, 0)
-    arena.free(regions)
+    arena.free(regions, 5)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from asynckv.transfers.layout import layout_of
-from asynckv.transfers.manifest import pack
+from asynckv.transfers.manifest import layout_of, pack
 from asynckv.transfers.tokens import Tokens
 from asynckv.types import TensorSpec
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from asynckv.buffers.entries.entries import Draft, Lease
-from asynckv.transfers.layout import layout_of
+from asynckv.transfers.manifest import layout_of
 from asynckv.transfers.tokens import as_tokens
 from asynckv.types import TensorSpec
 

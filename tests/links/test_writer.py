@@ -4,8 +4,13 @@ import asyncio
 
 import pytest
 
-from asynckv.links.streams import ControlStream, StreamOwner
-from asynckv.links.writer import LOW_BYTES, MAX_ANSWER_BYTES, LinkWriter
+from asynckv.links.streams import (
+    LOW_BYTES,
+    MAX_ANSWER_BYTES,
+    ControlStream,
+    LinkWriter,
+    StreamOwner,
+)
 from asynckv.protocol.frames import Get
 from asynckv.protocol.outbox import Outbox
 from asynckv.protocol.values import Limits

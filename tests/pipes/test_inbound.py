@@ -11,7 +11,7 @@ from asynckv.errors import ChecksumError, EndOfStream, PeerLost, RemoteProtocolE
 from asynckv.pipes import arrivals, inbound
 from asynckv.pipes.arrivals import ReadAhead
 from asynckv.pipes.inbound import Inbound, Reports
-from asynckv.pipes.parcels import MAX_TENSORS
+from asynckv.pipes.outbound import MAX_TENSORS
 from asynckv.protocol.frames import (
     Flushed,
     Frame,

@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from asynckv.errors import EndOfStream, PeerLost, PipeBroken, RemoteProtocolError
-from asynckv.pipes.outbound import Outbound
-from asynckv.pipes.parcels import MAX_TENSORS, Credit, Parcel, SendRoom
+from asynckv.pipes.outbound import MAX_TENSORS, Credit, Outbound, Parcel, SendRoom
 from asynckv.protocol.codec import Buffer
 from asynckv.protocol.frames import Frame, Push
 from asynckv.protocol.transfer_frames import Grant, Sent

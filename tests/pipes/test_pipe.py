@@ -14,7 +14,7 @@ from asynckv.errors import ChecksumError, EndOfStream, PeerLost, PipeBroken, Wro
 from asynckv.links.link import LinkStream
 from asynckv.pipes import pipe as pipe_module
 from asynckv.pipes.end import PipeEnd
-from asynckv.pipes.parcels import MAX_TENSORS
+from asynckv.pipes.outbound import MAX_TENSORS
 from asynckv.pipes.pipe import Pipe, PipeStatistics, ReportedErrors
 from asynckv.protocol.frames import (
     Accepted,

@@ -63,7 +63,7 @@ async def pair() -> AsyncIterator[LinkPair]:
 
 def region_of(growth: Growth) -> DeviceRegion:
     assert isinstance(growth.arena, PagedArena)
-    region = growth.arena.take_spare(4096)
+    (region,) = growth.arena.take_spares([4096]) or []
     assert isinstance(region, DeviceRegion)
     return region
 

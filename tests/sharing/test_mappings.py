@@ -332,7 +332,7 @@ async def test_a_fork_of_the_owner_keeps_no_memory_of_others_views(
     view = await view_in(buffer, peer)
     arena = buffer.growth.arena
     assert isinstance(arena, SlabArena)
-    arena.pins.keep_for_child()
+    arena.keep_for_child()
     del view
     await until(lambda: pinned(buffer) == 0)
     assert buffer.statistics().handed_out_bytes == 0

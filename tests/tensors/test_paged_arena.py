@@ -16,9 +16,9 @@ from hypothesis import given, settings, strategies as st
 
 from asynckv.tensors import paged_arena as paged_arena_module
 from asynckv.tensors.arena import Region
-from asynckv.tensors.paged_arena import IdlePages, PagedArena, SlabArena
+from asynckv.tensors.paged_arena import PagedArena, SlabArena, SlabRegion
+from asynckv.tensors.pages import IdlePages
 from asynckv.tensors.runs import pieces_of
-from asynckv.tensors.slab_regions import SlabRegion
 from asynckv.tensors.slabs import MIN_SLAB_NBYTES, PAGE_NBYTES, has_slabs
 from asynckv.types import TensorSpec
 
@@ -36,16 +36,16 @@ def arena() -> Iterator[PagedArena]:
 
 
 def test_tokens_count_and_need_no_pages(arena: PagedArena) -> None:
-    regions = arena.allocate([], [8, 8])
-    assert regions is not None and arena.used_bytes == 16
-    arena.free(regions)
+    regions = arena.allocate([], 16)
+    assert regions == [] and arena.used_bytes == 16
+    arena.free(regions, 16)
     assert not arena.used_bytes
 
 
 def test_what_could_never_fit_is_known_with_its_charges(arena: PagedArena) -> None:
-    assert arena.could_ever_fit([8 * _MIB]) and arena.could_ever_fit([64], [64])
-    assert not arena.could_ever_fit([8 * _MIB], [1])
-    assert not arena.could_ever_fit([], [8 * _MIB + 1])
+    assert arena.could_ever_fit([8 * _MIB]) and arena.could_ever_fit([64], 64)
+    assert not arena.could_ever_fit([8 * _MIB], 1)
+    assert not arena.could_ever_fit([], 8 * _MIB + 1)
 
 
 def test_idle_memory_is_handed_over_once_when_the_arena_is_closed() -> None:
@@ -134,10 +134,10 @@ def test_a_slab_is_asked_for_and_then_there_is_room(bench: Bench) -> None:
 
 
 def test_what_rides_with_its_frame_is_on_the_heap_and_counted(bench: Bench) -> None:
-    (region, tokens) = bench.arena.allocate([64 * 1024], [24]) or []
+    (region,) = bench.arena.allocate([64 * 1024], 24) or []
     assert not region.is_shared
     assert bench.arena.used_bytes == 64 * 1024 + 24
-    bench.arena.free([region, tokens])
+    bench.arena.free([region], 24)
     assert bench.arena.used_bytes == 0
 
 
@@ -185,13 +185,13 @@ def test_memory_is_not_reused_while_a_view_lives(bench: Bench) -> None:
 
 
 def test_what_came_from_outside_is_charged_pages_too(bench: Bench) -> None:
-    regions = bench.arena.allocate_outside([40 * _MIB], [16])
-    while not bench.arena.adopt(regions, 1):
+    regions = bench.arena.allocate_outside([40 * _MIB])
+    while not bench.arena.adopt(regions, 16):
         bench.grow()
     assert bench.arena.used_bytes == 40 * _MIB + 16
     assert not regions[0].is_shared
     assert not bench.arena.fits([40 * _MIB])
-    bench.arena.free(regions)
+    bench.arena.free(regions, 16)
     assert bench.arena.used_bytes == 0
     bench.take(40 * _MIB)
 
@@ -343,15 +343,15 @@ def test_the_slabs_grow_before_anything_is_on_the_heap(bench: Bench) -> None:
 
 
 def test_spare_memory_is_what_lies_idle(bench: Bench) -> None:
-    assert bench.arena.take_spare(64 * 1024) is None
+    assert bench.arena.take_spares([64 * 1024]) is None
     assert bench.wanted == 0
-    assert bench.arena.take_spare(_MIB) is None
+    assert bench.arena.take_spares([_MIB]) is None
     assert bench.wanted == 1
     bench.grow()
-    region = bench.arena.take_spare(_MIB)
-    assert region is not None and region.is_shared
+    (region,) = bench.arena.take_spares([_MIB]) or []
+    assert region.is_shared
     bench.arena.close()
-    assert bench.arena.take_spare(_MIB) is None
+    assert bench.arena.take_spares([_MIB]) is None
     assert bench.wanted == 1
 
 

@@ -1,17 +1,13 @@
 from __future__ import annotations
 
-import asyncio
 import gc
 import threading
 from collections.abc import Iterator
 
 import pytest
 
-from asynckv.tensors import slab_regions as late_views_module
-from asynckv.tensors.paged_arena import SlabArena
-from asynckv.tensors.slab_regions import LateViews, SlabRegion
+from asynckv.tensors.paged_arena import SlabArena, SlabRegion
 from asynckv.tensors.slabs import has_slabs
-from asynckv.testing.blocked import until
 from asynckv.types import TensorSpec
 
 pytestmark = pytest.mark.skipif(not has_slabs(), reason="no memory files here")
@@ -147,17 +143,16 @@ def test_a_release_that_is_not_over_can_be_undone_once(arena: CountingArena) -> 
 def test_bytes_are_used_or_pinned_or_handed_out(arena: SlabArena) -> None:
     regions = [_take(arena, n * _MIB) for n in (1, 2, 4)]
     views = [region.view() for region in regions]
-    pins = arena.pins
     regions[1].release()
-    assert (arena.used_bytes, pins.pinned_bytes) == (5 * _MIB, 2 * _MIB)
+    assert (arena.used_bytes, arena.pinned_bytes) == (5 * _MIB, 2 * _MIB)
     regions[2].hand_out()
     regions[2].release()
-    assert (arena.used_bytes, pins.pinned_bytes) == (_MIB, 2 * _MIB)
-    assert pins.handed_out_bytes == 4 * _MIB
+    assert (arena.used_bytes, arena.pinned_bytes) == (_MIB, 2 * _MIB)
+    assert arena.handed_out_bytes == 4 * _MIB
     regions[0].release()
     views.clear()
-    pins.collect()
-    assert arena.used_bytes == pins.pinned_bytes == pins.handed_out_bytes == 0
+    arena.collect()
+    assert arena.used_bytes == arena.pinned_bytes == arena.handed_out_bytes == 0
 
 
 @pytest.mark.parametrize("is_handed_out", [False, True])
@@ -169,7 +164,7 @@ def test_memory_kept_for_a_child_is_never_used_again_and_counts_no_more(
     if is_handed_out:
         region.hand_out()
     region.release()
-    arena.pins.keep_for_child()
+    arena.keep_for_child()
     assert arena.pinned_bytes == (0 if is_handed_out else 10 * _MIB)
     del view
     arena.collect()
@@ -182,7 +177,7 @@ def test_memory_kept_for_a_child_is_never_used_again_and_counts_no_more(
 
 def test_memory_that_nobody_has_a_view_of_is_not_kept(arena: SlabArena) -> None:
     region = _take(arena, 10 * _MIB)
-    arena.pins.keep_for_child()
+    arena.keep_for_child()
     region.release()
     region = _take(arena, 16 * _MIB)
     region.release()
@@ -195,7 +190,7 @@ def test_memory_that_only_a_peer_holds_is_not_kept_for_a_child(
     hold = region.hold()
     region.release()
     assert arena.pinned_bytes == 10 * _MIB
-    arena.pins.keep_for_child()
+    arena.keep_for_child()
     hold.release()
     hold.release()
     assert arena.pinned_bytes == arena.handed_out_bytes == 0
@@ -218,7 +213,7 @@ def test_what_was_pinned_once_is_kept_for_no_child_later(arena: SlabArena) -> No
     hold.release()
     (again,) = arena.allocate([_MIB]) or []
     view = again.view()
-    arena.pins.keep_for_child()
+    arena.keep_for_child()
     del view
     again.release()
     assert arena.used_bytes == arena.handed_out_bytes == 0
@@ -235,117 +230,3 @@ def test_what_has_an_owner_again_is_not_pinned_and_counts_once(
     del view
     region.release()
     assert (arena.used_bytes, arena.pinned_bytes) == (0, 0)
-
-
-class Watched:
-    """An arena of one slab whose late views are counted."""
-
-    def __init__(self) -> None:
-        self.late = LateViews()
-        self.arena = SlabArena(
-            16 * _MIB, wanted=lambda: None, freed=lambda: None, pinned=self.late.watch
-        )
-        self.arena.add_slab(self.arena.pages.make_slab())
-
-    def take(self) -> SlabRegion:
-        (region,) = self.arena.allocate([_MIB]) or []
-        assert isinstance(region, SlabRegion)
-        return region
-
-
-@pytest.fixture
-def watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[Watched]:
-    monkeypatch.setattr(late_views_module, "LATE_S", 0.02)
-    watched = Watched()
-    yield watched
-    watched.late.stop()
-    watched.arena.close()
-
-
-async def test_a_view_that_is_kept_long_is_said_once(
-    watched: Watched, caplog: pytest.LogCaptureFixture
-) -> None:
-    region = watched.take()
-    view = region.view()
-    region.release()
-    assert watched.late.count == 0
-    await until(lambda: watched.late.count == 1)
-    other = watched.take()
-    later = other.view()
-    other.release()
-    await until(lambda: watched.late.count == 2)
-    assert [r.levelname for r in caplog.records] == ["WARNING", "WARNING"]
-    assert "views of 1 tensors (1048576 bytes)" in caplog.messages[0]
-    del view, later
-
-
-async def test_a_view_that_is_kept_for_less_is_not_said(
-    watched: Watched, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(late_views_module, "LATE_S", 60.0)
-    region = watched.take()
-    view = region.view()
-    region.release()
-    for _ in range(3):
-        await asyncio.sleep(0)
-    assert watched.late.count == 0 and region in watched.late._watched
-    del view
-
-
-async def test_a_view_that_goes_in_time_is_not_said(watched: Watched) -> None:
-    region, marker = watched.take(), watched.take()
-    views = [region.view(), marker.view()]
-    region.release()
-    del views[0]
-    marker.release()
-    await until(lambda: watched.late.count == 1)
-    assert not watched.late._watched
-    del views
-
-
-async def test_what_is_handed_out_or_was_never_inserted_is_not_late(
-    watched: Watched,
-) -> None:
-    lent, taken, marker = watched.take(), watched.take(), watched.take()
-    views = [region.view() for region in (lent, taken, marker)]
-    lent.is_borrowed = True
-    taken.hand_out()
-    for region in (lent, taken, marker):
-        region.release()
-    assert [*watched.late._watched] == [marker]
-    del views
-
-
-async def test_what_has_an_owner_again_begins_anew(watched: Watched) -> None:
-    region = watched.take()
-    view = region.view()
-    region.release()
-    first = watched.late._watched[region]
-    assert region.own()
-    await asyncio.sleep(0)
-    region.release()
-    assert watched.late._watched[region] >= first
-    await until(lambda: watched.late.count == 1)
-    assert not watched.late._watched
-    del view
-
-
-async def test_nothing_is_watched_any_more_once_it_was_stopped(
-    watched: Watched,
-) -> None:
-    regions = [watched.take(), watched.take()]
-    views = [region.view() for region in regions]
-    regions[0].release()
-    watched.late.stop()
-    regions[1].release()
-    assert not watched.late._watched
-    assert watched.late._timer is None
-    del views
-
-
-def test_without_a_loop_nothing_is_watched(watched: Watched) -> None:
-    region = watched.take()
-    view = region.view()
-    region.release()
-    assert not watched.late._watched
-    del view

@@ -23,8 +23,7 @@ from asynckv.transfers.delivery import (
     moved_to_device,
     on_host,
 )
-from asynckv.transfers.layout import layout_of
-from asynckv.transfers.manifest import INLINE_NBYTES, Manifest, unpack
+from asynckv.transfers.manifest import INLINE_NBYTES, Manifest, layout_of, unpack
 from asynckv.transfers.tokens import as_tokens
 from asynckv.types import TensorSpec
 from harness.bodies import body_with

@@ -203,7 +203,7 @@ class ByNccl(NoRoutes):
 
 
 async def on_gpu(arena: DeviceArena, pool: CopyPool, nbytes: int) -> RegionSource:
-    region, spec = arena.take_spare(nbytes), TensorSpec((nbytes,), "uint8")
+    (region,), spec = arena.take_spares([nbytes]) or [], TensorSpec((nbytes,), "uint8")
     assert isinstance(region, DeviceRegion)
     await pool.copy([noise(nbytes)], [place_of(region, spec)])
     return RegionSource(region, spec)

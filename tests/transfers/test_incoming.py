@@ -16,6 +16,7 @@ from asynckv.devices.copying import CopyPool
 from asynckv.devices.cuda import DeviceMemory
 from asynckv.errors import ChecksumError, GPUFailed, RemoteProtocolError
 from asynckv.protocol.frames import Commit, Frame
+from asynckv.protocol.transfer import EAGER_NBYTES
 from asynckv.protocol.transfer_frames import (
     Eager,
     Grant,
@@ -27,7 +28,6 @@ from asynckv.tensors.views import empty_tensor
 from asynckv.testing.blocked import until, until_blocked
 from asynckv.transfers import incoming as incoming_module
 from asynckv.transfers.incoming import Incoming, Route, receive_frame
-from asynckv.transfers.manifest import EAGER_NBYTES
 from asynckv.transfers.targets import DeviceTarget, HostTarget, Target
 from asynckv.types import TensorSpec
 

@@ -10,19 +10,17 @@ from asynckv.errors import ChecksumError, RemoteProtocolError
 from asynckv.protocol.wire import digest_of
 from asynckv.tensors.blocks import KVMemory
 from asynckv.tensors.views import bytes_of, spec_of
-from asynckv.transfers import layout as layout_module
-from asynckv.transfers.layout import (
+from asynckv.transfers import manifest as manifest_module
+from asynckv.transfers.manifest import (
     Layout,
     check_names,
+    content_digest,
     flatten,
     layout_of,
     names_in,
+    pack,
     read_layout,
     unflatten,
-)
-from asynckv.transfers.manifest import (
-    content_digest,
-    pack,
     unpack,
     verify,
     verify_inline,
@@ -314,8 +312,8 @@ def test_a_dtype_that_this_torch_lacks_is_refused(
             raise ValueError(f"{name} is unknown")
         return torch.int8
 
-    monkeypatch.setattr(layout_module, "MISSING_DTYPES", {missing})
-    monkeypatch.setattr(layout_module, "dtype_of", known)
+    monkeypatch.setattr(manifest_module, "MISSING_DTYPES", {missing})
+    monkeypatch.setattr(manifest_module, "dtype_of", known)
     unknown = layout_of({f"extras.{missing}": spec_of(KEY)})  # known to no other test
     body = pack(unknown, DIGESTS, TOKENS, None)
     if missing == "float8_e8m0fnu":

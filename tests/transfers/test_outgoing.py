@@ -27,6 +27,7 @@ from asynckv.protocol.frames import (
     Get,
     Put,
 )
+from asynckv.protocol.transfer import EAGER_NBYTES, is_eager
 from asynckv.protocol.transfer_frames import (
     Eager,
     Grant,
@@ -39,7 +40,6 @@ from asynckv.testing.cancellation import CancelMode, Outcome, sweep_cancellation
 from asynckv.testing.expectations import is_same
 from asynckv.testing.lookup_checks.values import MIB, noise
 from asynckv.transfers.host_copies import D2HCopier
-from asynckv.transfers.manifest import EAGER_NBYTES, is_eager
 from asynckv.transfers.outgoing import EagerParts, Outgoing
 from asynckv.transfers.source import HostSource
 from asynckv.transports.lane_sockets import LaneSocket

@@ -8,6 +8,7 @@ plain functions notify.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Protocol
 
 from asynckv.buffers.entries.entries import Draft, EntryState, StoredEntry
@@ -177,17 +178,16 @@ class Admission:
             await self._wait_for_room(entry)
         if entry.state is EntryState.GONE:
             return True  # acknowledged already, without its bytes
-        await source.fill(
-            entry, lambda index, digest: self._ledger.landed(entry, index, digest)
-        )
+        await source.fill(entry, partial(self._ledger.landed, entry))
         self._ledger.commit(entry)
-        await self._room.until(
-            lambda: (
-                entry.state is not EntryState.DIRECT
-                or not entry.complete  # given back, and selected again at once
-                or entry.owner_gone
+        if entry.state is EntryState.DIRECT:
+            await self._room.until(
+                lambda: (
+                    entry.state is not EntryState.DIRECT
+                    or not entry.complete  # given back, and selected again at once
+                    or entry.owner_gone
+                )
             )
-        )
         self._check_owned(entry)
         return entry.state in (EntryState.READY, EntryState.GONE)
 

@@ -22,9 +22,14 @@ from asynckv.devices.tensors import KVOnGpu
 from asynckv.protocol.wire import digest_of
 from asynckv.tensors.arena import Region
 from asynckv.tensors.blocks import KVMemory, spec_in
-from asynckv.tensors.slab_regions import SlabRegion
-from asynckv.transfers.layout import Layout, layout_of
-from asynckv.transfers.manifest import INLINE_NBYTES, content_digest, pack
+from asynckv.tensors.paged_arena import SlabRegion
+from asynckv.transfers.manifest import (
+    INLINE_NBYTES,
+    Layout,
+    content_digest,
+    layout_of,
+    pack,
+)
 from asynckv.transfers.targets import Part
 from asynckv.transfers.tokens import (
     Query,
@@ -71,14 +76,16 @@ class Draft(msgspec.Struct, frozen=True, eq=False):
     """Memory of the arena's own that a tensor is in already, if any is."""
 
     @property
-    def charges(self) -> list[int]:
+    def charged_bytes(self) -> int:
         """Bytes of the tokens and the roi, which need no memory of the arena."""
-        return [len(t.data) for t in (self.input_tokens, self.roi) if t is not None]
+        tokens, roi = self.input_tokens, self.roi
+        nbytes = 0 if tokens is None else len(tokens.data)
+        return nbytes if roi is None else nbytes + len(roi.data)
 
     @property
     def nbytes(self) -> int:
         """Bytes of its tensors and of its tokens."""
-        return self.layout.nbytes + sum(self.charges)
+        return self.layout.nbytes + self.charged_bytes
 
 
 async def specs_in(tensors: Mapping[str, KVMemory | KVOnGpu]) -> dict[str, TensorSpec]:
@@ -170,7 +177,7 @@ class StoredEntry:
         "account_nbytes",
         "acknowledged_tokens",
         "attempts",
-        "charges",
+        "charged_bytes",
         "complete",
         "consumers",
         "delivered_digest",
@@ -183,6 +190,7 @@ class StoredEntry:
         "gone",
         "in_arena",
         "input_tokens",
+        "is_outside",
         "is_small",
         "landed",
         "leases",
@@ -205,12 +213,12 @@ class StoredEntry:
         self.state = EntryState.WAITING
         self.parts = [Part(name, spec) for name, spec in draft.layout.specs.items()]
         self.regions: Sequence[Region] = ()
-        """What it holds now: one a part, then those of the tokens and the roi."""
+        """What it holds now: one a part."""
         self.input_tokens = draft.input_tokens
         self.roi = draft.roi
-        self.sizes, self.charges = draft.layout.sizes, draft.charges
+        self.sizes, self.charged_bytes = draft.layout.sizes, draft.charged_bytes
         tensor_nbytes = draft.layout.nbytes
-        self.nbytes = tensor_nbytes + sum(self.charges)
+        self.nbytes = tensor_nbytes + self.charged_bytes
         self.account_nbytes = _ACCOUNT_NBYTES + _PART_NBYTES * len(self.parts)
         """What it costs beside its bytes, about."""
         self.is_small = tensor_nbytes <= INLINE_NBYTES
@@ -227,7 +235,7 @@ class StoredEntry:
         self.failures = 0
         self.expires_at: float | None = None
         self.owner_gone = False
-        self.in_arena = False
+        self.in_arena = self.is_outside = False
         self.left_by = ""
         self.acknowledged_tokens: list[bytes] = []
         self.gone: set[asyncio.Future[None]] = set()
@@ -246,7 +254,7 @@ class StoredEntry:
     def make_complete(self) -> None:
         """Every part has landed: what an offer begins with will not change."""
         self.complete = True
-        is_short = sum(self.charges) <= _KEPT_NBYTES and len(self.parts) <= _KEPT_PARTS
+        is_short = self.charged_bytes <= _KEPT_NBYTES and len(self.parts) <= _KEPT_PARTS
         if self.is_small and is_short:
             self.preamble()  # while nobody waits for the offer
 
@@ -268,7 +276,7 @@ class StoredEntry:
         )
 
     def place_regions(self, regions: Sequence[Region]) -> None:
-        """Give every part its memory; the tokens keep theirs, and are charged."""
+        """Give every part its memory; the tokens keep theirs."""
         self.regions = regions
         self.exported = None
         for part, region in zip(self.parts, regions, strict=False):

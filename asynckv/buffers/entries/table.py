@@ -22,7 +22,7 @@ from asynckv.buffers.entries.entries import Draft, EntryState, StoredEntry
 from asynckv.buffers.statistics import Counters
 from asynckv.devices.growth import allocate_but
 from asynckv.errors import EntryAborted, EntryConflict, EntryTooLarge
-from asynckv.tensors.arena import Arena, Region
+from asynckv.tensors.arena import Arena
 
 __all__ = (
     "LEAST_ACCOUNT_BYTES",
@@ -68,7 +68,7 @@ class EntryMemory:
 
     def could_ever_fit(self, entry: StoredEntry) -> bool:
         """Could it be in the arena if that were empty?"""
-        return self._arena.could_ever_fit(entry.sizes, entry.charges)
+        return self._arena.could_ever_fit(entry.sizes, entry.charged_bytes)
 
     def check_size(self, entry: StoredEntry) -> None:
         """Refuse what could not be in the arena if it were empty.
@@ -94,7 +94,11 @@ class EntryMemory:
         """
         if not self._may_be_charged(entry):
             return False
-        regions = self._allocate(entry)
+        borrowed, arena = entry.draft.borrowed, self._arena
+        if not borrowed:
+            regions = arena.allocate(entry.sizes, entry.charged_bytes)
+        else:
+            regions = allocate_but(borrowed, arena, entry.sizes, entry.charged_bytes)
         if regions is None:
             return False
         self._charge(entry)
@@ -116,8 +120,8 @@ class EntryMemory:
 
     def place_outside(self, entry: StoredEntry) -> None:
         """Somebody selects it while it waits: its bytes go straight there."""
-        regions = self._arena.allocate_outside(entry.sizes, entry.charges)
-        entry.place_regions(regions)
+        entry.place_regions(self._arena.allocate_outside(entry.sizes))
+        entry.is_outside = True
         self.outside_bytes += entry.nbytes
         self._counters.direct += 1
         streaming = entry.draft.streaming
@@ -127,7 +131,7 @@ class EntryMemory:
         """Charge the arena for a streaming entry that began outside, if it fits."""
         if not self._may_be_charged(entry):
             return False
-        if not self._arena.adopt(entry.regions, len(entry.charges)):
+        if not self._arena.adopt(entry.regions, entry.charged_bytes):
             return False
         self._charge(entry)
         entry.in_arena = True
@@ -137,15 +141,16 @@ class EntryMemory:
     def free(self, entry: StoredEntry) -> None:
         """The entry leaves, wherever its bytes are; views keep those they show."""
         if entry.in_arena:
-            self._arena.free(entry.regions)
+            self._arena.free(entry.regions, entry.charged_bytes)
             self._account_bytes -= entry.account_nbytes
             self._entries -= 1
-        elif entry.regions:
+        elif entry.is_outside:
             self.free_outside(entry)
         entry.drop_regions()
 
     def free_outside(self, entry: StoredEntry) -> None:
         """Its bytes are not outside any more."""
+        entry.is_outside = False
         self.outside_bytes -= entry.nbytes
         if self._was_short_outside:
             self._was_short_outside = False
@@ -163,12 +168,6 @@ class EntryMemory:
     def _charge(self, entry: StoredEntry) -> None:
         self._account_bytes += entry.account_nbytes
         self._entries += 1
-
-    def _allocate(self, entry: StoredEntry) -> list[Region] | None:
-        borrowed = entry.draft.borrowed
-        if not borrowed:
-            return self._arena.allocate(entry.sizes, entry.charges)
-        return allocate_but(borrowed, self._arena, entry.sizes, entry.charges)
 
 
 class ExpiryClock:

@@ -157,20 +157,20 @@ class PendingSelect(DropSelect):
         if self._coroutine is not None:
             self._coroutine.close()
 
-    async def __aenter__(self) -> KVEntry:
+    def __aenter__(self) -> Coroutine[Any, Any, KVEntry]:
         self._use()
         self._context = self._borrow(self._query, self._targets)
-        return await self._context.__aenter__()
+        return self._context.__aenter__()
 
-    async def __aexit__(
+    def __aexit__(
         self,
         exc_type: type[BaseException] | None,
         exc: BaseException | None,
         traceback: TracebackType | None,
-    ) -> bool | None:
+    ) -> Coroutine[Any, Any, bool | None]:
         if self._context is None:
             raise RuntimeError("this drop_select was never entered")
-        return await self._context.__aexit__(exc_type, exc, traceback)
+        return self._context.__aexit__(exc_type, exc, traceback)
 
     def _running(self) -> Coroutine[Any, Any, KVEntry]:
         if self._coroutine is None:

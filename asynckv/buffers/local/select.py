@@ -22,7 +22,7 @@ from asynckv.observability.waits import LoggedWait
 from asynckv.tensors.arena import Region
 from asynckv.tensors.blocks import KVMemory, tensor_at
 from asynckv.tensors.runs import Runs
-from asynckv.transfers.layout import unflatten
+from asynckv.transfers.manifest import unflatten
 from asynckv.transfers.targets import Part, match_targets
 from asynckv.transfers.tokens import TOKEN_NBYTES, Query, tensor_of
 from asynckv.types import KVFingerprint

@@ -25,8 +25,7 @@ from asynckv.devices.tensors import KVOnGpu
 from asynckv.errors import EntryAborted, LeaseLost
 from asynckv.tensors.blocks import KVMemory, spec_in
 from asynckv.tensors.runs import Runs
-from asynckv.transfers.layout import names_in
-from asynckv.transfers.manifest import content_digest
+from asynckv.transfers.manifest import content_digest, names_in
 from asynckv.transfers.targets import match_targets
 from asynckv.transfers.tokens import tensor_of
 from asynckv.types import TensorSpec

@@ -174,7 +174,7 @@ def begin_insert(
 
     :raises EntryTooLarge: tokens, roi and names do not fit in one frame
     """
-    inline = sum([source.nbytes for source in sources]) <= INLINE_NBYTES
+    inline = draft.layout.nbytes <= INLINE_NBYTES
     is_digested = link.digest != "off"  # else equal names and shapes are equal
     views: list[memoryview] = []
     for source in sources:
@@ -186,7 +186,8 @@ def begin_insert(
     are_known = all(digests) or not is_digested
     contents = draft.layout, digests, draft.input_tokens, draft.roi
     head = pack(*contents)
-    on_gpu = not inline and are_on_gpu([(one.nbytes, one.region) for one in sources])
+    regions = [source.region for source in sources]
+    on_gpu = not inline and are_on_gpu(draft.layout.sizes, regions)
     frame = Insert(
         entry_id=draft.entry_id,
         transfer=link.new_transfer(),
@@ -373,7 +374,7 @@ class RemoteWriter(StagingWriter):
             inline = Push(transfer=transfer, part=part, inline=True, digest=digest)
             self.stream.send(inline, view)
             return
-        is_on_gpu = are_on_gpu([(source.nbytes, source.region)])
+        is_on_gpu = are_on_gpu([source.nbytes], [source.region])
         push = _Push(self, transfer, source, is_on_gpu=is_on_gpu)
         outgoing, self._pushes[transfer] = push.outgoing, push
         self.stream.send(Push(transfer, part, inline=False, on_gpu=is_on_gpu))

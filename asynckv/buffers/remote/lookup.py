@@ -28,8 +28,7 @@ from asynckv.observability.waits import LoggedWait, LoggedWaits
 from asynckv.protocol.frames import Peek, Taken, Withdraw
 from asynckv.tensors.blocks import KVMemory
 from asynckv.tensors.views import spec_like
-from asynckv.transfers.layout import check_names, flatten
-from asynckv.transfers.manifest import INLINE_NBYTES
+from asynckv.transfers.manifest import INLINE_NBYTES, check_names, flatten
 from asynckv.transfers.source import (
     Source,
     copied_sources,
@@ -264,7 +263,7 @@ class RemoteLookupBuffer(KVLookupBuffer):
         digests: bool,
     ) -> None:
         """Insert what is read where it lies; with ``digests`` from the start."""
-        pool, nbytes = self._peer.pool, sum([one.nbytes for one in named.values()])
+        pool, nbytes = self._peer.pool, draft.layout.nbytes
         staging = self._peer.routes.staging(link, nbytes)
         sources: list[Source] = []
         try:

@@ -44,7 +44,6 @@ class Peer(PeerConnection, AsyncWithOnly):
     """
 
     _entered_by = "connect(...) as peer"
-    _warned: Link | None = None
 
     def __repr__(self) -> str:
         if self._links.current is None:
@@ -60,14 +59,12 @@ class Peer(PeerConnection, AsyncWithOnly):
         """The store buffer that the peer serves."""
         return RemoteStoreBuffer(self)
 
-    @property
+    @cached_property
     def lookup(self) -> RemoteLookupBuffer:
         """The lookup buffer that the peer serves."""
-        link = self._links.current
-        if link is not None and link.has_one_fingerprint and link is not self._warned:
-            self._warned = link
-            logger.warning(ONE_FINGERPRINT, as_line(link.peer.id))
-        return self._lookup
+        if (link := self._links.current) is not None:
+            _warn_if_nothing_matches(link)
+        return RemoteLookupBuffer(self)
 
     @property
     def identity(self) -> str:
@@ -94,10 +91,6 @@ class Peer(PeerConnection, AsyncWithOnly):
         """
         return self._linked().transport_name
 
-    @cached_property
-    def _lookup(self) -> RemoteLookupBuffer:
-        return RemoteLookupBuffer(self)
-
     async def __aenter__(self) -> Self:
         self._check_loop()
         self._links.check_new()
@@ -118,6 +111,18 @@ class Peer(PeerConnection, AsyncWithOnly):
         traceback: TracebackType | None,
     ) -> None:
         await self.aclose()
+
+    async def _dial(self, timeout_s: float) -> Link:
+        link = await super()._dial(timeout_s)
+        if "lookup" in vars(self):
+            _warn_if_nothing_matches(link)
+        return link
+
+
+def _warn_if_nothing_matches(link: Link) -> None:
+    """Say so, once a link, to those who use the peer's lookup buffer."""
+    if link.has_one_fingerprint:
+        logger.warning(ONE_FINGERPRINT, as_line(link.peer.id))
 
 
 def connect(

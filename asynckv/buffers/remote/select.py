@@ -47,7 +47,7 @@ from asynckv.protocol.transfer_frames import Eager, Sent
 from asynckv.tensors.blocks import KVMemory
 from asynckv.transfers.delivery import Delivery, move_to_device, moved_to_device
 from asynckv.transfers.offers import OfferReceiver, read_offer
-from asynckv.transfers.readers import Unreadable
+from asynckv.transfers.readers import MapReader, Unreadable
 from asynckv.transfers.routes import PeerRoutes
 from asynckv.transfers.tokens import TOKEN_NBYTES, Query, tensor_of
 from asynckv.types import TensorSpec
@@ -87,7 +87,7 @@ class RemoteSelect:
         views: bool = False,
     ) -> None:
         self.routes = routes
-        self._reader = routes.reader(link, views=views)
+        self._views = views
         self.query = query
         self.link = link
         self.targets = targets
@@ -161,7 +161,7 @@ class RemoteSelect:
             while not self._is_noted:
                 await self.changed()
         self._stream.send(Reached(token))
-        if self._reader is None:  # else one more offer may be under way: see there
+        if self._reader() is None:  # else one more offer may be under way: see there
             self._stream.close()
 
     async def acknowledge(self, delivery: Delivery) -> None:
@@ -260,12 +260,17 @@ class RemoteSelect:
     def _on_offer(self, offer: Offer, body: bytes) -> None:
         if self.delivery is not None:
             raise RemoteProtocolError("a second offer, the first one stands")
-        reader, by_parts = self._reader, self._streams
+        reader = None if offer.mapped is None else self._reader()
+        by_parts = self._streams
         delivery = read_offer(self.link, offer, body, reader, by_parts=by_parts)
         delivery.tensor_from = self.routes.budget.small.tensor
         # What is mapped, and nobody wants any more, is let go.
         if offer.mapped is None or self._error is None:
             self.delivery = delivery
+
+    def _reader(self) -> MapReader | None:
+        """Return what reads the memory that the link shows, if it does."""
+        return self.routes.reader(self.link, views=self._views)
 
     def _stands(self, delivery: Delivery) -> bool:
         return self.delivery is delivery and self._error is None
@@ -279,8 +284,9 @@ class RemoteSelect:
 
     async def _take_in(self, delivery: Delivery) -> None:
         """Read its bytes where they are; or let them land, also if that fails."""
-        reader, routes = self._reader, self.routes
-        if delivery.mapped is not None and reader is not None and not self._streams:
+        routes = self.routes
+        is_read = delivery.mapped is not None and not self._streams
+        if is_read and (reader := self._reader()) is not None:
             try:
                 await reader.take(delivery, self.targets, routes.budget, self._stands)
             except Unreadable as exc:

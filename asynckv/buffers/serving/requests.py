@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine
+from functools import partial
 from typing import Any, Protocol
 
 from asynckv.buffers.entries.entries import EntryState
@@ -91,10 +92,10 @@ class LookupRequests(Service):
 
         :raises Overloaded: they cannot be kept; nothing was begun
         """
-        kept = self.kept.inserts
-        task = self.run_kept(kept, nbytes, run, f"insert of {entry_id}")
+        self.kept.inserts.take(nbytes)
+        task = self.run(run(), f"insert of {entry_id}")
         self._inserts[task] = entry_id
-        task.add_done_callback(self._insert_ended)
+        task.add_done_callback(partial(self._insert_ended, nbytes))
         return task
 
     async def after_predecessors(self) -> None:
@@ -132,7 +133,8 @@ class LookupRequests(Service):
     async def wait_idle(self) -> None:
         await self.buffer.room.until(lambda: self.is_idle)
 
-    def _insert_ended(self, task: asyncio.Task[None]) -> None:
+    def _insert_ended(self, nbytes: int, task: asyncio.Task[None]) -> None:
         del self._inserts[task]
+        self.kept.inserts.give(nbytes)
         if self.is_draining:
             self.notify_idle()

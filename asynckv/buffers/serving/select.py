@@ -45,10 +45,11 @@ from asynckv.protocol.frames import (
     Select,
     Took,
 )
+from asynckv.protocol.transfer import is_eager
 from asynckv.protocol.transfer_frames import Grant
 from asynckv.protocol.values import MappedOffer, Place
 from asynckv.sharing.exporter import Importer, Pin, place_of
-from asynckv.transfers.manifest import INLINE_NBYTES, check_body, is_eager
+from asynckv.transfers.manifest import INLINE_NBYTES, check_body
 from asynckv.transfers.outgoing import Outgoing, Routes, ignore_grant
 from asynckv.transfers.source import RegionSource, are_on_gpu
 from asynckv.transfers.tokens import TOKEN_NBYTES, Query
@@ -102,14 +103,13 @@ def _exported(
         return entry.exported
     if (places := _places(entry, importer, streams=streams)) is None:
         return None
-    regions = entry.regions[: len(places)]
-    every = list(zip(regions, places, strict=True))
+    every = list(zip(entry.regions, places, strict=True))
     there = [region for region, place in every if place is not None]
     encoded = _encoder.encode(places)
     if streams:
         return Exported(there, encoded)
     beside = [region for region, place in every if place is None]
-    edges = importer.memory_file.edges(regions, places)
+    edges = importer.memory_file.edges(entry.regions, places)
     entry.exported = Exported(there, encoded, edges, beside)
     return entry.exported
 
@@ -127,7 +127,7 @@ def _places(
         return None
     if not importer.memory_file.exports_parts if streams else entry.is_small:
         return None
-    regions = entry.regions[: len(entry.parts)]
+    regions = entry.regions
     places = [
         None if streams and is_eager(region.nbytes) else place_of(region)
         for region in regions
@@ -181,9 +181,7 @@ def make_offer(
             entry, importer, max_nbytes - len(body), streams=streams
         )
     pin, mapped, end = exported or (None, None, b"")
-    on_gpu = pieces is None and are_on_gpu(
-        [(part.spec.nbytes, part.region) for part in entry.parts]
-    )
+    on_gpu = pieces is None and are_on_gpu(entry.sizes, entry.regions)
     offering = SentOffer(
         *(stream, entry, link.new_transfer()),
         is_on_gpu=on_gpu,

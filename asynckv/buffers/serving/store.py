@@ -50,8 +50,7 @@ from asynckv.protocol.wire import digest_of
 from asynckv.tensors.runs import fill, joined
 from asynckv.tensors.views import dtype_of
 from asynckv.transfers.incoming import Incoming, receive_frame
-from asynckv.transfers.layout import layout_of
-from asynckv.transfers.manifest import INLINE_NBYTES, pack
+from asynckv.transfers.manifest import INLINE_NBYTES, layout_of, pack
 from asynckv.transfers.outgoing import Outgoing
 from asynckv.transfers.source import RegionSource
 from asynckv.transfers.targets import HostTarget

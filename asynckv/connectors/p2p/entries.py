@@ -23,7 +23,7 @@ from asynckv.errors import IncompatiblePeer
 from asynckv.shielding import clear_all_frames
 from asynckv.tensors.blocks import KVBlocks
 from asynckv.tensors.views import spec_of
-from asynckv.transfers.layout import flatten
+from asynckv.transfers.manifest import flatten
 
 __all__ = (
     "Source",

@@ -35,8 +35,7 @@ from asynckv.protocol.values import Limits, PeerIdentity
 from asynckv.protocol.wire import encode_chunk_header
 from asynckv.testing.faults.places import place_of, prepared
 from asynckv.testing.faults.proxy import close_with_reset
-from asynckv.transfers.layout import layout_of
-from asynckv.transfers.manifest import pack
+from asynckv.transfers.manifest import layout_of, pack
 from asynckv.transfers.tokens import as_tokens
 from asynckv.types import TensorSpec
 

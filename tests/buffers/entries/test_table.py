@@ -22,8 +22,7 @@ from asynckv.buffers.lookup import LookupBuffer
 from asynckv.errors import EntryAborted, EntryConflict, EntryTooLarge
 from asynckv.tensors.arena import HeapArena
 from asynckv.testing.blocked import until
-from asynckv.transfers.layout import layout_of
-from asynckv.transfers.manifest import content_digest
+from asynckv.transfers.manifest import content_digest, layout_of
 from asynckv.transfers.tokens import MAX_ID_LENGTH, Query, as_tokens, make_query
 from asynckv.types import TensorSpec
 from harness.holders import RecordingHolder, draft_of
@@ -331,9 +330,7 @@ async def test_entries_without_a_byte_wait_when_too_many_or_too_much_of_them_is_
 def placed(tokens: torch.Tensor) -> StoredEntry:
     draft = msgspec.structs.replace(draft_of("it"), input_tokens=as_tokens(tokens))
     entry = StoredEntry(draft, 1)
-    entry.place_regions(
-        HeapArena(100).allocate(draft.layout.sizes, draft.charges) or []
-    )
+    entry.place_regions(HeapArena(100).allocate(draft.layout.sizes) or [])
     entry.complete = True
     return entry
 
@@ -343,7 +340,7 @@ def test_tokens_are_copies_and_are_charged() -> None:
     entry = placed(tokens)
     tokens.fill_(9)
     assert entry.key() == torch.tensor([1, 2]).numpy().tobytes()
-    assert [region.nbytes for region in entry.regions] == [8, 16]
+    assert ([region.nbytes for region in entry.regions], entry.nbytes) == ([8], 24)
 
 
 def test_beginning_again_forgets_what_landed() -> None:
@@ -436,7 +433,7 @@ def test_a_draft_without_an_id_gets_one_of_its_own() -> None:
         for _ in range(2)
     ]
     assert len({draft.entry_id for draft in drafts}) == 2
-    assert (drafts[0].layout.sizes, drafts[0].charges) == ((12,), [8, 8])
+    assert (drafts[0].layout.sizes, drafts[0].charged_bytes) == ((12,), 16)
 
 
 @pytest.mark.parametrize(

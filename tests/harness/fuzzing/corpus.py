@@ -11,8 +11,7 @@ import msgspec
 from asynckv.protocol.frames import OpeningFrame
 from asynckv.protocol.values import Contents
 from asynckv.protocol.wire import TYPE_CONTROL
-from asynckv.transfers.layout import read_layout
-from asynckv.transfers.manifest import pack
+from asynckv.transfers.manifest import pack, read_layout
 from asynckv.transfers.tokens import Tokens
 from asynckv.types import TensorSpec
 from harness.fuzzing.mutations import (

@@ -17,7 +17,6 @@ __all__ = ("main",)
 _SEEDS: Final = 300
 _INSTRUMENTED: Final = (
     "asynckv.protocol",
-    "asynckv.transfers.layout",
     "asynckv.transfers.manifest",
     "asynckv.links",
 )

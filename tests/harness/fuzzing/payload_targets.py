@@ -15,11 +15,12 @@ from asynckv.protocol.wire import (
     decode_chunk_header,
     encode_chunk_header,
 )
-from asynckv.transfers.layout import check_names, read_layout
 from asynckv.transfers.manifest import (
     Manifest,
+    check_names,
     content_digest,
     pack,
+    read_layout,
     unpack,
     verify_inline,
 )

@@ -14,7 +14,7 @@ import msgspec.inspect as inspect
 
 from asynckv.protocol.frames import Frame
 from asynckv.protocol.values import Contents
-from asynckv.transfers.layout import layout_of
+from asynckv.transfers.manifest import layout_of
 from asynckv.types import DTYPE_NBYTES, MAX_TENSOR_DIMENSIONS, TensorSpec
 
 __all__ = ("Maker", "frame_makers", "make_spec", "maker_of", "sample_contents")
