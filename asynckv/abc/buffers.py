@@ -512,7 +512,7 @@ class KVStoreBuffer(KVCacheBuffer):
         ``async with store.pin(keys) as found``: which of them are there, and stay there
         unless somebody deletes or replaces them. Leaving lets go of them, also by an
         error or a cancellation, and never waits. What is in a lower tier alone is
-        brought into memory first, in the order of ``keys``; what is not there after
+        fetched into memory first, in the order of ``keys``; what is not there after
         ``within_s`` seconds counts as not found.
 
         :raises LeaseLost: (on a clean leaving) the peer was lost meanwhile, and with it

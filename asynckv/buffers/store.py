@@ -87,7 +87,7 @@ class StoreBuffer(InMemoryBuffer, KVStoreBuffer):
         self.values.check_usable(key)
         if into is not None:
             check_place(into)
-        await self.values.bring([key], self.fingerprint)
+        await self.values.fetch([key], self.fingerprint)
         pinned = self.values.lookup(key, self.fingerprint)
         if pinned is None:
             return None
@@ -122,7 +122,7 @@ class StoreBuffer(InMemoryBuffer, KVStoreBuffer):
     ) -> AsyncIterator[tuple[bool, ...]]:
         keys, within_s = as_keys(keys), as_seconds(within_s, "within_s")
         self._check_loop()
-        await self.values.bring(keys, self.fingerprint, within_s=within_s)
+        await self.values.fetch(keys, self.fingerprint, within_s=within_s)
         pinned = self.values.hold(keys, self.fingerprint)
         try:
             yield tuple(one is not None for one in pinned)

@@ -26,13 +26,13 @@ from asynckv.waits.queue import FairQueue
 
 __all__ = (
     "EvictionOrder",
+    "LowerTiers",
     "Name",
     "Owner",
     "PendingPut",
     "PinnedValue",
     "StoredValues",
     "TenantModel",
-    "ValuesBelow",
 )
 
 
@@ -97,7 +97,7 @@ Name: TypeAlias = tuple[str, Owner]
 """A key, and its owner: another owner's value is another value."""
 
 
-class ValuesBelow(abc.ABC):
+class LowerTiers(abc.ABC):
     """Where values are that memory has no more, and what is told of those it has."""
 
     @abc.abstractmethod
@@ -113,10 +113,10 @@ class ValuesBelow(abc.ABC):
         """Nothing is to be found under that name any more. Never waits."""
 
     @abc.abstractmethod
-    async def bring(self, names: Sequence[Name]) -> None:
-        """Bring into memory what is there of ``names``. What fails is not there.
+    async def fetch(self, names: Sequence[Name]) -> None:
+        """Fetch into memory what is there of ``names``. What fails is not there.
 
-        A cancelled call leaves no trace: it is brought for others, or not.
+        A cancelled call leaves no trace: it is fetched for others, or not.
         """
 
     @abc.abstractmethod
@@ -191,7 +191,7 @@ class StoredValues:
     ) -> None:
         self.counters = StoreCounters()
         self.closed = False
-        self.below: ValuesBelow | None = None
+        self.lower: LowerTiers | None = None
         self.room: FairQueue[_Ticket] = FairQueue(self._is_through)
         self._arena = arena
         self._check_loop = check_loop
@@ -248,12 +248,12 @@ class StoredValues:
         *,
         expires_at_s: float | None = None,
         is_pinned: bool = False,
-        is_brought: bool = False,
+        is_fetched: bool = False,
     ) -> None:
         """Replace what is stored by that name with what was written.
 
         It is void from ``expires_at_s`` on, in seconds since 1970. ``is_pinned``: it is
-        never dropped for room. ``is_brought``: it came from below, where it is.
+        never dropped for room. ``is_fetched``: it came from a lower tier, where it is.
 
         :raises BufferClosed: the buffer was closed meanwhile; it is discarded
         :raises RuntimeError: it was committed or discarded before
@@ -273,12 +273,12 @@ class StoredValues:
             self._evict(victim)
         value = self._values[name] = _StoredValue(
             *(name, pending.spec, pending.region, digest, expires_at_s, is_pinned),
-            is_unread=is_brought,
+            is_unread=is_fetched,
         )
         self._now_idle(value)
-        self.counters.puts += not is_brought
-        if self.below is not None and not is_brought:
-            self.below.stored(name)
+        self.counters.puts += not is_fetched
+        if self.lower is not None and not is_fetched:
+            self.lower.stored(name)
         self.room.change()
 
     def discard(self, pending: PendingPut) -> None:
@@ -302,10 +302,10 @@ class StoredValues:
         """As :meth:`lookup`, for each of ``keys``; no hit or miss of what is there."""
         self._check_open()
         held = [self._hold((key, owner)) for key in keys]
-        if self.below is not None:
+        if self.lower is not None:
             for key, one in zip(keys, held, strict=True):
                 if one is not None:
-                    self.below.used((key, owner))
+                    self.lower.used((key, owner))
         return held
 
     def hold_names(self, names: Sequence[Name]) -> list[PinnedValue | None]:
@@ -326,7 +326,7 @@ class StoredValues:
         if value.readers:
             return
         if value.is_stored:
-            # What was brought for somebody who has not read it is the first to go.
+            # What was fetched for somebody who has not read it is the first to go.
             self._now_idle(value, is_used=not value.is_unread)
         else:
             value.region.release()
@@ -335,8 +335,8 @@ class StoredValues:
     def remove(self, key: str, owner: Owner) -> bool:
         """Forget ``key``; ``True`` if it was there."""
         self._check_open()
-        if self.below is not None:
-            self.below.deleted((key, owner))
+        if self.lower is not None:
+            self.lower.deleted((key, owner))
         if not self._remove((key, owner)):
             return False
         self.counters.deletes += 1
@@ -344,15 +344,15 @@ class StoredValues:
         return True
 
     async def delete(self, key: str, owner: Owner) -> bool:
-        """As :meth:`remove`, and say of what is below memory, too, if it was there.
+        """As :meth:`remove`, and say of what a lower tier has, too, if it was there.
 
         If cancelled, it has or has not.
         """
-        is_below = False
-        if self.below is not None and not all(self.has([key], owner)):
-            [tiers] = await self.below.where([(key, owner)])
-            is_below = bool(tiers)
-        return self.remove(key, owner) or is_below
+        is_lower = False
+        if self.lower is not None and not all(self.has([key], owner)):
+            [tiers] = await self.lower.where([(key, owner)])
+            is_lower = bool(tiers)
+        return self.remove(key, owner) or is_lower
 
     def has(self, keys: Sequence[str], owner: Owner) -> tuple[bool, ...]:
         """Tell of each key if its ``owner`` has it."""
@@ -366,11 +366,11 @@ class StoredValues:
         """
         here = self.has(keys, owner)
         nearest = [_HERE if has else None for has in here]
-        if self.below is None or all(here):
+        if self.lower is None or all(here):
             return nearest
         missing = [index for index, has in enumerate(here) if not has]
         names = [(keys[index], owner) for index in missing]
-        for index, tiers in zip(missing, await self.below.where(names), strict=True):
+        for index, tiers in zip(missing, await self.lower.where(names), strict=True):
             nearest[index] = tiers[0] if tiers else None
         return nearest
 
@@ -384,16 +384,16 @@ class StoredValues:
         far = [
             number for number in range(match.ready, match) if nearest[number] != _HERE
         ]
-        if far and self.below is not None:
-            self.below.touch([(keys[number], owner) for number in far])
+        if far and self.lower is not None:
+            self.lower.touch([(keys[number], owner) for number in far])
         return match
 
     async def stat(self, key: str, owner: Owner) -> StoredValue | None:
         """Say what there is of ``key``.  A cancelled call leaves no trace."""
         self.check_usable(key)
         tiers: Sequence[str] = ()
-        if self.below is not None:
-            [tiers] = await self.below.where([(key, owner)])
+        if self.lower is not None:
+            [tiers] = await self.lower.where([(key, owner)])
         value = self._live((key, owner))
         if value is None:
             return StoredValue(tuple(tiers)) if tiers else None
@@ -405,26 +405,26 @@ class StoredValues:
             is_pinned=value.is_pinned,
         )
 
-    async def bring(
+    async def fetch(
         self,
         keys: Sequence[str],
         owner: Owner,
         *,
         within_s: float | None = None,
     ) -> None:
-        """Bring into memory what of ``keys`` is below it, and not in it.
+        """Fetch into memory what of ``keys`` lower tiers have, and it has not.
 
         What takes longer than ``within_s`` is left. A cancelled call leaves no trace.
         """
         self._check_open()
-        if self.below is None:
+        if self.lower is None:
             return
         names = [(key, owner) for key in keys]
         missing = [name for name in names if self._live(name) is None]
         if missing:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(within_s):
-                    await self.below.bring(missing)
+                    await self.lower.fetch(missing)
 
     def close(self) -> None:
         """Forget everything; what is being read goes when its readers go."""
@@ -486,8 +486,8 @@ class StoredValues:
             return value
         self._remove(name)
         self.counters.expired += 1
-        if self.below is not None:
-            self.below.deleted(name)
+        if self.lower is not None:
+            self.lower.deleted(name)
         return None
 
     def _now_idle(self, value: _StoredValue, *, is_used: bool = True) -> None:

@@ -16,8 +16,8 @@ from asynckv.abc import StoreTier
 from asynckv.buffers.statistics import StoreStatistics
 from asynckv.buffers.store import StoreBuffer
 from asynckv.errors import ConfigError
-from asynckv.stores.below import FlushResult, TiersBelow
 from asynckv.stores.client import TierStatistics
+from asynckv.stores.tier_stack import FlushResult, TierStack
 from asynckv.types import KVFingerprint
 
 __all__ = ("TieredStatistics", "TieredStore", "open_tier")
@@ -82,7 +82,7 @@ class TieredStatistics(StoreStatistics):
     """As of a store buffer, whose memory this is; and of each tier by its name.
 
     ``misses`` are what no tier had either; ``hits`` count what was in memory, or was
-    brought there.
+    fetched.
     """
 
     tiers: Mapping[str, TierStatistics]
@@ -97,7 +97,7 @@ class TieredStore(StoreBuffer):
     A put returns when memory has the value. Tiers are written to in the background,
     from a bounded queue that drops what it has no room for: :meth:`flush` says how
     much. What a tier has accepted, and not dropped since, is there after a restart; it
-    need not be after a power loss. What memory has dropped is brought back from a tier
+    need not be after a power loss. What memory has dropped is fetched from a tier
     by whoever asks for it: :meth:`get`, :meth:`pin`. Every value is verified then.
 
     ``put(pin=True)`` keeps a value in memory, for as long as that lives.
@@ -128,7 +128,7 @@ class TieredStore(StoreBuffer):
         if not namespace.isprintable():
             raise ValueError(f"{namespace!r} is no namespace: it has to be printable")
         self._drain_s = drain_s
-        self._below = TiersBelow(
+        self._lower = TierStack(
             *(self.values, self.pool, _named(tiers)),
             max_bytes=self._arena.max_bytes,
             admit=admit,
@@ -143,13 +143,13 @@ class TieredStore(StoreBuffer):
         :raises ConfigError: a tier cannot be used as it was configured
         """
         await super().open()
-        if self.values.below is None:
+        if self.values.lower is None:
             try:
-                await self._below.open()
+                await self._lower.open()
             except BaseException:
                 self.abort()
                 raise
-            self.values.below = self._below
+            self.values.lower = self._lower
 
     async def flush(self) -> Mapping[str, FlushResult]:
         """Wait until tiers have what was put, or it is known that they have not.
@@ -158,13 +158,13 @@ class TieredStore(StoreBuffer):
         cancelled call leaves no trace.
         """
         self._check_loop()
-        return await self._below.flush()
+        return await self._lower.flush()
 
     def statistics(self) -> TieredStatistics:
         told = super().statistics()
         return TieredStatistics(
             **{one.name: getattr(told, one.name) for one in dataclasses.fields(told)},
-            tiers=self._below.statistics(),
+            tiers=self._lower.statistics(),
         )
 
     async def aclose(self) -> None:
@@ -176,17 +176,17 @@ class TieredStore(StoreBuffer):
         try:
             if not self.values.closed:
                 async with asyncio.timeout(self._drain_s):
-                    await self._below.flush()
+                    await self._lower.flush()
         except TimeoutError:
             pass
         finally:
             self.values.close()
             with anyio.CancelScope(shield=True):
-                await self._below.aclose()
+                await self._lower.aclose()
                 await super().aclose()
 
     def abort(self) -> None:
-        self._below.abort()
+        self._lower.abort()
         super().abort()
 
 

@@ -12,7 +12,7 @@ import torch
 from asynckv.abc import KVStoreBuffer, PrefixMatch, TierFacts, TierResult, WantedValue
 from asynckv.buffers.store import StoreBuffer
 from asynckv.errors import BufferClosed, ConfigError
-from asynckv.stores.below import FlushResult
+from asynckv.stores.tier_stack import FlushResult
 from asynckv.stores.tiered import TieredStore, open_tier
 from asynckv.tensors.views import spec_of
 from asynckv.testing.blocked import until, until_blocked

@@ -170,7 +170,7 @@ class ServedPin:
 
 
 class ServedFromTiers:
-    """A request for values that are not all in memory: they are brought there first.
+    """A request for values that are not all in memory: they are fetched first.
 
     ``answer`` is called then, and returns who has the stream from there on, if anybody.
     """
@@ -187,7 +187,7 @@ class ServedFromTiers:
         self._next: StreamHandler | None = None
         nbytes = REQUEST_NBYTES + sum(len(key.encode()) for key in keys)
         self._task = service.run_kept(
-            service.kept.queries, nbytes, self._run, "values from below memory"
+            service.kept.queries, nbytes, self._run, "values from lower tiers"
         )
         service.under_way.add(self._task)
         self._task.add_done_callback(service.ended)
@@ -320,11 +320,11 @@ class StoreService(Service):
                 return ServedPut(self, stream, frame, body)
             frame = Delete(frame.key)
         keys = frame.keys if isinstance(frame, Contains | Pin) else (frame.key,)
-        is_here = self.values.below is None or all(self.values.has(keys, owner))
+        is_here = self.values.lower is None or all(self.values.has(keys, owner))
         if is_here and not isinstance(frame, Stat):
             return self._answer(stream, frame)
         return ServedFromTiers(
-            self, stream, keys, partial(self._bring, stream, frame, keys)
+            self, stream, keys, partial(self._fetch, stream, frame, keys)
         )
 
     def _answer(
@@ -346,13 +346,13 @@ class StoreService(Service):
                 flags = self.values.has(frame.keys, self.owner)
                 return answer_at_once(stream, Result(sum(flags), flags))
 
-    async def _bring(
+    async def _fetch(
         self,
         stream: LinkStream,
         frame: Get | Pin | Contains | Delete | Stat,
         keys: Sequence[str],
     ) -> StreamHandler:
-        """Answer by what is below memory, too."""
+        """Answer by what lower tiers have, too."""
         owner = self.owner
         match frame:
             case Delete(key=key):
@@ -365,7 +365,7 @@ class StoreService(Service):
                 nearest = await self.values.nearest(keys, owner)
                 return answer_at_once(stream, _nearest(nearest))
         within_s = frame.within_s if isinstance(frame, Pin) else None
-        await self.values.bring(keys, owner, within_s=within_s)
+        await self.values.fetch(keys, owner, within_s=within_s)
         return self._answer(stream, frame)
 
     def run_put(

@@ -11,7 +11,7 @@ import torch
 from asynckv.buffers.remote.peer import connect
 from asynckv.buffers.serve import Server, serve
 from asynckv.buffers.store import StoreBuffer
-from asynckv.buffers.values import Name, ValuesBelow
+from asynckv.buffers.values import LowerTiers, Name
 from asynckv.errors import BufferClosed
 from asynckv.links.dial import dial
 from asynckv.links.link import Link, LinkStream
@@ -388,7 +388,7 @@ async def test_a_closed_store_charges_nobody_for_what_it_refuses() -> None:
             assert not server.waiting_bytes
 
 
-class SilentBelow(ValuesBelow):
+class SilentTiers(LowerTiers):
     """There may be something, and it never comes."""
 
     def __init__(self) -> None:
@@ -400,7 +400,7 @@ class SilentBelow(ValuesBelow):
 
     def deleted(self, name: Name) -> None: ...
 
-    async def bring(self, names: Sequence[Name]) -> None:
+    async def fetch(self, names: Sequence[Name]) -> None:
         self.asked += names
         await asyncio.get_running_loop().create_future()
 
@@ -413,8 +413,8 @@ class SilentBelow(ValuesBelow):
 async def test_who_waits_for_what_is_far_may_say_no_more_than_that_it_goes(
     store: StoreBuffer, link: Link
 ) -> None:
-    store.values.below = below = SilentBelow()
+    store.values.lower = lower = SilentTiers()
     stream = link.open_stream(hearer := Hearer(), Get("far"))
-    await until(lambda: bool(below.asked))
+    await until(lambda: bool(lower.asked))
     stream.send(Grant(1))
     assert "no Grant belongs here" in str((await hearer.loss()).__cause__)

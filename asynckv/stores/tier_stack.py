@@ -19,12 +19,12 @@ from typing import Final, Literal
 
 from asynckv.abc import StoreTier, TierMemory, TierResult, TierValue, WantedValue
 from asynckv.buffers.values import (
+    LowerTiers,
     Name,
     PendingPut,
     PinnedValue,
     StoredValues,
     TenantModel,
-    ValuesBelow,
 )
 from asynckv.devices.arena import place_of
 from asynckv.devices.copying import CopyPool
@@ -42,7 +42,7 @@ from asynckv.stores.header import (
 from asynckv.stores.memory import tier_memory
 from asynckv.waits.own_tasks import OwnTasks
 
-__all__ = ("FlushResult", "TiersBelow")
+__all__ = ("FlushResult", "TierStack")
 
 logger = logging.getLogger(__name__)
 
@@ -99,14 +99,14 @@ class _Wanted(WantedValue):
     """One value as one tier is asked for it, and where it lands."""
 
     __slots__ = (
-        *("_below", "_client", "_is_held", "fetch", "header", "is_left", "pending"),
+        *("_stack", "_client", "_is_held", "fetch", "header", "is_left", "pending"),
     )
 
     def __init__(
-        self, below: TiersBelow, client: TierClient[_HeldValue], fetch: _Fetch
+        self, stack: TierStack, client: TierClient[_HeldValue], fetch: _Fetch
     ) -> None:
-        super().__init__(below.key_of(fetch.name))
-        self._below = below
+        super().__init__(stack.key_of(fetch.name))
+        self._stack = stack
         self._client = client
         self._is_held = False
         self.fetch = fetch
@@ -138,7 +138,7 @@ class _Wanted(WantedValue):
             return None
         self._is_held = True
         try:
-            self.pending = await self._below.reserve(self.fetch.name, found)
+            self.pending = await self._stack.reserve(self.fetch.name, found)
         finally:
             self._is_held = False
         if self.pending is None:
@@ -153,7 +153,7 @@ class _Wanted(WantedValue):
         """Is it the value that is wanted, and not an older one?"""
         expires_at_s = header.expires_at_s
         return (
-            header.name == self._below.full_name(self.fetch.name)
+            header.name == self._stack.full_name(self.fetch.name)
             and not (self.fetch.is_void or self.is_left)
             and (expires_at_s is None or expires_at_s > time.time())
             and self._client.behind.is_valid(
@@ -165,10 +165,10 @@ class _Wanted(WantedValue):
         """Give back the memory that it was to land in. Again is nothing."""
         pending, self.pending = self.pending, None
         if pending is not None:
-            self._below.values.discard(pending)
+            self._stack.values.discard(pending)
 
 
-class TiersBelow(ValuesBelow):
+class TierStack(LowerTiers):
     """``tiers`` by name below ``values``; ``namespace`` keeps its keys from others'.
 
     ``admit`` says when a value is written to tiers: when it is put, or when it is used
@@ -259,7 +259,7 @@ class TiersBelow(ValuesBelow):
         for client in self.clients:
             client.delete(self.key_of(name), epoch)
 
-    async def bring(self, names: Sequence[Name]) -> None:
+    async def fetch(self, names: Sequence[Name]) -> None:
         missing = list(names)
         for _ in range(_RETRIES):
             fetches = [self._fetch_of(name) for name in missing]
@@ -470,7 +470,7 @@ class TiersBelow(ValuesBelow):
         one.pending = None
         try:
             self.values.commit(
-                *(pending, digest), expires_at_s=header.expires_at_s, is_brought=True
+                *(pending, digest), expires_at_s=header.expires_at_s, is_fetched=True
             )
         except BufferClosed:
             return False
