@@ -357,7 +357,12 @@ class RedisTier(LoopBound, StoreTier):
                     command(b"GETRANGE", key, 0, len(header) - 1),
                 ]
             )
-            if lane.begin_payload() != stop - start:
+            try:
+                nbytes = lane.begin_payload()
+            except ServerError:
+                lane.read_reply(line_nbytes=64)  # the second answer, too
+                raise
+            if nbytes != stop - start:
                 raise _Replaced
             lane.read_into(into, moved)
             lane.end_payload()

@@ -222,6 +222,22 @@ async def test_a_value_that_is_replaced_while_it_is_read_is_read_again_whole(
     assert await fetch(tier, "k1/b", nbytes) is MISSING
 
 
+@pytest.mark.parametrize("nbytes", [NBYTES, LARGE_NBYTES])
+async def test_a_lane_has_no_answer_left_of_a_value_that_became_something_else(
+    nbytes: int, tier: RedisTier, client: redis.asyncio.Redis
+) -> None:
+    async def replace() -> None:
+        await client.unlink("k1/a")
+        await client.lpush("k1/a", "mine")
+
+    await client.ping()  # it reads files when it connects
+    assert await store(tier, "k1/a", nbytes) is DONE
+    assert await store(tier, "k1/b", nbytes) is DONE
+    wanted = Meddled("k1/a", nbytes, replace)
+    assert list(await tier.fetch([wanted])) == [MISSING]
+    assert [await fetch(tier, "k1/b", nbytes) for _ in range(3)] == [DONE] * 3
+
+
 async def test_what_replaces_a_value_may_be_unwanted_or_of_another_length(
     tier: RedisTier,
 ) -> None:
