@@ -371,8 +371,9 @@ async def test_a_prefix_ends_at_the_first_key_that_is_missing() -> None:
                 assert await client.match_prefix(list("abcd")) == 2
                 assert await client.match_prefix(["a", "b"]) == 2
                 assert await client.match_prefix([]) == 0
-                with pytest.raises(TypeError):
-                    await client.contains("abc")
+                for call in (client.contains, client.get_many):
+                    with pytest.raises(TypeError):
+                        await call("abc")
                 with pytest.raises(TypeError):
                     async with client.pin("abc"):
                         pass

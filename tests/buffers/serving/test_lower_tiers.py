@@ -79,15 +79,72 @@ async def match_prefix(store: KVStoreBuffer) -> None:
     assert await store.match_prefix(["a", "b"]) == 1
 
 
+async def stat(store: KVStoreBuffer) -> None:
+    told = await store.stat("a")
+    assert told is not None
+    assert told.tiers[-1] == "DictTier"
+    assert await store.stat("b") is None
+
+
+async def delete(store: KVStoreBuffer) -> None:
+    assert await store.delete("a")
+    assert not await store.delete("a")
+
+
+async def put_none(store: KVStoreBuffer) -> None:
+    await store.put("a", None)
+    assert await store.contains(["a"]) == (False,)
+
+
 Ask = Callable[[KVStoreBuffer], Coroutine[Any, Any, None]]
-ASKS = (get, pin, contains, match_prefix)
+ASKS = (get, pin, contains, match_prefix, stat)
+ENDS = (delete, put_none)
 
 
-@pytest.mark.parametrize("ask", ASKS)
+@pytest.mark.parametrize("ask", [*ASKS, *ENDS])
 async def test_a_peer_finds_what_only_a_tier_has(ask: Ask, tier: DictTier) -> None:
     async with served(tier) as (peer, store):
         await put_far(peer, store)
         await ask(peer.store)
+
+
+@pytest.mark.parametrize("end", ENDS)
+async def test_a_delete_of_what_is_far_may_be_cancelled_anywhere(
+    end: Ask, tier: DictTier
+) -> None:
+    async with served(tier) as (peer, store):
+
+        async def check(k: int, mode: CancelMode, outcome: Outcome[None]) -> None:
+            value = await peer.store.get("a")
+            assert outcome.cancelled or value is None
+            await store.flush()
+
+        await sweep_cancellation(
+            lambda: end(peer.store),
+            check,
+            before=lambda: put_far(peer, store),
+            modes=CANCEL_MODES,
+        )
+
+
+async def test_a_peer_is_told_the_nearest_tier_of_each_block(tier: DictTier) -> None:
+    async with served(tier) as (peer, store):
+        await put_far(peer, store)
+        await peer.store.put("b", VALUE)
+        match = await peer.store.match_prefix(["b", "a", "c"])
+        assert (match, match.ready) == (2, 1)
+        assert match.by_tier == {"memory": 1, "DictTier": 1}
+
+
+async def test_a_pin_at_a_peer_takes_what_has_come_in_time(tier: DictTier) -> None:
+    async with served(tier) as (peer, store):
+        await put_far(peer, store)
+        tier.hold("fetch")
+        async with peer.store.pin(["a"], within_s=0.01) as has:
+            assert has == (False,)
+        tier.let_go("fetch")
+        async with peer.store.pin(["a"], within_s=30.0) as has:
+            assert has == (True,)
 
 
 @pytest.mark.parametrize("ask", ASKS)
