@@ -21,6 +21,11 @@ _COMMANDS: Final = {
 }
 """Where each is, and its line in the list of commands, which imports none of them."""
 
+_DEMO_OF_THE_CACHE: Final = (
+    "asynckv.cli.demo.cache.command:demo_cache",
+    "Two engines and one store: see what they need not compute.",
+)
+
 _NOT_INSTALLED: Final = (
     "asynckv: this command needs {missing}, which is not installed "
     '(in a checkout of asynckv: python -m pip install -c constraints.txt ".[cli]")'
@@ -44,5 +49,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for name, (where, line) in _COMMANDS.items():
         # A command that is asked for its own help says more than that line.
         app.command(where, name=name, help=None if name in given else line)
+    if "demo" in given:
+        where, line = _DEMO_OF_THE_CACHE
+        app["demo"].command(
+            where, name="cache", help=None if "cache" in given else line
+        )
     status = app(given)
     sys.exit(status if isinstance(status, int) else 0)

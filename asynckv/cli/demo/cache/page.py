@@ -1,0 +1,224 @@
+"""The page of the demo of the cache: one self-contained HTML file.
+
+A pure function of the report; nothing on the page is fetched from anywhere.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from html import escape
+from typing import Final
+
+from asynckv.cli.demo.cache.report import CacheReport, Request, hit_rate
+from asynckv.cli.demo.cache.workload import Part
+from asynckv.cli.demo.wording import write_bytes, write_seconds
+from asynckv.cli.document import write_document, write_head, write_section
+
+__all__ = ("draw_first_tokens", "headline", "render_page")
+
+_TITLES: Final[dict[Part, str]] = {
+    "document": "One document, several questions",
+    "chat": "One chat, whose turns go to the engines in turn",
+    "killed": "After kill -9 of engine 2 and the server",
+}
+_FIRST_KEY: Final = """<ul class="key">
+<li style="--swatch: var(--wire)">each engine with its own cache</li>
+<li style="--swatch: var(--compute)">with the store that they share</li>
+</ul>"""
+_SOURCES_KEY: Final = """<ul class="key">
+<li style="--swatch: var(--compute)">found in memory</li>
+<li style="--swatch: var(--step)">found on disk</li>
+<li style="--swatch: var(--line)">computed</li>
+</ul>"""
+
+
+def render_page(report: CacheReport) -> str:
+    """Return the whole page as text."""
+    body = "\n".join(
+        (
+            _head(report),
+            _first_tokens(report),
+            _sources(report),
+            _kill(report),
+            _table(report),
+            _foot(report),
+        )
+    )
+    title = "asynckv: compute a prompt once"
+    return write_document(title, "asynckv.cli.demo", body)
+
+
+def headline(report: CacheReport) -> tuple[str, str]:
+    """Return what was seen, in two sentences."""
+    alone, shared = report.alone[1], report.shared[1]
+    after = _compare(report.restarted[0], report.cold)
+    return (
+        f"A document that another engine has read: {_compare(shared, alone)}",
+        f"After kill -9 of an engine and the server, from its disk: {after}",
+    )
+
+
+def _compare(one: Request, other: Request) -> str:
+    ratio = one.first_token_s / other.first_token_s
+    return (
+        f"first token after {write_seconds(one.first_token_s)}, {ratio:.0%} of the "
+        f"{write_seconds(other.first_token_s)} of an engine that computes it all."
+    )
+
+
+def _head(report: CacheReport) -> str:
+    good = not report.problems
+    same = report.tokens_identical
+    words = "the same tokens, whatever was found" if same else "tokens differ"
+    if same and not good:
+        words += ", but something else went wrong"
+    machine, several = report.machine, len(report.shared) + len(report.restarted)
+    facts = (
+        f"{report.model} · two engines, one server · {several} requests, the longest "
+        f"{max(one.prompt_tokens for one in report.shared):,} prompt tokens · "
+        f"{report.chunk_tokens} tokens a block, {write_bytes(report.block_bytes)}"
+    )
+    where = (
+        f"asynckv {machine.version} · {machine.began} · {machine.host} · "
+        f"Python {machine.python}, torch {machine.torch}"
+    )
+    problems = "".join(f"<li>{escape(problem)}</li>" for problem in report.problems)
+    listed = f'<ul class="problems">{problems}</ul>' if problems else ""
+    seen = "".join(f'<p class="seen">{escape(line)}</p>' for line in headline(report))
+    kind = "verdict" if good else "verdict bad"
+    verdict = f'<p class="{kind}" id="verdict">{words}</p>{listed}'
+    return "\n".join((write_head("Compute a prompt once", facts, where), verdict, seen))
+
+
+def _first_tokens(report: CacheReport) -> str:
+    note = (
+        "From the moment in which a request was sent to the moment in which its first "
+        "token was read, in the process that sent it; one request at a time. Both runs "
+        "have the same model, requests and block size, and began with engines that had "
+        "just been started. An engine alone has as much memory for its cache as the "
+        "server has for all."
+    )
+    chart = draw_first_tokens(report.pairs)
+    return write_section("Time to first token", note, _FIRST_KEY, chart)
+
+
+def draw_first_tokens(pairs: Sequence[tuple[Request, Request]]) -> str:
+    """Draw two bars a request: without and with the shared store."""
+    longest_s = max(one.first_token_s for pair in pairs for one in pair)
+    rows = []
+    for part, several in itertools.groupby(pairs, lambda pair: pair[1].part):
+        rows.append(f"<h3>{_TITLES[part]}</h3>")
+        for alone, shared in several:
+            cold = "" if alone.found_tokens else "nothing stored"
+            lines = (
+                _bar("wire", alone.first_token_s, longest_s, cold),
+                _bar("compute", shared.first_token_s, longest_s, ""),
+            )
+            rows.append(_row(shared, "".join(lines)))
+    return f'<div class="requests" id="first-tokens">{"".join(rows)}</div>'
+
+
+def _bar(kind: str, seconds: float, longest_s: float, remark: str) -> str:
+    share = round(100 * seconds / longest_s, 2)
+    return (
+        f'<div class="bar"><i class="{kind}" style="flex-basis: {share}%"></i>'
+        f"<b>{write_seconds(seconds)}</b> <small>{remark}</small></div>"
+    )
+
+
+def _row(one: Request, drawn: str) -> str:
+    name = f"{escape(one.name)} <small>engine {one.engine}</small>"
+    return (
+        f'<div class="request"><div class="name">{name}</div><div>{drawn}</div></div>'
+    )
+
+
+def _sources(report: CacheReport) -> str:
+    alone, shared = hit_rate(report.alone), hit_rate(report.shared)
+    note = (
+        f"Of all prompt tokens before the kill {shared:.0%} were found in the store; "
+        f"{alone:.0%} by engines alone. Each bar is one prompt of the run with the "
+        "store. The end of a prompt that fills no block is always computed."
+    )
+    longest = max(one.prompt_tokens for _, one in report.pairs)
+    rows = (
+        _row(one, _stack(one, longest, report.chunk_tokens)) for _, one in report.pairs
+    )
+    chart = f'<div class="requests" id="sources">{"".join(rows)}</div>'
+    return write_section(
+        "Where the KV of a prompt came from", note, _SOURCES_KEY, chart
+    )
+
+
+def _stack(one: Request, longest: int, chunk_tokens: int) -> str:
+    disk = one.by_tier.get("disk", 0) * chunk_tokens
+    computed = one.prompt_tokens - one.found_tokens
+    parts = (("compute", one.found_tokens - disk), ("step", disk), ("rest", computed))
+    drawn = "".join(
+        f'<i class="{kind}" style="flex-basis: {round(100 * tokens / longest, 2)}%" '
+        f'title="{tokens:,} tokens"></i>'
+        for kind, tokens in parts
+        if tokens
+    )
+    share = one.found_tokens / one.prompt_tokens
+    return f'<div class="bar">{drawn}<b>{share:.0%}</b></div>'
+
+
+def _kill(report: CacheReport) -> str:
+    engine, server = report.killed_pids
+    missing = f", {report.blocks_missing:,} not" if report.blocks_missing else ""
+    words = (
+        f"When the disk had {report.blocks_on_disk:,} blocks{missing}, engine 2 "
+        f"(process {engine}) and the server (process {server}) were killed at once, by "
+        f"SIGKILL. Another server on the same disk answered "
+        f"{write_seconds(report.server_back_s)} later. Engine 1 lived on and connected "
+        "again by itself; a new engine 2 was started. Both were asked about the "
+        "document, and then the new engine once more with nothing stored."
+    )
+    return f"<h2>What was killed</h2>\n<p>{words}</p>"
+
+
+def _table(report: CacheReport) -> str:
+    rows = "\n".join(
+        f'<tr><th scope="row">{escape(name)}</th><td class="value">{escape(value)}</td>'
+        f'<td class="remark">{escape(remark)}</td></tr>'
+        for name, value, remark in _figures(report)
+    )
+    table = f'<table id="numbers">\n<tbody>\n{rows}\n</tbody>\n</table>'
+    return f"<h2>The numbers</h2>\n{table}"
+
+
+def _figures(report: CacheReport) -> Iterator[tuple[str, str, str]]:
+    same = "yes" if report.tokens_identical else "NO"
+    yield "tokens identical", same, "of every answer, with the store and without"
+    rates = f"{hit_rate(report.alone):.0%} by engines alone; before the kill"
+    yield "prompt tokens found", f"{hit_rate(report.shared):.0%}", rates
+    for tier, blocks in report.read_blocks.items():
+        nbytes = write_bytes(blocks * report.block_bytes)
+        yield f"read from {tier}", nbytes, f"{blocks:,} blocks, by both engines"
+    held = write_bytes(report.blocks_on_disk * report.block_bytes)
+    yield "on disk at the kill", held, f"{report.blocks_on_disk:,} blocks"
+    yield "memory", write_bytes(report.memory_bytes), "of the server, at most"
+    for alone, shared in report.pairs:
+        name = f"{shared.name}, engine {shared.engine}"
+        yield name, write_seconds(shared.first_token_s), _remark(alone, shared)
+
+
+def _remark(alone: Request, shared: Request) -> str:
+    where = ", ".join(f"{tier} {blocks}" for tier, blocks in shared.by_tier.items())
+    return (
+        f"{write_seconds(alone.first_token_s)} without the store · of "
+        f"{shared.prompt_tokens:,} tokens {shared.computed_tokens:,} computed, "
+        f"{alone.computed_tokens:,} without · blocks: {where or 'none'} · by the "
+        f"engine's clock {write_seconds(shared.engine_first_token_s)}"
+    )
+
+
+def _foot(report: CacheReport) -> str:
+    return (
+        f"<footer>Written by <code>asynckv demo cache</code> in "
+        f"{write_seconds(report.seconds)}, loading included. All processes ran on one "
+        "machine, one request at a time. Each figure was measured once: what else ran "
+        "then is in it.</footer>"
+    )
