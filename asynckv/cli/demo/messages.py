@@ -155,9 +155,13 @@ class Ask(_Base, frozen=True, tag="ask"):
 
 
 class WaitStored(_Base, frozen=True, tag="wait_stored"):
-    """Say when a tier of the store has all blocks of the prompts so far."""
+    """Say when a tier of the store has all blocks of the prompts so far.
+
+    What a tier had no room for, it never gets: so wait at most ``within_s``.
+    """
 
     tier: str
+    within_s: float = 30.0
 
 
 Order: TypeAlias = (

@@ -55,7 +55,6 @@ __all__ = ("CacheEngine", "main")
 _WARM_UP_TOKENS: Final = 250
 _RECONNECT_S: Final = 120.0
 _POLL_S: Final = 0.02
-_STORED_WITHIN_S: Final = 30.0
 
 
 class CacheEngine:
@@ -84,8 +83,12 @@ class CacheEngine:
             case Ask():
                 return await self._answer(order)
             case WaitStored():
-                return await self._wait_stored(order.tier)
+                return await self._wait_stored(order.tier, order.within_s)
         raise ValueError(f"an engine does not know {type(order).__name__}")
+
+    def use(self, engine: Engine, tokenizer: PromptTokenizer) -> None:
+        """Compute with this model from here on."""
+        self._loaded = engine, tokenizer
 
     async def _load(self, document: str) -> Ready:
         def doing(what: str) -> None:
@@ -99,7 +102,7 @@ class CacheEngine:
         self._stack.callback(engine.close)
         doing("warming up")
         await engine.compute(lambda: engine.generate(TokenClock(), 2))
-        self._loaded = engine, prepared.tokenizer
+        self.use(engine, prepared.tokenizer)
         return _ready(prepared, engine, document)
 
     async def _use(self, order: UseStore) -> Ready:
@@ -150,11 +153,10 @@ class CacheEngine:
         if tokens == 1:
             self._send(FirstToken())
 
-    async def _wait_stored(self, tier: str) -> Stored:
+    async def _wait_stored(self, tier: str, within_s: float) -> Stored:
         store, there = self._used(), list[str]()
-        # What a tier had no room for, it never gets.
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(_STORED_WITHIN_S):
+            async with asyncio.timeout(within_s):
                 for key in self._keys:
                     # A store tells nobody that a tier has a value, so it is asked.
                     while tier not in await _tiers_of(store, key):  # noqa: ASYNC110

@@ -6,7 +6,7 @@ A pure function of the report; nothing on the page is fetched from anywhere.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from html import escape
 from typing import Final
 
@@ -15,7 +15,7 @@ from asynckv.cli.demo.cache.workload import Part
 from asynckv.cli.demo.wording import write_bytes, write_seconds
 from asynckv.cli.document import write_document, write_head, write_section
 
-__all__ = ("draw_first_tokens", "headline", "render_page")
+__all__ = ("headline", "render_page")
 
 _TITLES: Final[dict[Part, str]] = {
     "document": "One document, several questions",
@@ -99,38 +99,23 @@ def _first_tokens(report: CacheReport) -> str:
         "just been started. An engine alone has as much memory for its cache as the "
         "server has for all."
     )
-    chart = draw_first_tokens(report.pairs)
+    longest_s = max(one.first_token_s for pair in report.pairs for one in pair)
+
+    def draw(alone: Request, shared: Request) -> str:
+        remark = "" if alone.found_tokens else "nothing stored"
+        return _bar("wire", alone, longest_s, remark) + _bar(
+            "compute", shared, longest_s
+        )
+
+    chart = _chart("first-tokens", report, draw)
     return write_section("Time to first token", note, _FIRST_KEY, chart)
 
 
-def draw_first_tokens(pairs: Sequence[tuple[Request, Request]]) -> str:
-    """Draw two bars a request: without and with the shared store."""
-    longest_s = max(one.first_token_s for pair in pairs for one in pair)
-    rows = []
-    for part, several in itertools.groupby(pairs, lambda pair: pair[1].part):
-        rows.append(f"<h3>{_TITLES[part]}</h3>")
-        for alone, shared in several:
-            cold = "" if alone.found_tokens else "nothing stored"
-            lines = (
-                _bar("wire", alone.first_token_s, longest_s, cold),
-                _bar("compute", shared.first_token_s, longest_s, ""),
-            )
-            rows.append(_row(shared, "".join(lines)))
-    return f'<div class="requests" id="first-tokens">{"".join(rows)}</div>'
-
-
-def _bar(kind: str, seconds: float, longest_s: float, remark: str) -> str:
-    share = round(100 * seconds / longest_s, 2)
+def _bar(kind: str, one: Request, longest_s: float, remark: str = "") -> str:
+    first_s = one.first_token_s
     return (
-        f'<div class="bar"><i class="{kind}" style="flex-basis: {share}%"></i>'
-        f"<b>{write_seconds(seconds)}</b> <small>{remark}</small></div>"
-    )
-
-
-def _row(one: Request, drawn: str) -> str:
-    name = f"{escape(one.name)} <small>engine {one.engine}</small>"
-    return (
-        f'<div class="request"><div class="name">{name}</div><div>{drawn}</div></div>'
+        f'<div class="bar"><i class="{kind}" style="{_wide(first_s, longest_s)}"></i>'
+        f"<b>{write_seconds(first_s)}</b> <small>{remark}</small></div>"
     )
 
 
@@ -142,13 +127,13 @@ def _sources(report: CacheReport) -> str:
         "store. The end of a prompt that fills no block is always computed."
     )
     longest = max(one.prompt_tokens for _, one in report.pairs)
-    rows = (
-        _row(one, _stack(one, longest, report.chunk_tokens)) for _, one in report.pairs
-    )
-    chart = f'<div class="requests" id="sources">{"".join(rows)}</div>'
-    return write_section(
-        "Where the KV of a prompt came from", note, _SOURCES_KEY, chart
-    )
+
+    def draw(_: Request, shared: Request) -> str:
+        return _stack(shared, longest, report.chunk_tokens)
+
+    chart = _chart("sources", report, draw)
+    title = "Where the KV of a prompt came from"
+    return write_section(title, note, _SOURCES_KEY, chart)
 
 
 def _stack(one: Request, longest: int, chunk_tokens: int) -> str:
@@ -156,13 +141,31 @@ def _stack(one: Request, longest: int, chunk_tokens: int) -> str:
     computed = one.prompt_tokens - one.found_tokens
     parts = (("compute", one.found_tokens - disk), ("step", disk), ("rest", computed))
     drawn = "".join(
-        f'<i class="{kind}" style="flex-basis: {round(100 * tokens / longest, 2)}%" '
+        f'<i class="{kind}" style="{_wide(tokens, longest)}" '
         f'title="{tokens:,} tokens"></i>'
         for kind, tokens in parts
         if tokens
     )
     share = one.found_tokens / one.prompt_tokens
     return f'<div class="bar">{drawn}<b>{share:.0%}</b></div>'
+
+
+def _wide(part: float, whole: float) -> str:
+    return f"flex-basis: {round(100 * part / whole, 2)}%"
+
+
+def _chart(
+    name: str, report: CacheReport, draw: Callable[[Request, Request], str]
+) -> str:
+    rows = []
+    for part, several in itertools.groupby(report.pairs, lambda pair: pair[1].part):
+        rows.append(f"<h3>{_TITLES[part]}</h3>")
+        for alone, shared in several:
+            title = f"{escape(shared.name)} <small>engine {shared.engine}</small>"
+            drawn = f"<div>{draw(alone, shared)}</div>"
+            head = f'<div class="name">{title}</div>'
+            rows.append(f'<div class="request">{head}{drawn}</div>')
+    return f'<div id="{name}">{"".join(rows)}</div>'
 
 
 def _kill(report: CacheReport) -> str:

@@ -6,6 +6,7 @@ its own clock, to the moment in which it reads that the token is there.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator
 
 import msgspec
@@ -111,10 +112,19 @@ def find_problems(report: CacheReport) -> Iterator[str]:
     for one in (request for pair in report.pairs for request in pair):
         if one.found_tokens != report.chunk_tokens * sum(one.by_tier.values()):
             yield f"{one.name}, engine {one.engine}: not all that was there was loaded"
-    for one in (*report.shared[1:], *report.restarted):
-        if not one.found_tokens and one.name != "turn 1":
-            yield f"{one.name}, engine {one.engine}: nothing was found"
+    for before, one in itertools.pairwise((*report.shared, *report.restarted)):
+        if one.found_tokens < _least(before, one, report.chunk_tokens):
+            yield f"{one.name}, engine {one.engine}: less was found than was stored"
     if not report.restarted[0].by_tier.get("disk"):
         yield "After the kill: the disk had nothing of the document"
     if report.cold.found_tokens:
         yield "The cold engine was not cold"
+
+
+def _least(before: Request, one: Request, chunk_tokens: int) -> int:
+    """Return how much there is to be found: of the document at least one block."""
+    if one.part != "chat":
+        return chunk_tokens
+    # A turn begins with the prompt of the one before.
+    same_chat = before.part == "chat"
+    return before.prompt_tokens // chunk_tokens * chunk_tokens if same_chat else 0
