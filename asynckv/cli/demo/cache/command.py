@@ -17,6 +17,7 @@ from rich.text import Text
 from asynckv.cli.demo.cache.page import headline, render_page
 from asynckv.cli.demo.cache.play import play_cache
 from asynckv.cli.demo.cache.report import CacheReport, hit_rate
+from asynckv.cli.demo.cache.workload import read_workload
 from asynckv.cli.demo.live import LiveDisplay
 from asynckv.cli.demo.models import check_model
 from asynckv.cli.demo.processes import WorkerEnded, WorkerFailed
@@ -79,7 +80,8 @@ def _run(model: str, console: Console) -> CacheReport:
         tempfile.TemporaryDirectory(prefix="asynckv-demo-") as scratch,
         LiveDisplay(console) as display,
     ):
-        return asyncio.run(until_ended(play_cache(model, Path(scratch), display)))
+        play = play_cache(model, read_workload(), Path(scratch), display)
+        return asyncio.run(until_ended(play))
 
 
 def _with_sums(report: CacheReport) -> dict[str, object]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import time
 import urllib.parse
 from collections.abc import Sequence
@@ -21,8 +22,7 @@ from asynckv.cli.demo.cache.workload import (
     AFTER_THE_KILL,
     CHUNK_TOKENS,
     Step,
-    chat_steps,
-    document_steps,
+    Workload,
 )
 from asynckv.cli.demo.live import LiveDisplay
 from asynckv.cli.demo.messages import (
@@ -35,7 +35,6 @@ from asynckv.cli.demo.messages import (
     UseStore,
     WaitStored,
 )
-from asynckv.cli.demo.models import read_prompt
 from asynckv.cli.demo.play import both, start_worker, this_machine
 from asynckv.cli.demo.processes import Worker
 from asynckv.cli.demo.wording import write_seconds
@@ -60,9 +59,10 @@ class _Cast:
         stack: contextlib.AsyncExitStack,
         display: LiveDisplay,
         model: str,
+        workload: Workload,
         scratch: Path,
     ) -> None:
-        self.document = read_prompt().document
+        self.workload = workload
         self._start = functools.partial(start_worker, stack, display)
         self._display, self._model, self._scratch = display, model, scratch
         self._url = "tcp://127.0.0.1:0"
@@ -71,16 +71,18 @@ class _Cast:
         """Start two engines that have the model, and nothing stored."""
         self._display.begin("start two engines")
         one, two = await self._engine(), await self._engine()
+        self._display.end(f"{one.pid} and {two.pid}")
+        self._display.begin(f"load {self._model}")
         # The first one of all prepares the model.
-        ready = await one.ask(LoadModel(self.document), Ready)
-        await two.ask(LoadModel(self.document), Ready)
-        self._display.end(f"{one.pid} and {two.pid}, {ready.model}")
+        ready = await one.ask(LoadModel(self.workload.document), Ready)
+        await two.ask(LoadModel(self.workload.document), Ready)
+        self._display.end(f"{ready.model}, a document of {len(ready.prompt):,} tokens")
         return (one, two), ready
 
     async def engine(self) -> Worker:
         """Start one engine that has the model."""
         engine = await self._engine()
-        await engine.ask(LoadModel(self.document), Ready)
+        await engine.ask(LoadModel(self.workload.document), Ready)
         return engine
 
     async def _engine(self) -> Worker:
@@ -104,9 +106,11 @@ def _memory_bytes(document_bytes: int) -> int:
 class _Asking:
     """Sends requests to two engines, one at a time, and measures them."""
 
-    def __init__(self, engines: Engines, document: str, display: LiveDisplay) -> None:
+    def __init__(
+        self, engines: Engines, workload: Workload, display: LiveDisplay
+    ) -> None:
         self._engines = engines
-        self._document = document
+        self._workload = workload
         self._display = display
         self._turns: tuple[str, ...] = ()
 
@@ -114,7 +118,7 @@ class _Asking:
         """Ask one engine; a step of the chat goes on from all steps before."""
         is_chat = step.part == "chat"
         turns = (*self._turns, step.words) if is_chat else (step.words,)
-        document = "" if is_chat else self._document
+        document = "" if is_chat else self._workload.document
         engine = self._engines[step.engine - 1]
         order = Ask(turns, step.max_new_tokens, document)
         sent_s = time.monotonic()
@@ -139,9 +143,10 @@ class _Asking:
     async def play(self, title: str) -> tuple[Request, ...]:
         """Ask everything that is asked before the kill."""
         done: list[Request] = []
-        for name, steps in ("a document", document_steps()), ("a chat", chat_steps()):
-            self._display.begin(f"{title}: {name}")
-            asked = [await self.ask(step) for step in steps]
+        steps = self._workload.steps
+        for part, several in itertools.groupby(steps, lambda step: step.part):
+            self._display.begin(f"{title}: a {part}")
+            asked = [await self.ask(step) for step in several]
             self._display.end(_summary(asked))
             done += asked
         return tuple(done)
@@ -157,17 +162,19 @@ def _summary(asked: Sequence[Request]) -> str:
     return f"{hit_rate(asked):.0%} of the tokens found, last first token after {last}"
 
 
-async def play_cache(model: str, scratch: Path, display: LiveDisplay) -> CacheReport:
+async def play_cache(
+    model: str, workload: Workload, scratch: Path, display: LiveDisplay
+) -> CacheReport:
     """Ask engines alone, engines that share a store, and after a kill.
 
-    Cancelled or not, no process is left behind.
+    Cancelled or not, no process is left behind; what they write is in ``scratch``.
 
     :raises WorkerFailed: a process says that it cannot do its part
     :raises WorkerEnded: a process died that should not have
     """
     machine, began_s = this_machine(), time.monotonic()
     async with contextlib.AsyncExitStack() as stack:
-        cast = _Cast(stack, display, model, scratch)
+        cast = _Cast(stack, display, model, workload, scratch)
         alone, ready = await _play_alone(cast, display)
         report = await _play_shared(cast, display, ready, alone)
     machine = msgspec.structs.replace(machine, torch=ready.torch)
@@ -184,7 +191,7 @@ async def _play_alone(
     for engine in engines:
         own = UseStore(max_bytes=_memory_bytes(ready.kv_bytes))
         await engine.ask(own, Ready)
-    alone = await _Asking(engines, cast.document, display).play("each alone")
+    alone = await _Asking(engines, cast.workload, display).play("each alone")
     for engine in engines:
         await engine.stop()
     return alone, ready
@@ -197,7 +204,7 @@ async def _play_shared(
     server, url = await cast.server(ready.kv_bytes)
     for engine in engines:
         await engine.ask(UseStore(url), Ready)
-    shared = await _Asking(engines, cast.document, display).play("with a store")
+    shared = await _Asking(engines, cast.workload, display).play("with a store")
     display.begin("wait for the disk")
     stored = [await engine.ask(WaitStored("disk"), Stored) for engine in engines]
     on_disk = len({key for one in stored for key in one.keys})
@@ -238,7 +245,7 @@ async def _play_restarted(
     engine = await cast.engine()
     await engine.ask(UseStore(url), Ready)
     display.end(f"{engine.pid}")
-    asking = _Asking((survivor, engine), cast.document, display)
+    asking = _Asking((survivor, engine), cast.workload, display)
     step = Step("killed", "the new engine", 2, AFTER_THE_KILL)
     other = replace(step, name="the one that lived on", engine=1)
     display.begin("ask both engines about the document")

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.resources
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Final, Literal, TypeAlias
+
+from asynckv.cli.demo.models import read_prompt
 
 __all__ = (
     "AFTER_THE_KILL",
     "CHUNK_TOKENS",
-    "DOCUMENT_TOKENS",
     "Part",
     "Step",
-    "chat_steps",
-    "document_steps",
+    "Workload",
+    "read_workload",
 )
 
 Part: TypeAlias = Literal["document", "chat", "killed"]
@@ -22,10 +23,12 @@ Part: TypeAlias = Literal["document", "chat", "killed"]
 CHUNK_TOKENS: Final = 64
 """So many tokens are one block, which is one value of the store."""
 
-DOCUMENT_TOKENS: Final = 16
-"""New tokens of an answer about the document."""
-
-_CHAT_TOKENS: Final = 32
+_ANSWER_TOKENS: Final = 12
+_KINDS: Final[Mapping[Part, tuple[str, int]]] = {
+    "document": ("question", _ANSWER_TOKENS),
+    "chat": ("turn", 24),
+}
+"""What a request of each part is called, and how many tokens an answer has."""
 
 _QUESTIONS: Final = (
     "Who was Ansa Merrow?",
@@ -47,18 +50,26 @@ class Step:
     name: str
     engine: int
     words: str
-    max_new_tokens: int = DOCUMENT_TOKENS
+    max_new_tokens: int = _ANSWER_TOKENS
 
 
-def document_steps() -> Iterator[Step]:
-    """Yield the questions about the document, to one engine and the other in turn."""
-    for number, question in enumerate(_QUESTIONS):
-        name = f"question {number + 1}"
-        yield Step("document", name, number % 2 + 1, question)
+@dataclasses.dataclass(frozen=True)
+class Workload:
+    """What is asked twice: ``steps``, one by one, those of a part one after another."""
+
+    document: str
+    steps: tuple[Step, ...]
 
 
-def chat_steps() -> Iterator[Step]:
-    """Yield the user's turns of the chat, to one engine and the other in turn."""
+def read_workload() -> Workload:
+    """Read the story and the chat; both engines are asked in turn. Blocks."""
     chat = importlib.resources.files(__package__).joinpath("chat.txt")
-    for number, words in enumerate(chat.read_text(encoding="utf-8").splitlines()):
-        yield Step("chat", f"turn {number + 1}", number % 2 + 1, words, _CHAT_TOKENS)
+    turns = chat.read_text(encoding="utf-8").splitlines()
+    steps = (*_steps("document", _QUESTIONS), *_steps("chat", turns))
+    return Workload(read_prompt().document, tuple(steps))
+
+
+def _steps(part: Part, several: Iterable[str]) -> Iterator[Step]:
+    kind, tokens = _KINDS[part]
+    for number, words in enumerate(several):
+        yield Step(part, f"{kind} {number + 1}", number % 2 + 1, words, tokens)

@@ -8,8 +8,7 @@ from asynckv.cli.demo.cache.report import CacheReport, Request
 from asynckv.cli.demo.cache.workload import (
     CHUNK_TOKENS,
     Step,
-    chat_steps,
-    document_steps,
+    read_workload,
 )
 from asynckv.cli.demo.report import Machine
 
@@ -36,12 +35,12 @@ def request(
 
 def played(*, shared: bool) -> tuple[Request, ...]:
     """Return what is asked before the kill: alone each engine begins with nothing."""
-    done = []
-    for number, step in enumerate(document_steps()):
+    done, steps = [], read_workload().steps
+    for number, step in enumerate(steps[:6]):
         is_cold = number < (1 if shared else 2)
         blocks, first_s = (0, 2.5) if is_cold else (28, 0.25)
         done.append(request(step, 1800, blocks, first_s))
-    for number, step in enumerate(chat_steps()):
+    for number, step in enumerate(steps[6:]):
         blocks = max(0, number - (0 if shared else 1)) * 2
         done.append(request(step, 130 * (number + 1), blocks, 0.2 + number / 10))
     return tuple(done)

@@ -43,9 +43,7 @@ def test_a_store_is_shared_and_its_disk_outlives_a_kill(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def engines_are_there(
-    tmp_path: Path,
-) -> Iterator[tuple[subprocess.Popen[str], list[int]]]:
+def begun(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], list[int]]]:
     """Return a demo that has started its engines, and these engines."""
     (tmp_path / "files").mkdir()
     process = subprocess.Popen(
@@ -70,15 +68,17 @@ def engines_are_there(
     ids=["a killed engine", "Ctrl-C"],
 )
 def test_a_demo_that_ends_early_says_so_and_leaves_nothing_behind(
-    engines_are_there: tuple[subprocess.Popen[str], list[int]],
+    begun: tuple[subprocess.Popen[str], list[int]],
     tmp_path: Path,
     belonging_to: BelongingTo,
     kills: bool,
     status: int,
     words: str,
 ) -> None:
-    process, engines = engines_are_there
+    process, engines = begun
     if kills:
+        assert process.stdout is not None
+        process.stdout.readline()  # they have loaded the model
         os.kill(engines[0], signal.SIGKILL)
     else:
         process.send_signal(signal.SIGINT)

@@ -12,7 +12,7 @@ from asynckv.cli.demo.cache.report import (
     find_problems,
     hit_rate,
 )
-from asynckv.cli.demo.cache.workload import CHUNK_TOKENS, chat_steps, document_steps
+from asynckv.cli.demo.cache.workload import CHUNK_TOKENS, read_workload
 
 
 def test_a_run_in_which_all_went_well_has_no_problem(cache_report: CacheReport) -> None:
@@ -20,6 +20,8 @@ def test_a_run_in_which_all_went_well_has_no_problem(cache_report: CacheReport) 
     assert cache_report.tokens_identical
     assert cache_report.document_ratio == pytest.approx(0.1)
     assert cache_report.restart_ratio == pytest.approx(0.125)
+    assert len(cache_report.cold_first_tokens_s) == 3
+    assert len(cache_report.found_first_tokens_s) == 5
     assert cache_report.read_blocks == {"memory": 28 * 6 + 30, "disk": 28}
 
 
@@ -72,7 +74,7 @@ def test_what_was_not_kept_is_told(
 
 
 def test_requests_go_to_one_engine_and_the_other_in_turn() -> None:
-    for steps in (document_steps, chat_steps):
-        engines = [step.engine for step in steps()]
-        assert engines == [1, 2] * 3
-        assert len({step.words for step in steps()}) == 6
+    steps = read_workload().steps
+    assert [step.part for step in steps] == ["document"] * 6 + ["chat"] * 6
+    assert [step.engine for step in steps] == [1, 2] * 6
+    assert len({step.words for step in steps}) == 12
