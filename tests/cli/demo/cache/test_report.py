@@ -12,7 +12,7 @@ from asynckv.cli.demo.cache.report import (
     find_problems,
     hit_rate,
 )
-from asynckv.cli.demo.cache.workload import CHUNK_TOKENS, read_workload
+from asynckv.cli.demo.cache.workload import CHUNK_TOKENS
 
 
 def test_a_run_in_which_all_went_well_has_no_problem(cache_report: CacheReport) -> None:
@@ -71,10 +71,3 @@ def test_what_was_not_kept_is_told(
 ) -> None:
     (told,) = {*find_problems(changed(cache_report, place, **values))}
     assert problem in told
-
-
-def test_requests_go_to_one_engine_and_the_other_in_turn() -> None:
-    steps = read_workload().steps
-    assert [step.part for step in steps] == ["document"] * 6 + ["chat"] * 6
-    assert [step.engine for step in steps] == [1, 2] * 6
-    assert len({step.words for step in steps}) == 12
