@@ -297,7 +297,7 @@ class Stored(_Base, frozen=True, tag="stored"):
     """The tier has these blocks of this engine's prompts; ``missing`` never came."""
 
     keys: tuple[str, ...]
-    missing: int = 0
+    missing: tuple[str, ...] = ()
 
 
 class Failed(_Base, frozen=True, tag="failed"):

@@ -154,15 +154,16 @@ class CacheEngine:
             self._send(FirstToken())
 
     async def _wait_stored(self, tier: str, within_s: float) -> Stored:
-        store, there = self._used(), list[str]()
+        store, missing = self._used(), set(self._keys)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(within_s):
-                for key in self._keys:
-                    # A store tells nobody that a tier has a value, so it is asked.
-                    while tier not in await _tiers_of(store, key):  # noqa: ASYNC110
-                        await asyncio.sleep(_POLL_S)
-                    there.append(key)
-        return Stored(tuple(there), len(self._keys) - len(there))
+                # A store tells nobody that a tier has a value, so it is asked.
+                while missing:
+                    for key in tuple(missing):
+                        if tier in await _tiers_of(store, key):
+                            missing.remove(key)
+                    await asyncio.sleep(_POLL_S)
+        return Stored(tuple(self._keys.keys() - missing), tuple(missing))
 
     def _engine(self) -> tuple[Engine, PromptTokenizer]:
         if self._loaded is None:

@@ -121,6 +121,7 @@ class _Asking:
         document = "" if is_chat else self._workload.document
         engine = self._engines[step.engine - 1]
         order = Ask(turns, step.max_new_tokens, document)
+        self._display.doing(f"{step.name}, engine {step.engine}")
         sent_s = time.monotonic()
         first_s, answered = await both(
             _come(engine, FirstToken), engine.ask(order, Answered)
@@ -208,6 +209,7 @@ async def _play_shared(
     display.begin("wait for the disk")
     stored = [await engine.ask(WaitStored("disk"), Stored) for engine in engines]
     on_disk = len({key for one in stored for key in one.keys})
+    missing = len({key for one in stored for key in one.missing})
     display.end(f"it has {on_disk} blocks")
     killed = engines[1], server
     display.begin(f"kill -9: engine {killed[0].pid}, server {killed[1].pid}")
@@ -230,7 +232,7 @@ async def _play_shared(
         restarted=restarted,
         cold=cold,
         blocks_on_disk=on_disk,
-        blocks_missing=sum(one.missing for one in stored),
+        blocks_missing=missing,
         killed_pids=(killed[0].pid, killed[1].pid),
         server_back_s=back_s,
         machine=this_machine(),
