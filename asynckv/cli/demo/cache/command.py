@@ -97,10 +97,11 @@ def _with_sums(report: CacheReport) -> dict[str, object]:
 
 def final_table(report: CacheReport) -> Group:
     """Return what was seen, request by request, to be printed."""
-    table = Table("request", "engine", box=None, padding=(0, 3, 0, 0))
-    for heading in ("tokens", "alone: found", "first token", "shared: found"):
-        table.add_column(heading, justify="right")
-    table.add_column("first token", justify="right", style="bold")
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    table.add_column("request", no_wrap=True)
+    for heading in ("engine", "tokens", "found", "alone", "found", "shared"):
+        style = "bold" if heading == "shared" else ""
+        table.add_column(heading, justify="right", style=style, no_wrap=True)
     for one, other in report.pairs:
         found = (f"{each.found_tokens:,}" for each in (one, other))
         first = (write_seconds(each.first_token_s) for each in (one, other))
@@ -109,4 +110,5 @@ def final_table(report: CacheReport) -> Group:
         table.add_row(name, engine, f"{other.prompt_tokens:,}", *cells)
     problems = [Text(f"problem: {problem}", "bold red") for problem in report.problems]
     words = [Text(f"\n{line}", "bold") for line in headline(report)]
-    return Group(Text(), table, *words, *problems)
+    title = Text("\ntime to first token, after so many tokens were found", "bold")
+    return Group(title, table, *words, *problems)

@@ -6,6 +6,7 @@ A pure function of the report; nothing on the page is fetched from anywhere.
 from __future__ import annotations
 
 import itertools
+import re
 import statistics
 from collections.abc import Callable, Iterator
 from html import escape
@@ -87,7 +88,8 @@ def _head(report: CacheReport) -> str:
     )
     problems = "".join(f"<li>{escape(problem)}</li>" for problem in report.problems)
     listed = f'<ul class="problems">{problems}</ul>' if problems else ""
-    seen = "".join(f'<p class="seen">{escape(line)}</p>' for line in headline(report))
+    lines = (re.sub(r"(?<=\d) (?=m?s\b)", "&nbsp;", line) for line in headline(report))
+    seen = "".join(f'<p class="seen">{line}</p>' for line in lines)
     kind = "verdict" if good else "verdict bad"
     verdict = f'<p class="{kind}" id="verdict">{words}</p>{listed}'
     return "\n".join((write_head("Compute a prompt once", facts, where), verdict, seen))
@@ -99,12 +101,14 @@ def _first_tokens(report: CacheReport) -> str:
         "token was read, in the process that sent it; one request at a time. Both runs "
         "have the same model, requests and block size, and began with engines that had "
         "just been started. An engine alone has as much memory for its cache as the "
-        "server has for all."
+        "server has for all; it knows the chat up to its own last turn."
     )
     longest_s = max(one.first_token_s for pair in report.pairs for one in pair)
 
     def draw(alone: Request, shared: Request) -> str:
         remark = "" if alone.found_tokens else "nothing stored"
+        if alone.engine != shared.engine:
+            remark += f", engine {alone.engine}"
         return _bar("wire", alone, longest_s, remark) + _bar(
             "compute", shared, longest_s
         )

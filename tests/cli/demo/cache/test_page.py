@@ -44,7 +44,8 @@ def test_the_headline_says_both_first_tokens_and_their_ratios(
 @pytest.mark.parametrize(
     "words",
     [
-        "10% of the 2.50 s",
+        "10% of the 2.50&nbsp;s",
+        "nothing stored, engine 2",
         '<p class="verdict" id="verdict">the same tokens, whatever was found</p>',
         "engine 2 (process 4711) and the server (process 4712)",
         "When the disk had 42 blocks,",
