@@ -249,7 +249,7 @@ async def _play_restarted(
     display.end(f"{engine.pid}")
     asking = _Asking((survivor, engine), cast.workload, display)
     step = Step("killed", "the new engine", 2, AFTER_THE_KILL)
-    other = replace(step, name="the one that lived on", engine=1)
+    other = replace(step, name="the old engine", engine=1)
     display.begin("ask both engines about the document")
     restarted = await asking.ask(step), await asking.ask(other)
     display.end(_summary(restarted))

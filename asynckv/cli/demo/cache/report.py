@@ -43,7 +43,7 @@ class CacheReport(msgspec.Struct, frozen=True):
 
     ``alone`` and ``shared`` are the same requests, to engines that have a cache each
     and to engines that share a store. ``restarted``: after the kill the new engine and
-    then the one that lived on were asked the same. ``cold``: the new engine again,
+    then the old engine were asked the same. ``cold``: the new engine again,
     with nothing stored. ``problems`` is empty exactly when the run kept what it
     promises.
     """

@@ -68,4 +68,4 @@ def cache_report() -> CacheReport:
     )
 
 
-NEW_AND_OLD = (("the new engine", 2), ("the one that lived on", 1))
+NEW_AND_OLD = (("the new engine", 2), ("the old engine", 1))

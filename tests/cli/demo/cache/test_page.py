@@ -81,7 +81,7 @@ def test_the_terminal_has_a_row_for_each_request(cache_report: CacheReport) -> N
     console.print(final_table(bad))
     assert isinstance(console.file, io.StringIO)
     shown = console.file.getvalue()
-    assert len(re.findall(r"^(question|turn|the new|the one) ", shown, re.M)) == 14
+    assert len(re.findall(r"^(question|turn|the new|the old) ", shown, re.M)) == 14
     assert "10% of the 2.50 s" in " ".join(shown.split())
     assert "problem: turn 2: less" in shown
 

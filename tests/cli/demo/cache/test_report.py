@@ -49,14 +49,14 @@ NOTHING: dict[str, Any] = {"found_tokens": 0, "by_tier": {}}
     ("place", "values", "problem"),
     [
         ("shared.3", {"tokens": (9,)}, "question 4: the tokens differ"),
-        ("restarted.1", {"tokens": (9,)}, "the one that lived on: the tokens differ"),
+        ("restarted.1", {"tokens": (9,)}, "the old engine: the tokens differ"),
         ("shared.1", NOTHING, "question 2, engine 2: less was found than was stored"),
         (
             "shared.8",
             {"found_tokens": CHUNK_TOKENS, "by_tier": {"memory": 1}},
             "turn 3, engine 1: less was found than was stored",
         ),
-        ("restarted.1", NOTHING, "the one that lived on, engine 1: less was found"),
+        ("restarted.1", NOTHING, "the old engine, engine 1: less was found"),
         ("shared.2", {"found_tokens": CHUNK_TOKENS}, "not all that was there was"),
         ("restarted.0", {"by_tier": {"memory": 28}}, "the disk had nothing of the"),
         (
