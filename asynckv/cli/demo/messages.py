@@ -13,16 +13,20 @@ import msgspec
 from asynckv.cli.demo.report import BackpressureSample
 
 __all__ = (
+    "Answered",
+    "Ask",
     "Computed",
     "Continue",
     "Doing",
     "Failed",
     "FillBuffer",
     "Filled",
+    "FirstToken",
     "Generated",
     "KeptEntry",
     "Landed",
     "Load",
+    "LoadModel",
     "Note",
     "Order",
     "Prefill",
@@ -34,8 +38,11 @@ __all__ = (
     "Select",
     "SelectSlowly",
     "SlowlySelected",
+    "Stored",
     "Text",
+    "UseStore",
     "WaitReturned",
+    "WaitStored",
     "Way",
     "decode_note",
     "decode_order",
@@ -117,6 +124,46 @@ class SelectSlowly(_Base, frozen=True, tag="select_slowly"):
     pause_s: float
 
 
+class LoadModel(_Base, frozen=True, tag="load_model"):
+    """Load the model, which the first one prepares for all, and warm up.
+
+    What is ready then says how many tokens ``document`` has, and how much KV that is.
+    """
+
+    document: str
+
+
+class UseStore(_Base, frozen=True, tag="use_store"):
+    """Keep KV in the store at ``url`` from here on; without: in one of its own.
+
+    That has at most ``max_bytes`` and is empty.
+    """
+
+    url: str = ""
+    max_bytes: int = 0
+
+
+class Ask(_Base, frozen=True, tag="ask"):
+    """Answer the last of the turns, which are the user's and the model's in turn.
+
+    The first of them is about ``document``, if there is one.
+    """
+
+    turns: tuple[str, ...]
+    max_new_tokens: int
+    document: str = ""
+
+
+class WaitStored(_Base, frozen=True, tag="wait_stored"):
+    """Say when a tier of the store has all blocks of the prompts so far.
+
+    What a tier had no room for, it never gets: so wait at most ``within_s``.
+    """
+
+    tier: str
+    within_s: float = 30.0
+
+
 Order: TypeAlias = (
     Load
     | Prefill
@@ -126,6 +173,10 @@ Order: TypeAlias = (
     | Continue
     | Select
     | SelectSlowly
+    | LoadModel
+    | UseStore
+    | Ask
+    | WaitStored
 )
 
 
@@ -222,6 +273,33 @@ class SlowlySelected(_Base, frozen=True, tag="slowly_selected"):
     worst_lag_s: float
 
 
+class FirstToken(_Base, frozen=True, tag="first_token"):
+    """The first token of an answer is there."""
+
+
+class Answered(_Base, frozen=True, tag="answered"):
+    """The answer is there whole, and its KV is stored.
+
+    ``by_tier`` has how many blocks of the prompt were found where,
+    ``first_token_s`` counts from the moment in which the engine read the request.
+    """
+
+    prompt_tokens: int
+    found_tokens: int
+    computed_tokens: int
+    by_tier: dict[str, int]
+    first_token_s: float
+    tokens: tuple[int, ...]
+    text: str
+
+
+class Stored(_Base, frozen=True, tag="stored"):
+    """The tier has these blocks of this engine's prompts; ``missing`` never came."""
+
+    keys: tuple[str, ...]
+    missing: tuple[str, ...] = ()
+
+
 class Failed(_Base, frozen=True, tag="failed"):
     """The order could not be carried out."""
 
@@ -242,6 +320,9 @@ Note: TypeAlias = (
     | Text
     | Generated
     | SlowlySelected
+    | FirstToken
+    | Answered
+    | Stored
     | Failed
 )
 

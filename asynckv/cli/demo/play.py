@@ -61,8 +61,11 @@ __all__ = (
     "Programs",
     "account_backpressure",
     "account_hand_over",
+    "both",
     "find_problems",
     "play_demo",
+    "start_worker",
+    "this_machine",
 )
 
 
@@ -199,7 +202,7 @@ class Acts:
         """Acts 2 and 3: the KV goes in bulk, or layer by layer."""
         entry_id = f"demo-{way}"
         asked_s = self._clock()
-        prefilled, generated = await _both(
+        prefilled, generated = await both(
             self._prefill.ask(Prefill(way, entry_id), Prefilled),
             decode.ask(Select(way, entry_id), Generated),
         )
@@ -240,7 +243,7 @@ class Acts:
         :raises ActFailed: the entries did not come out in the order they went in
         """
         ids = tuple(f"demo-slow-{number}" for number in range(_SLOW_ENTRIES))
-        filled, selected = await _both(
+        filled, selected = await both(
             self._prefill.ask(FillBuffer(ids), Filled),
             decode.ask(SelectSlowly(len(ids), _PAUSE_S), SlowlySelected),
         )
@@ -261,7 +264,7 @@ class Acts:
         execution = _Execution(decode.progress, self._ready.layers)
         entry_id = "demo-killed"
         asked_s = self._clock()
-        prefilled, kept = await _both(
+        prefilled, kept = await both(
             self._prefill.ask(Prefill("layerwise", entry_id), Prefilled),
             self._kill(decode, execution, entry_id),
         )
@@ -321,7 +324,7 @@ class _Execution:
                 self.at_s = time.monotonic()
 
 
-async def _both(
+async def both(
     first: Coroutine[Any, Any, _A], second: Coroutine[Any, Any, _B]
 ) -> tuple[_A, _B]:
     """Wait for both; if one fails the other is cancelled and its error is raised."""
@@ -361,10 +364,10 @@ async def play_demo(
     :raises WorkerEnded: a process died that should not have
     :raises ActFailed: an act did not show what it is there to show
     """
-    machine = _machine()
+    machine = this_machine()
     began_s = time.monotonic()
     async with contextlib.AsyncExitStack() as stack:
-        start = functools.partial(_start, stack, display)
+        start = functools.partial(start_worker, stack, display)
         display.begin("start two processes")
         prefill = await start(programs.prefill, model, str(scratch), device)
         start_decoder = functools.partial(start, programs.decode, device)
@@ -382,7 +385,8 @@ async def play_demo(
     return msgspec.structs.replace(report, problems=tuple(find_problems(report)))
 
 
-def _machine() -> Machine:
+def this_machine() -> Machine:
+    """Return what runs here and where, torch's version still unknown."""
     return Machine(
         version=__version__,
         began=f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d %H:%M} UTC",
@@ -392,12 +396,13 @@ def _machine() -> Machine:
     )
 
 
-async def _start(
+async def start_worker(
     stack: contextlib.AsyncExitStack,
     display: LiveDisplay,
     module: str,
     *arguments: str,
 ) -> Worker:
+    """Start a process, which is stopped when ``stack`` is left."""
     worker = await Worker.start(module, *arguments, progress=display.note)
     stack.push_async_callback(worker.stop)
     return worker

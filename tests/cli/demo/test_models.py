@@ -27,6 +27,11 @@ def test_a_byte_tokenizer_cuts_a_long_prompt() -> None:
     assert bytes(tokens) == b"a l?!"
 
 
+def test_a_byte_tokenizer_cuts_document_and_turns_of_a_chat_each() -> None:
+    tokens = ByteTokenizer(max_tokens=64).encode_chat(("Hello", "Hi"), 99 * "d")
+    assert bytes(tokens) == 56 * b"d" + b"Hell\nHi"
+
+
 def test_bytes_that_are_no_text_show_as_dots() -> None:
     assert ByteTokenizer().decode([72, 105, 7]) == "Hi."
 
@@ -62,7 +67,11 @@ def test_preparing_says_what_it_does(tmp_path: Path) -> None:
 @pytest.mark.timeout(240)
 def test_the_wheel_s_model_speaks(tmp_path: Path) -> None:
     prepared = prepare_model("smollm2", tmp_path)
-    tokens = prepared.tokenizer.encode_prompt("What is the capital of France?", "")
+    question = "What is the capital of France?"
+    tokens = prepared.tokenizer.encode_prompt(question, "")
+    chat = prepared.tokenizer.encode_chat((question, "Paris", "And of Spain?"))
+    assert chat[: len(tokens)] == tokens  # a turn begins with the one before
+    assert prepare_model("smollm2", tmp_path).folder == tmp_path  # it is there already
     model = load_model(prepared.folder)
     ids = torch.tensor([tokens])
     new = model.generate(ids, do_sample=False, max_new_tokens=12)[0, ids.shape[1] :]  # type: ignore[operator]

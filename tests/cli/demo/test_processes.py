@@ -8,6 +8,8 @@ import msgspec
 import pytest
 
 from asynckv.cli.demo.messages import (
+    Answered,
+    Ask,
     FillBuffer,
     Filled,
     KeptEntry,
@@ -119,6 +121,7 @@ async def test_a_cancelled_question_can_be_asked_again(worker: Worker) -> None:
         Prefill("layerwise", "a"),
         Load("/folder", "tcp://here", (1, 2), (1, 3), 10),
         SelectSlowly(3, 0.5),
+        Ask(("one", "two"), 3, "a document"),
     ],
 )
 def test_an_order_survives_its_line(order: Order) -> None:
@@ -132,6 +135,7 @@ def test_an_order_survives_its_line(order: Order) -> None:
     [
         Landed(4),
         Text("two\nlines"),
+        Answered(9, 4, 5, {"disk": 1}, 0.5, (1, 2), "text"),
         Sampled(BackpressureSample(1.5, 2, 3, 4), 5),
     ],
 )
