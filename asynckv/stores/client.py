@@ -225,9 +225,7 @@ class TierClient(Generic[W]):
     ) -> bool:
         """Write a value soon; ``False``: it is dropped. Never waits."""
         self._absent.pop(key, None)
-        most = self.facts.max_value_nbytes
-        is_too_large = most is not None and nbytes > most
-        if is_too_large or not self._can_store:
+        if not (self._can_store and self.fits(nbytes)):
             self.behind.skip(key, epoch, identity)
             self._release(value)
             return False
@@ -254,6 +252,16 @@ class TierClient(Generic[W]):
         """
         while self.behind.is_behind(epoch) and self._can_store:
             await self._changed.next_change(self._loop)
+
+    def fits(self, nbytes: int) -> bool:
+        """Does the tier take values of so many bytes?"""
+        most = self.facts.max_value_nbytes
+        return most is None or nbytes <= most
+
+    @property
+    def takes_writes(self) -> bool:
+        """Does it answer, and is there room for what waits?"""
+        return self._can_store and not self.behind.is_full
 
     @property
     def _can_store(self) -> bool:

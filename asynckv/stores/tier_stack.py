@@ -53,7 +53,7 @@ _FETCHES: Final = 4
 _NAMES_A_TURN: Final = 256
 _ROOM_S: Final = 1.0
 _RETRIES: Final = 3
-_NOT_ADMITTED: Final = 65_536
+_WRITTEN_LATER: Final = 65_536
 _SUSPECTS: Final = 1024
 
 
@@ -201,7 +201,9 @@ class TierStack(LowerTiers):
         self._is_closed = False
         self._no_room_until_s = 0.0
         self._suspects: OrderedDict[tuple[str, str, int], None] = OrderedDict()
-        self._not_admitted: OrderedDict[Name, int] = OrderedDict()
+        self._later: OrderedDict[Name, tuple[int, list[TierClient[_HeldValue]]]] = (
+            OrderedDict()
+        )
         self._tasks = OwnTasks()
         self._at_once = asyncio.Semaphore(_FETCHES)
         self._epoch = 0
@@ -233,9 +235,10 @@ class TierStack(LowerTiers):
 
     def stored(self, name: Name) -> None:
         self._void(name)
+        self._later.pop(name, None)
         epoch = self._next_epoch()
         if self._admits_at_once:
-            self._write(name, epoch)
+            self._write(name, epoch, self.clients)
             return
         (pinned,) = self.values.hold_names([name])
         if pinned is not None:
@@ -243,18 +246,30 @@ class TierStack(LowerTiers):
             for client in self.clients:
                 client.note(self.key_of(name), epoch, _identity_of(header))
             self.values.release(pinned)
-        self._not_admitted[name] = epoch
-        if len(self._not_admitted) > _NOT_ADMITTED:
-            self._not_admitted.popitem(last=False)
+        self._write_later(name, epoch, self.clients)
 
     def used(self, name: Name) -> None:
-        epoch = self._not_admitted.pop(name, None)
-        if epoch is not None:
-            self._write(name, epoch)
+        if (later := self._later.pop(name, None)) is None:
+            return
+        epoch, clients = later
+        takers = [one for one in clients if one.takes_writes]
+        self._write_later(name, epoch, [one for one in clients if one not in takers])
+        self._write(name, epoch, takers)
+
+    def _write_later(
+        self, name: Name, epoch: int, clients: Sequence[TierClient[_HeldValue]]
+    ) -> None:
+        """It is to be written when it is used again, if memory has it then."""
+        if not clients:
+            return
+        _, others = self._later.pop(name, (epoch, []))
+        self._later[name] = epoch, [*others, *clients]
+        if len(self._later) > _WRITTEN_LATER:
+            self._later.popitem(last=False)
 
     def deleted(self, name: Name) -> None:
         self._void(name)
-        self._not_admitted.pop(name, None)
+        self._later.pop(name, None)
         epoch = self._next_epoch()
         for client in self.clients:
             client.delete(self.key_of(name), epoch)
@@ -361,20 +376,25 @@ class TierStack(LowerTiers):
             fetch.is_void = True
             fetch.end()
 
-    def _write(self, name: Name, epoch: int) -> None:
-        pinned = self.values.hold_names([name] * len(self.clients))
+    def _write(
+        self, name: Name, epoch: int, clients: Sequence[TierClient[_HeldValue]]
+    ) -> None:
+        pinned = self.values.hold_names([name] * len(clients))
         if not pinned or pinned[0] is None:
             return
         header, key = self._header_of(name, pinned[0], epoch), self.key_of(name)
         packed, identity = pack_header(header), _identity_of(header)
-        for client, one in zip(self.clients, pinned, strict=True):
+        dropped = []
+        for client, one in zip(clients, pinned, strict=True):
             if one is None or len(packed) > MAX_HEADER_NBYTES:
                 client.note(key, epoch, identity)
                 if one is not None:
                     self.values.release(one)
                 continue
-            held = _HeldValue(packed, one)
-            client.write(key, epoch, held, one.region.nbytes, identity)
+            held, nbytes = _HeldValue(packed, one), one.region.nbytes
+            if not client.write(key, epoch, held, nbytes, identity):
+                dropped += [client] if client.fits(nbytes) else []
+        self._write_later(name, epoch, dropped)
 
     def _header_of(self, name: Name, pinned: PinnedValue, epoch: int) -> ValueHeader:
         return ValueHeader(

@@ -86,6 +86,11 @@ class WriteBehind(Generic[T]):
         """How many changes wait, or are under way."""
         return len(self._queued) + len(self._running)
 
+    @property
+    def is_full(self) -> bool:
+        """Is there room for hardly any more?"""
+        return self.nbytes > self._max_bytes // 2
+
     def is_behind(self, epoch: float) -> bool:
         """Does a change of ``epoch``, or an earlier one, wait or run?"""
         first = next(iter(self._queued.values()), None)

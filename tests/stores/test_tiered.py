@@ -320,6 +320,46 @@ async def test_values_are_written_at_their_second_use_where_that_was_asked_for(
         assert len(tier.values) == 1
 
 
+async def test_what_a_full_queue_has_dropped_is_written_when_it_is_used_again(
+    tier: DictTier,
+) -> None:
+    async with opened(tier) as store:
+        tier.hold("store")
+        keys = [f"key {number}" for number in range(8)]
+        for seed, key in enumerate(keys):
+            await store.put(key, noise(40_000, seed))
+        dropped = store.statistics().tiers["DictTier"].dropped
+        await store.get_many(keys)  # there is no room yet
+        assert store.statistics().tiers["DictTier"].dropped == dropped > 0
+        tier.let_go("store")
+        while len(tier.values) < 8:
+            await store.flush()
+            stored = len(tier.values)
+            await store.get_many(keys)
+            await store.flush()
+            assert len(tier.values) > stored
+        accepted = store.statistics().tiers["DictTier"].accepted
+        await store.get_many(keys)
+        await store.flush()
+        assert store.statistics().tiers["DictTier"].accepted == accepted == 8
+
+
+async def test_what_was_dropped_and_put_anew_is_written_as_it_is_now(
+    tier: DictTier,
+) -> None:
+    async with opened(tier) as store:
+        tier.hold("store")
+        await store.put("filler", noise(100_000, 1))
+        await store.put("a", noise(100_000, 2))
+        tier.let_go("store")
+        await store.flush()
+        await store.put("a", noise(100_000, 3))
+        await found(store, "a")
+        await store.flush()
+    async with opened(DictTier(tier.values)) as store:
+        assert torch.equal(await found(store, "a"), noise(100_000, 3))
+
+
 async def test_a_time_to_live_goes_on_in_a_tier_and_after_a_restart(
     tier: DictTier,
 ) -> None:
