@@ -48,7 +48,7 @@ _MEMORY_IN_DOCUMENTS: Final = 8
 _DISK_IN_DOCUMENTS: Final = 16
 _LEAST_DISK_BYTES: Final = 2**26
 
-Engines: TypeAlias = tuple[Worker, Worker]
+_Engines: TypeAlias = tuple[Worker, Worker]
 
 
 class _Cast:
@@ -67,7 +67,7 @@ class _Cast:
         self._display, self._model, self._scratch = display, model, scratch
         self._url = "tcp://127.0.0.1:0"
 
-    async def engines(self) -> tuple[Engines, Ready]:
+    async def engines(self) -> tuple[_Engines, Ready]:
         """Start two engines that have the model, and nothing stored."""
         self._display.begin("start two engines")
         one, two = await self._engine(), await self._engine()
@@ -107,7 +107,7 @@ class _Asking:
     """Sends requests to two engines, one at a time, and measures them."""
 
     def __init__(
-        self, engines: Engines, workload: Workload, display: LiveDisplay
+        self, engines: _Engines, workload: Workload, display: LiveDisplay
     ) -> None:
         self._engines = engines
         self._workload = workload
