@@ -142,6 +142,14 @@ async def test_what_cannot_be_a_key_is_refused(store: StoreBuffer, key: str) -> 
             await call
 
 
+async def test_a_stat_is_of_what_memory_has(store: StoreBuffer) -> None:
+    await store.put("a", value_of(1, 8), ttl_s=600)
+    told = await store.stat("a")
+    assert told is not None
+    assert (told.tiers, told.spec) == (("memory",), TensorSpec((8,), "uint8"))
+    assert await store.stat("b") is None
+
+
 async def test_contains_takes_keys_and_not_one_key(store: StoreBuffer) -> None:
     with pytest.raises(TypeError, match="sequence"):
         await store.contains("abc")

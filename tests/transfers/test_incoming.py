@@ -517,6 +517,20 @@ async def test_a_copy_that_is_stopped_tells_nothing(
     assert ended and not transfer.told and not transfer.errors
 
 
+async def test_a_copy_that_ends_as_it_is_stopped_tells_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def copy(*anything: object) -> None:
+        transfer.incoming.stop()
+
+    monkeypatch.setattr(incoming_module, "copy_to_device", copy)
+    transfer = granted(8, targets=OnGpu(8).targets)
+    transfer.ride(0)
+    await asyncio.sleep(0)
+    await transfer.incoming.quiesce()
+    assert not transfer.told and not transfer.errors
+
+
 async def test_what_is_here_already_may_come_again_when_all_else_is_there() -> None:
     route, gpu = Moving(), OnGpu(LARGE, LARGE)
     transfer = granted(LARGE, LARGE, targets=gpu.targets, route=route)

@@ -108,6 +108,13 @@ async def test_a_peer_finds_what_only_a_tier_has(ask: Ask, tier: DictTier) -> No
         await ask(peer.store)
 
 
+@pytest.mark.parametrize("ask", [*ASKS, *ENDS])
+async def test_so_does_the_store_itself(ask: Ask, tier: DictTier) -> None:
+    async with served(tier) as (peer, store):
+        await put_far(peer, store)
+        await ask(store)
+
+
 @pytest.mark.parametrize("end", ENDS)
 async def test_a_delete_of_what_is_far_may_be_cancelled_anywhere(
     end: Ask, tier: DictTier

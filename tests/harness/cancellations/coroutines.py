@@ -44,7 +44,9 @@ ONE_STEP: Final = frozenset(
         "LookupByRole.withdraw",
         "StoreBuffer.contains",
         "StoreBuffer.delete",
+        "StoreBuffer.match_prefix",
         "StoreBuffer.pin",
+        "StoreBuffer.stat",
         "InlineTransport.open",
         "MemTransport.open",
     }

@@ -162,6 +162,7 @@ async def _store_and_get(producer: Peer, consumer: Peer) -> None:
         await consumer.store.get(key)
     await consumer.store.get("missing")
     await consumer.store.contains(["small", "missing"])
+    await consumer.store.stat("small")
     async with consumer.store.pin(["small", "missing"]):
         await consumer.store.get("small")
     await producer.store.delete("small")
