@@ -513,7 +513,7 @@ class KVStoreBuffer(KVCacheBuffer):
         unless somebody deletes or replaces them. Leaving lets go of them, also by an
         error or a cancellation, and never waits. What is in a lower tier alone is
         fetched into memory first, in the order of ``keys``; what is not there after
-        ``within_s`` seconds counts as not found.
+        ``within_s`` seconds (30 of a store at a peer) counts as not found.
 
         :raises LeaseLost: (on a clean leaving) the peer was lost meanwhile, and with it
             the hold

@@ -87,7 +87,7 @@ class _Services:
     def open(
         self, stream: LinkStream, frame: OpeningFrame, body: bytes
     ) -> StreamHandler:
-        self._times.begin(stream, frame)
+        stream = self._times.begin(stream, frame)
         for service in self.all:
             handler = service.open(stream, frame, body)
             if handler is not None:
@@ -164,8 +164,7 @@ class Server(LoopBound, AsyncWithOnly):
         """How long requests took here, by what was asked: ``"get"``, ``"insert"``...
 
         A get lasts until the peer has the value, verified, a put until it is stored, an
-        insert until the entry is in, a drop_select until there is a match. What failed
-        or was cancelled is not counted.
+        insert until the entry is in. What failed or was cancelled is not counted.
         """
         return self._times.latencies()
 
@@ -267,8 +266,8 @@ class Server(LoopBound, AsyncWithOnly):
         if self._lookup is not None:
             lookup = self._lookup_service(self._lookup, link, kept)
         if self._store is not None:
-            _, _, certified = link.peer.id.rpartition("@")
-            tenant = self._tenants.get(certified, "")
+            names = (name for name in link.certified_names if name in self._tenants)
+            tenant = self._tenants.get(next(names, ""), "")
             store = StoreService(self._store.values, link, kept, tenant)
         services = _Services(
             *(link, self._what, self._times), lookup=lookup, store=store

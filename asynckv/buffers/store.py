@@ -122,14 +122,13 @@ class StoreBuffer(InMemoryBuffer, KVStoreBuffer):
     ) -> AsyncIterator[tuple[bool, ...]]:
         keys, within_s = as_keys(keys), as_seconds(within_s, "within_s")
         self._check_loop()
-        await self.values.fetch(keys, self.fingerprint, within_s=within_s)
-        pinned = self.values.hold(keys, self.fingerprint)
+        pinned = await self.values.fetch_and_hold(
+            keys, self.fingerprint, within_s=within_s
+        )
         try:
             yield tuple(one is not None for one in pinned)
         finally:
-            for one in pinned:
-                if one is not None:
-                    self.values.release(one)
+            self.values.release_all(pinned)
 
     def statistics(self) -> StoreStatistics:
         values = self.values

@@ -80,6 +80,7 @@ class EvictionOrder(Generic[K]):
 
 
 _HERE: Final = "memory"
+_FETCHED_AT_ONCE: Final = 16
 _MAX_KEYS: Final = 2**20
 """Keys cost memory too, which the arena does not count: a bound for tiny values."""
 
@@ -307,6 +308,36 @@ class StoredValues:
                 if one is not None:
                     self.lower.used((key, owner))
         return held
+
+    async def fetch_and_hold(
+        self, keys: Sequence[str], owner: Owner, *, within_s: float | None = None
+    ) -> list[PinnedValue | None]:
+        """As :meth:`hold`, once what lower tiers have of ``keys`` is in memory.
+
+        The first ones come first, as far as there is room, and for ``within_s`` at
+        most. A cancelled call holds none.
+        """
+        if self.lower is None:
+            return self.hold(keys, owner)
+        held: list[PinnedValue | None] = []
+        until_s = None if within_s is None else time.monotonic() + within_s
+        try:
+            for start in range(0, len(keys), _FETCHED_AT_ONCE):
+                some = keys[start : start + _FETCHED_AT_ONCE]
+                left_s = None if until_s is None else until_s - time.monotonic()
+                if left_s is None or left_s > 0:
+                    await self.fetch(some, owner, within_s=left_s)
+                held += self.hold(some, owner)  # or the next ones would drop them
+        except BaseException:
+            self.release_all(held)
+            raise
+        return held
+
+    def release_all(self, held: Sequence[PinnedValue | None]) -> None:
+        """End the holds on all that there are."""
+        for one in held:
+            if one is not None:
+                self.release(one)
 
     def hold_names(self, names: Sequence[Name]) -> list[PinnedValue | None]:
         """As :meth:`hold`, and that is no use of them."""

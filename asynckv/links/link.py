@@ -30,7 +30,7 @@ from asynckv.protocol.handshake import Agreement
 from asynckv.protocol.limits import Unfinished
 from asynckv.protocol.session import ROLES, Opened, Role, Session
 
-__all__ = ("Link", "LinkStream", "RequestTiming", "Service")
+__all__ = ("Link", "LinkStream", "RequestTiming", "Service", "TimedStream")
 
 
 class Service(Protocol):
@@ -69,6 +69,7 @@ class Link:
         unfinished: Unfinished | None = None,
     ) -> None:
         self.peer = agreement.peer
+        self.certified_names = agreement.certified_names
         self.fingerprint = agreement.fingerprint
         self.has_one_fingerprint = agreement.has_one_fingerprint
         self.limits = agreement.limits
@@ -271,19 +272,13 @@ class RequestTiming(LatencyHistogram):
 
 
 class LinkStream(msgspec.Struct, eq=False):
-    """A stream of a link, as the side that asks and the side that answers see it.
-
-    With a ``timing`` the time since ``began_s`` is counted there once: when what ends
-    it is sent, or when the stream is closed without a failure.
-    """
+    """A stream of a link, as the side that asks and the side that answers see it."""
 
     # A Struct, because two are made for each request.
     link: Link
     _session: Session[StreamHandler]
     _outgoing: LinkWriter
     id: int
-    timing: RequestTiming | None = None
-    began_s: float = 0.0
 
     def __repr__(self) -> str:
         return f"<LinkStream {self.id} of {self.link!r}>"
@@ -298,8 +293,6 @@ class LinkStream(msgspec.Struct, eq=False):
         :raises LocalProtocolError: it is longer than ``link.limits``
         """
         is_queued = self._session.send(self.id, frame, body)
-        if self.timing is not None:
-            self._look_at_time(type(frame))
         if not is_queued or self._outgoing.will_flush:
             return
         if type(frame) in _ANSWERS:
@@ -322,6 +315,24 @@ class LinkStream(msgspec.Struct, eq=False):
     def close(self) -> None:
         """Forget the stream: its handler hears nothing more, nor of a loss."""
         self._session.close(self.id)
+
+
+class TimedStream(LinkStream):
+    """A stream whose time since ``began_s`` is counted once.
+
+    That is when what ends it is sent, or when it is closed without a failure.
+    """
+
+    # No part of any stream: of those that wait there are many, which are not timed.
+    timing: RequestTiming | None = None
+    began_s: float = 0.0
+
+    def send(self, frame: Frame, body: Buffer = b"") -> None:
+        LinkStream.send(self, frame, body)
+        self._look_at_time(type(frame))
+
+    def close(self) -> None:
+        LinkStream.close(self)
         if self.timing is not None and self.link.is_open:
             self._look_at_time(self.timing.ended_by)
 

@@ -91,7 +91,8 @@ class Agreement:
     """What both sides keep to. ``limits`` is the smaller of each.
 
     ``has_one_fingerprint``: entries of a lookup buffer of one side never match what
-    the other looks for. Values of a store are each user's own.
+    the other looks for. Values of a store are each user's own. ``certified_names`` are
+    all that the peer has proved to have.
     """
 
     peer: PeerIdentity
@@ -103,6 +104,7 @@ class Agreement:
     lanes: int
     digest: DigestMode
     has_one_fingerprint: bool = False
+    certified_names: tuple[str, ...] = ()
 
 
 def hello_from(terms: Terms, nonce: bytes = b"") -> Hello:

@@ -283,7 +283,7 @@ def _named(agreement: Agreement, names: CertifiedNames | None) -> Agreement:
         return agreement
     full_name = names.full_name(agreement.peer.id)
     peer = msgspec.structs.replace(agreement.peer, id=full_name)
-    return dataclasses.replace(agreement, peer=peer)
+    return dataclasses.replace(agreement, peer=peer, certified_names=names.names)
 
 
 def _too_much(frame: Frame, raw: bytes) -> bytes:

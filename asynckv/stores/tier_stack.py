@@ -81,11 +81,13 @@ class _HeldValue:
 class _Fetch:
     """A key that is looked for, once for all who want it: ``wanted`` of them."""
 
-    __slots__ = ("done", "is_void", "name", "wanted")
+    __slots__ = ("done", "held", "is_void", "name", "wanted")
 
     def __init__(self, name: Name, loop: asyncio.AbstractEventLoop) -> None:
         self.name = name
         self.wanted = 0
+        self.held: PinnedValue | None = None
+        """What was found, until all who want it have seen it."""
         self.is_void = False
         self.done: asyncio.Future[None] = loop.create_future()
 
@@ -197,7 +199,6 @@ class TierStack(LowerTiers):
             for name, tier in tiers.items()
         ]
         self._fetches: dict[Name, _Fetch] = {}
-        self._unbegun: list[_Fetch] = []
         self._is_closed = False
         self._no_room_until_s = 0.0
         self._suspects: OrderedDict[tuple[str, str, int], None] = OrderedDict()
@@ -277,12 +278,18 @@ class TierStack(LowerTiers):
     async def fetch(self, names: Sequence[Name]) -> None:
         missing = list(names)
         for _ in range(_RETRIES):
-            fetches = [self._fetch_of(name) for name in missing]
+            if self._is_closed:
+                return
+            begun = list[_Fetch]()
+            fetches = [self._fetch_of(name, begun) for name in missing]
+            for first in range(0, len(begun), _FETCH_KEYS):
+                some = begun[first : first + _FETCH_KEYS]
+                self._tasks.start(functools.partial(self._find, some), "a fetch")
             try:
                 await asyncio.wait([fetch.done for fetch in fetches])
             finally:
                 for fetch in fetches:
-                    fetch.wanted -= 1
+                    self._leave(fetch)
             missing = [
                 fetch.name
                 for fetch in fetches
@@ -405,37 +412,43 @@ class TierStack(LowerTiers):
     def _release(self, held: _HeldValue) -> None:
         self.values.release(held.pinned)
 
-    def _fetch_of(self, name: Name) -> _Fetch:
-        """Return who looks for ``name``, for one more who wants it."""
+    def _fetch_of(self, name: Name, begun: list[_Fetch]) -> _Fetch:
+        """Return who looks for ``name``, for one more who wants it.
+
+        It is one of ``begun``, too, if nobody has looked for it yet.
+        """
         fetch = self._fetches.get(name)
         if fetch is None:
             fetch = self._fetches[name] = _Fetch(name, self._loop)
-            if not self._unbegun:  # what is asked for in one turn goes together
-                self._loop.call_soon(self._begin)
-            self._unbegun.append(fetch)
+            begun.append(fetch)
         fetch.wanted += 1
         return fetch
-
-    def _begin(self) -> None:
-        begun, self._unbegun = self._unbegun, []
-        if self._is_closed:
-            return
-        for first in range(0, len(begun), _FETCH_KEYS):
-            some = begun[first : first + _FETCH_KEYS]
-            self._tasks.start(functools.partial(self._find, some), "a fetch")
 
     async def _find(self, fetches: Sequence[_Fetch]) -> None:
         """Look for values in one tier after the other."""
         try:
             async with self._at_once:
                 left = [fetch for fetch in fetches if fetch.wanted]
+                for fetch in fetches:
+                    if not fetch.wanted:  # who comes now begins another one
+                        self._forget(fetch)
                 for client in self.clients:
                     left = await self._find_in(client, left) if left else left
         finally:
             for fetch in fetches:
-                if self._fetches.get(fetch.name) is fetch:
-                    del self._fetches[fetch.name]
-                fetch.end()
+                self._forget(fetch)
+
+    def _leave(self, fetch: _Fetch) -> None:
+        """One of those who want it goes on, and takes it in this very turn."""
+        fetch.wanted -= 1
+        if not fetch.wanted and fetch.held is not None:
+            held, fetch.held = fetch.held, None
+            self._loop.call_soon(self.values.release, held)
+
+    def _forget(self, fetch: _Fetch) -> None:
+        if self._fetches.get(fetch.name) is fetch:
+            del self._fetches[fetch.name]
+        fetch.end()
 
     async def _find_in(
         self, client: TierClient[_HeldValue], fetches: Sequence[_Fetch]
@@ -494,6 +507,9 @@ class TierStack(LowerTiers):
             )
         except BufferClosed:
             return False
+        if one.fetch.wanted:
+            [one.fetch.held] = self.values.hold_names([one.fetch.name])
+        self._forget(one.fetch)
         return True
 
     def _note_corrupt(

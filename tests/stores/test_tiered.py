@@ -408,12 +408,64 @@ async def far_values(store: TieredStore, count: int) -> list[str]:
     return keys
 
 
-async def test_what_is_asked_for_at_once_is_one_call_of_a_tier(tier: DictTier) -> None:
+async def test_many_gets_at_once_find_all_though_memory_has_room_for_few(
+    tier: DictTier,
+) -> None:
     async with opened(tier) as store:
-        keys = await far_values(store, 12)
-        found = await store.get_many(keys)
-        assert all(one is not None for one in found)
-        assert tier.calls["fetch"] == 1
+        keys = [f"far {number}" for number in range(32)]
+        for seed, key in enumerate(keys):
+            await store.put(key, noise(MIB // 8, seed))
+            await store.flush()
+        values = await store.get_many(keys)
+        for seed, value in enumerate(values):
+            assert value is not None
+            assert torch.equal(value, noise(MIB // 8, seed))
+
+
+async def test_of_a_prefix_that_is_too_long_a_pin_holds_the_beginning(
+    tier: DictTier,
+) -> None:
+    async with opened(tier) as store:
+        keys = [f"far {number}" for number in range(40)]
+        for seed, key in enumerate(keys):
+            await store.put(key, noise(MIB // 20, seed))
+            await store.flush()
+        async with store.pin(keys) as there:
+            assert (*there, False).index(False) >= 16
+            assert sum(there) <= 20
+
+
+async def test_who_asks_for_what_others_gave_up_finds_it(tier: DictTier) -> None:
+    async with opened(tier) as store:
+        keys = await far_values(store, 6)
+        tier.hold("fetch")
+        others = [asyncio.create_task(store.get(key)) for key in keys]
+        await until(lambda: tier.calls["fetch"] == 4)
+        others[5].cancel()
+        await asyncio.wait([others[5]])
+        again = asyncio.create_task(store.get(keys[5]))
+        await until_blocked(again)
+        tier.let_go("fetch")
+        assert await again is not None
+        await asyncio.gather(*others[:5])
+
+
+@pytest.mark.parametrize("ticks", range(4))
+async def test_a_change_and_the_end_in_one_turn_leave_nobody_waiting(
+    tier: DictTier, ticks: int
+) -> None:
+    async with opened(tier) as store:
+        (key,) = await far_values(store, 1)
+        tier.hold("fetch")
+        getting = asyncio.create_task(store.get(key))
+        for _ in range(ticks):
+            await asyncio.sleep(0)
+        store.values.remove(key, None)
+        store.abort()
+        with pytest.raises(BufferClosed):
+            async with asyncio.timeout(5):
+                await getting
+        tier.let_go("fetch")
 
 
 async def test_a_pin_takes_what_has_come_in_time(tier: DictTier) -> None:
@@ -458,7 +510,7 @@ async def test_what_was_fetched_and_never_read_is_the_first_to_go(
         assert there == (True, True, False)
 
 
-async def test_while_there_is_no_room_one_waits_for_it_and_not_everybody(
+async def test_while_there_is_no_room_a_few_wait_for_it_and_not_everybody(
     tier: DictTier,
 ) -> None:
     async with opened(tier) as store:
@@ -467,7 +519,7 @@ async def test_while_there_is_no_room_one_waits_for_it_and_not_everybody(
         async with store.pin(["all"]):
             waits = store.statistics().room_waits
             assert await store.get_many(keys) == (None,) * 12
-            assert store.statistics().room_waits == waits + 1
+            assert store.statistics().room_waits <= waits + 4
         assert await found(store, keys[0]) is not None
 
 

@@ -330,11 +330,12 @@ class RemoteStoreBuffer(KVStoreBuffer):
     ) -> AsyncIterator[tuple[bool, ...]]:
         self._peer.check()
         keys, within_s = as_keys(keys), as_seconds(within_s, "within_s")
+        within_s = ANSWER_S if within_s is None else within_s
         link = await self._peer.link()
         held: list[RemotePin] = []
         try:
             held.extend(RemotePin(link, some, within_s) for some in _batches(keys))
-            async with asyncio.timeout(ANSWER_S + (within_s or 0.0)):
+            async with asyncio.timeout(ANSWER_S + within_s):
                 found = [flag for one in held for flag in await one.found]
             yield tuple(found)
         finally:

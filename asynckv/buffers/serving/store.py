@@ -132,22 +132,27 @@ class ServedGet:
 class ServedPin:
     """One peer's hold on some values, until it lets go or is lost.
 
-    It keeps no server from leaving: what is pinned is no request under way.
+    ``pinned`` is its from here on. It keeps no server from leaving: what is pinned is
+    no request under way.
     """
 
     def __init__(
-        self, service: StoreService, stream: LinkStream, keys: Sequence[str]
+        self,
+        service: StoreService,
+        stream: LinkStream,
+        keys: Sequence[str],
+        pinned: Sequence[PinnedValue | None],
     ) -> None:
         self._service = service
         self._stream = stream
         self._charged = REQUEST_NBYTES + sum(len(key.encode()) for key in keys)
-        service.kept.queries.take(self._charged)
+        self._pinned = pinned
         try:
-            self._pinned = service.values.hold(keys, service.owner)
+            service.kept.queries.take(self._charged)
         except BaseException:
-            service.kept.queries.give(self._charged)
+            service.values.release_all(pinned)
             raise
-        stream.send(Pinned(tuple(pinned is not None for pinned in self._pinned)))
+        stream.send(Pinned(tuple(one is not None for one in pinned)))
 
     def on_frame(self, frame: Frame, body: bytes) -> None:
         if not isinstance(frame, Cancel):
@@ -161,10 +166,8 @@ class ServedPin:
         self._stream.close()
 
     def _end(self) -> None:
-        for pinned in self._pinned:
-            if pinned is not None:
-                self._service.values.release(pinned)
-        self._pinned = []
+        self._service.values.release_all(self._pinned)
+        self._pinned = ()
         self._service.kept.queries.give(self._charged)
         self._charged = 0
 
@@ -341,7 +344,8 @@ class StoreService(Service):
                     return answer_at_once(stream, Result(0))
                 return ServedGet(self, stream, pinned)
             case Pin():
-                return ServedPin(self, stream, frame.keys)
+                held = self.values.hold(frame.keys, self.owner)
+                return ServedPin(self, stream, frame.keys, held)
             case _:
                 flags = self.values.has(frame.keys, self.owner)
                 return answer_at_once(stream, Result(sum(flags), flags))
@@ -364,8 +368,12 @@ class StoreService(Service):
             case Contains():
                 nearest = await self.values.nearest(keys, owner)
                 return answer_at_once(stream, _nearest(nearest))
-        within_s = frame.within_s if isinstance(frame, Pin) else None
-        await self.values.fetch(keys, owner, within_s=within_s)
+            case Pin(within_s=within_s):
+                pinned = await self.values.fetch_and_hold(
+                    keys, owner, within_s=within_s
+                )
+                return ServedPin(self, stream, keys, pinned)
+        await self.values.fetch(keys, owner)
         return self._answer(stream, frame)
 
     def run_put(

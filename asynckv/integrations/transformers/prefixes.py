@@ -27,7 +27,7 @@ from asynckv.integrations.transformers.layers import (
     read_plans,
 )
 from asynckv.integrations.transformers.prompts import Prompt
-from asynckv.tensors.views import dtype_of
+from asynckv.tensors.views import dtype_of, spec_of
 from asynckv.types import TensorSpec
 
 __all__ = ("load_prefix", "store_prefix")
@@ -74,6 +74,13 @@ async def store_prefix(
             raise ConfigError(
                 f"layer {plan.index} ({plan.label}) has not kept all positions",
                 hint="pass past_key_values=DynamicCache() to generate()",
+            )
+        specs = plan.specs(1, kept.shape[-2], model.dtype)
+        if [*specs.values()] != [spec_of(kept), spec_of(layer.values)]:
+            raise ConfigError(
+                f"layer {plan.index} of the cache is {kept.dtype} of another shape or "
+                f"dtype than the model's, {model.dtype}",
+                hint="store the cache that this very model has filled",
             )
     keys = keys[: rows // chunk_tokens]
     states: list[torch.Tensor] = [

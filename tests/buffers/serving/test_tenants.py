@@ -84,6 +84,20 @@ async def test_nobody_but_a_tenant_finds_what_it_has(
         assert torch.equal(await found(mine), MINE)
 
 
+async def test_a_tenant_s_name_may_be_any_of_a_certificate(
+    authority: Authority,
+) -> None:
+    async with served(authority, DictTier()) as url:
+        async with asynckv.connect(
+            url, tls=authority.issue("host-7", "engine-a")
+        ) as several:
+            await several.store.put("a", MINE)
+        async with store_of(authority, url, "engine-c") as nobody_s:
+            await expect_nothing(nobody_s)
+        async with store_of(authority, url, "engine-a") as mine:
+            assert torch.equal(await found(mine), MINE)
+
+
 async def found(store: KVStoreBuffer) -> torch.Tensor:
     value = await store.get("a")
     assert value is not None

@@ -165,6 +165,15 @@ async def test_what_cannot_be_a_prefix_is_refused(
         await store_prefix(sliding, prompt, cache, store, chunk_tokens=8)
 
 
+async def test_a_cache_of_another_dtype_is_refused(
+    model_of: Callable[..., PreTrainedModel], prompt: torch.Tensor, store: StoreBuffer
+) -> None:
+    cache = filled(model_of("gqa", torch.bfloat16), prompt)
+    with pytest.raises(ConfigError, match="layer 0 of the cache is torch.bfloat16"):
+        await store_prefix(model_of("gqa", torch.float16), prompt, cache, store)
+    assert not store.statistics().keys
+
+
 async def test_a_value_that_is_none_of_this_model_ends_the_prefix(
     model: PreTrainedModel, prompt: torch.Tensor, store: StoreBuffer
 ) -> None:

@@ -23,6 +23,7 @@ HEED = ("env", "--default-signal=INT")
 BelongingTo = Callable[[Path], list[int]]
 
 
+@pytest.mark.chaos
 @pytest.mark.multiprocess
 @pytest.mark.slow
 @pytest.mark.timeout(300)
@@ -41,6 +42,7 @@ def test_a_store_is_shared_and_its_disk_outlives_a_kill(tmp_path: Path) -> None:
     assert f"{report['document_ratio']:.0%} of the " in page.read_text("utf-8")
 
 
+@pytest.mark.chaos
 @pytest.mark.multiprocess
 @pytest.mark.slow
 @pytest.mark.timeout(120)
