@@ -323,6 +323,8 @@ class StoredValues:
         until_s = None if within_s is None else time.monotonic() + within_s
         try:
             for start in range(0, len(keys), _FETCHED_AT_ONCE):
+                if start:  # of thousands others have their turn in between
+                    await asyncio.sleep(0)
                 some = keys[start : start + _FETCHED_AT_ONCE]
                 left_s = None if until_s is None else until_s - time.monotonic()
                 if left_s is None or left_s > 0:

@@ -171,7 +171,7 @@ class TierClient(Generic[W]):
 
     async def contains(self, keys: Sequence[str]) -> list[bool]:
         """Say of each whether it is there, as new as it should be, as far as known."""
-        asked = [key for key in keys if self.behind.is_sure(key)]
+        asked = [key for key in keys if self.behind.may_be_new(key)]
         asked = [key for key in asked if self.may_have(key)]
         if not asked:
             return [False] * len(keys)

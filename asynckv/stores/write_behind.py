@@ -46,6 +46,10 @@ class _Key(Generic[T]):
     identity: Hashable
     queued: TierChange[T] | None = None
     running: TierChange[T] | None = None
+    is_in_doubt: bool = False
+    """Something older may still arrive at the tier, after what was made since."""
+    is_made: bool = False
+    """The tier was told of the last change."""
 
 
 class WriteBehind(Generic[T]):
@@ -168,10 +172,17 @@ class WriteBehind(Generic[T]):
             self.accepted += is_done
             self.failed += not is_done
             self._let_go(change)
+        if not (is_done or change.is_delete or self.deletes_old):
+            state.is_in_doubt = True  # what was not answered may be written yet
         if state.queued is not None:
             return
         if is_done and (change.is_delete or state.epoch == change.epoch):
-            del self._keys[key]  # it has this value, or none
+            if not state.is_in_doubt:
+                del self._keys[key]  # it has this value, or none
+                return
+            state.is_made = True
+            self._unsure[key] = None
+            self._bound()
         elif change.is_delete:
             self._undeleted[key] = None
             self._bound()
@@ -198,6 +209,11 @@ class WriteBehind(Generic[T]):
         """Is nothing known by which what the tier has of ``key`` may be too old?"""
         return key not in self._keys
 
+    def may_be_new(self, key: str) -> bool:
+        """Was the tier told of the last change, as far as is known?"""
+        state = self._keys.get(key)
+        return state is None or (state.is_made and state.identity is not None)
+
     def close(self) -> None:
         """Nothing more is to be written. What is under way ends as ever."""
         while self._queued:
@@ -211,7 +227,7 @@ class WriteBehind(Generic[T]):
         state = self._keys.get(key)
         if state is None:
             state = self._keys[key] = _Key(epoch, identity)
-        state.epoch, state.identity = epoch, identity
+        state.epoch, state.identity, state.is_made = epoch, identity, False
         return state
 
     def _queue(self, state: _Key[T], change: TierChange[T]) -> None:
@@ -248,9 +264,13 @@ class WriteBehind(Generic[T]):
     def _bound(self) -> None:
         """Know of no more keys than may be. What is known longest is forgotten."""
         if len(self._unsure) > self._max_keys // 2:
-            key, _ = self._unsure.popitem(last=False)
+            key = next(iter(self._unsure))
             state = self._keys[key]
-            state.queued = self._queued[key] = TierChange(key, state.epoch)
+            if state.is_made:  # a delete would not end the doubt
+                self._forget(key)
+            else:
+                del self._unsure[key]
+                state.queued = self._queued[key] = TierChange(key, state.epoch)
         while len(self._keys) > self._max_keys:
             for known in (self._undeleted, self._unsure, self._queued):
                 if known:

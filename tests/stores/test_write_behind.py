@@ -32,6 +32,7 @@ class AnyTier(RuleBasedStateMachine):
         self.tier: dict[str, Value] = {}
         self.by_others: set[int] = set()
         self.running: list[TierChange[Value]] = []
+        self.unanswered: list[tuple[str, Value]] = []
         self.given: list[Value] = []
         self.last_accepted: dict[str, int] = {}
 
@@ -81,7 +82,16 @@ class AnyTier(RuleBasedStateMachine):
             self.tier[change.key] = change.value
         elif happens:
             self.tier.pop(change.key, None)
+        elif change.value is not None and not self.DELETES_OLD:
+            self.unanswered.append((change.key, change.value))
         self.behind.ended(change, is_done=happens and is_known)
+
+    @rule(data=st.data())
+    def a_write_that_was_not_answered_arrives(self, data: st.DataObject) -> None:
+        if self.unanswered:
+            index = data.draw(st.integers(0, len(self.unanswered) - 1))
+            key, value = self.unanswered.pop(index)
+            self.tier[key] = value
 
     @rule()
     def retry(self) -> None:
@@ -221,3 +231,29 @@ def test_an_old_value_that_arrives_after_its_successor_was_dropped_is_void() -> 
     tier.ended(change, is_done=True)
     assert not tier.is_valid("a", 1, "old")
     assert tier.is_valid("a", 1, "new")
+
+
+def test_what_was_not_answered_is_void_though_it_arrives_after_a_later_one() -> None:
+    tier = behind()
+    for epoch, is_done in ((1, False), (2, True)):
+        tier.write("a", epoch, f"value {epoch}", 1, f"value {epoch}")
+        (change,) = tier.take(9, 99)
+        tier.ended(change, is_done=is_done)
+    assert not tier.is_valid("a", 1, "value 1")
+    assert tier.is_valid("a", 2, "value 2") and tier.may_be_new("a")
+    tier.delete("a", 3)
+    (change,) = tier.take(9, 99)
+    tier.ended(change, is_done=True)
+    assert not tier.is_valid("a", 1, "value 1") and not tier.is_valid("a", 2, "value 2")
+    assert not tier.may_be_new("a")
+
+
+def test_keys_in_doubt_are_bounded_and_deleted_once_at_most() -> None:
+    tier = WriteBehind[str](1000, lambda value: None, max_keys=4)
+    for number in range(20):
+        for is_done in (False, True):
+            tier.write(f"{number}", 2 * number + is_done + 1, "v", 1, f"{number}")
+            for change in tier.take(9, 99):
+                tier.ended(change, is_done=is_done)
+    assert tier.known_keys <= 4 and not len(tier)
+    assert not tier.is_valid("0", 1, "late")
