@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import signal
 import sys
 import tempfile
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Protocol, TypeVar
 
 import msgspec
 from cyclopts import Parameter
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.text import Text
 
 from asynckv.cli.demo.live import LiveDisplay, final_table
@@ -22,12 +22,11 @@ from asynckv.cli.demo.play import ActFailed, play_demo
 from asynckv.cli.demo.processes import WorkerEnded, WorkerFailed
 from asynckv.cli.demo.report import DemoReport
 from asynckv.cli.document import check_writable
+from asynckv.cli.process import INTERRUPTED, until_ended
 from asynckv.errors import AsyncKVError
 
-__all__ = ("demo",)
+__all__ = ("demo", "show_demo")
 
-_INTERRUPTED = 130
-_POLITE_ENDS = (signal.SIGTERM, signal.SIGHUP)
 _FAILURES = (ActFailed, AsyncKVError, OSError, ValueError, WorkerEnded, WorkerFailed)
 
 
@@ -61,24 +60,49 @@ def demo(
     json
         Print the report as JSON instead of the live display.
     """
-    console = Console(stderr=json)
-    try:
+
+    def play(console: Console) -> DemoReport:
         place, asked = place_named(device), read_prompt(prompt)
         check_writable(html)
         check_model(model)
-        report = _run(model, place, asked, console)
-        html.write_text(render_page(report), encoding="utf-8")
+        return _run(model, place, asked, console)
+
+    return show_demo(play, render_page, final_table, _with_sums, html=html, json=json)
+
+
+class _Report(Protocol):
+    @property
+    def problems(self) -> Sequence[str]: ...
+
+
+_R = TypeVar("_R", bound=_Report)
+
+
+def show_demo(
+    play: Callable[[Console], _R],
+    page: Callable[[_R], str],
+    table: Callable[[_R], RenderableType],
+    values: Callable[[_R], object],
+    *,
+    html: Path,
+    json: bool,
+) -> int:
+    """Play a demo, leave its page, and print what was seen; return the exit status."""
+    console = Console(stderr=json)
+    try:
+        report = play(console)
+        html.write_text(page(report), encoding="utf-8")
     except (KeyboardInterrupt, asyncio.CancelledError):
         console.print("interrupted; nothing is left behind")
-        return _INTERRUPTED
+        return INTERRUPTED
     except _FAILURES as exc:
         words = Text(f"the demo failed: {exc}", style="bold red")
         console.print(words, soft_wrap=True)
         return 1
     if json:
-        sys.stdout.write(msgspec.json.encode(_with_sums(report)).decode() + "\n")
+        sys.stdout.write(msgspec.json.encode(values(report)).decode() + "\n")
     else:
-        console.print(final_table(report))
+        console.print(table(report))
     console.print(f"page: {html.resolve()}", highlight=False, soft_wrap=True)
     return 1 if report.problems else 0
 
@@ -87,24 +111,15 @@ def _run(model: str, place: Place, prompt: DemoPrompt, console: Console) -> Demo
     with tempfile.TemporaryDirectory(prefix="asynckv-demo-") as folder:
         scratch = Path(folder)
         (scratch / "prompt").write_bytes(msgspec.json.encode(prompt))
-        return asyncio.run(_play(model, place, scratch, console))
+        return asyncio.run(until_ended(_play(model, place, scratch, console)))
 
 
 async def _play(
     model: str, place: Place, scratch: Path, console: Console
 ) -> DemoReport:
-    # asyncio.run turns Ctrl-C into a cancellation; other polite ends are no different.
-    task, loop = asyncio.current_task(), asyncio.get_running_loop()
-    if task is not None:
-        for number in _POLITE_ENDS:
-            loop.add_signal_handler(number, task.cancel)
-    try:
-        await check_place(place)  # before any process starts
-        with LiveDisplay(console) as display:
-            return await play_demo(model, scratch, display, device=place.name)
-    finally:
-        for number in _POLITE_ENDS:
-            loop.remove_signal_handler(number)
+    await check_place(place)  # before any process starts
+    with LiveDisplay(console) as display:
+        return await play_demo(model, scratch, display, device=place.name)
 
 
 def _with_sums(report: DemoReport) -> dict[str, object]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import sys
 import tempfile
 from pathlib import Path
 from typing import Annotated
@@ -18,17 +17,14 @@ from asynckv.cli.demo.cache.page import headline, render_page
 from asynckv.cli.demo.cache.play import play_cache
 from asynckv.cli.demo.cache.report import CacheReport, hit_rate
 from asynckv.cli.demo.cache.workload import read_workload
+from asynckv.cli.demo.command import show_demo
 from asynckv.cli.demo.live import LiveDisplay
 from asynckv.cli.demo.models import check_model
-from asynckv.cli.demo.processes import WorkerEnded, WorkerFailed
 from asynckv.cli.demo.wording import write_seconds
 from asynckv.cli.document import check_writable
-from asynckv.cli.process import INTERRUPTED, until_ended
-from asynckv.errors import AsyncKVError
+from asynckv.cli.process import until_ended
 
 __all__ = ("demo_cache", "final_table")
-
-_FAILURES = (AsyncKVError, OSError, ValueError, WorkerEnded, WorkerFailed)
 
 
 def demo_cache(
@@ -54,25 +50,13 @@ def demo_cache(
     json
         Print the report as JSON instead of the live display.
     """
-    console = Console(stderr=json)
-    try:
+
+    def play(console: Console) -> CacheReport:
         check_writable(html)
         check_model(model)
-        report = _run(model, console)
-        html.write_text(render_page(report), encoding="utf-8")
-    except (KeyboardInterrupt, asyncio.CancelledError):
-        console.print("interrupted; nothing is left behind")
-        return INTERRUPTED
-    except _FAILURES as exc:
-        words = Text(f"the demo failed: {exc}", style="bold red")
-        console.print(words, soft_wrap=True)
-        return 1
-    if json:
-        sys.stdout.write(msgspec.json.encode(_with_sums(report)).decode() + "\n")
-    else:
-        console.print(final_table(report))
-    console.print(f"page: {html.resolve()}", highlight=False, soft_wrap=True)
-    return 1 if report.problems else 0
+        return _run(model, console)
+
+    return show_demo(play, render_page, final_table, _with_sums, html=html, json=json)
 
 
 def _run(model: str, console: Console) -> CacheReport:
