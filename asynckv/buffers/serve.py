@@ -6,7 +6,7 @@ import logging
 import os
 from collections.abc import Callable, Mapping
 from types import TracebackType
-from typing import Literal, Self
+from typing import Final, Literal, Self
 
 import anyio
 
@@ -55,6 +55,8 @@ from asynckv.types import parse_bytes
 __all__ = ("Server", "serve")
 
 logger = logging.getLogger(__name__)
+
+_NO_TENANT: Final = "no tenant has the certificate of %s: it shares what others have"
 
 
 class _Services:
@@ -266,8 +268,7 @@ class Server(LoopBound, AsyncWithOnly):
         if self._lookup is not None:
             lookup = self._lookup_service(self._lookup, link, kept)
         if self._store is not None:
-            names = (name for name in link.certified_names if name in self._tenants)
-            tenant = self._tenants.get(next(names, ""), "")
+            tenant = self._tenant_of(link)
             store = StoreService(self._store.values, link, kept, tenant)
         services = _Services(
             *(link, self._what, self._times), lookup=lookup, store=store
@@ -278,6 +279,14 @@ class Server(LoopBound, AsyncWithOnly):
         self._services.add(services)
         link.call_when_lost(lambda error: self._on_lost(services))
         return services
+
+    def _tenant_of(self, link: Link) -> str:
+        for name in link.certified_names:
+            if name in self._tenants:
+                return self._tenants[name]
+        if self._tenants:
+            logger.warning(_NO_TENANT, as_line(", ".join(link.certified_names)))
+        return ""
 
     def _lookup_service(
         self, buffer: LookupBuffer, link: Link, kept: LinkBytes

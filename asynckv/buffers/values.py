@@ -125,8 +125,11 @@ class LowerTiers(abc.ABC):
         """Tell of each which tiers have it, as far as is known soon, in their order."""
 
     @abc.abstractmethod
-    def touch(self, names: Sequence[Name]) -> None:
-        """They are soon to be used: tiers should not drop them next. Never waits."""
+    async def touch(self, names: Sequence[Name]) -> None:
+        """They are soon to be used: tiers should not drop them next.
+
+        Waits for no tier. A cancelled call may have told of none.
+        """
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -418,7 +421,7 @@ class StoredValues:
             number for number in range(match.ready, match) if nearest[number] != _HERE
         ]
         if far and self.lower is not None:
-            self.lower.touch([(keys[number], owner) for number in far])
+            await self.lower.touch([(keys[number], owner) for number in far])
         return match
 
     async def stat(self, key: str, owner: Owner) -> StoredValue | None:
@@ -484,10 +487,13 @@ class StoredValues:
         """Take memory for a value, dropping what was used least recently.
 
         The value that is stored as ``name`` now goes last. ``None``, and nothing
-        dropped, if too much of the arena is being read or written. ``None`` also if
-        the arena is about to grow: no more is dropped then than its bound asks for.
+        dropped, if too much of the arena is being read or written, or there are too
+        many keys of which none may go. ``None`` also if the arena is about to grow: no
+        more is dropped then than its bound asks for.
         """
         old = self._values.get(name)
+        if old is None and len(self._values) >= self._max_keys and not self._idle:
+            return None
         droppable = self._idle.nbytes
         if old is not None and old.is_pinned and not old.readers:
             droppable += old.region.nbytes  # by nobody but its successor

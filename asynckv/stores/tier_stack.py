@@ -202,9 +202,7 @@ class TierStack(LowerTiers):
         self._is_closed = False
         self._no_room_until_s = 0.0
         self._suspects: OrderedDict[tuple[str, str, int], None] = OrderedDict()
-        self._later: OrderedDict[Name, tuple[int, list[TierClient[_HeldValue]]]] = (
-            OrderedDict()
-        )
+        self._later: OrderedDict[Name, Sequence[TierClient[_HeldValue]]] = OrderedDict()
         self._tasks = OwnTasks()
         self._at_once = asyncio.Semaphore(_FETCHES)
         self._epoch = 0
@@ -247,24 +245,22 @@ class TierStack(LowerTiers):
             for client in self.clients:
                 client.note(self.key_of(name), epoch, _identity_of(header))
             self.values.release(pinned)
-        self._write_later(name, epoch, self.clients)
+        self._write_later(name, self.clients)
 
     def used(self, name: Name) -> None:
-        if (later := self._later.pop(name, None)) is None:
-            return
-        epoch, clients = later
-        takers = [one for one in clients if one.takes_writes]
-        self._write_later(name, epoch, [one for one in clients if one not in takers])
-        self._write(name, epoch, takers)
+        later = self._later.pop(name, ())
+        takers = [one for one in later if one.takes_writes]
+        self._write_later(name, [one for one in later if one not in takers])
+        if takers:
+            self._write(name, self._next_epoch(), takers)
 
     def _write_later(
-        self, name: Name, epoch: int, clients: Sequence[TierClient[_HeldValue]]
+        self, name: Name, clients: Sequence[TierClient[_HeldValue]]
     ) -> None:
         """It is to be written when it is used again, if memory has it then."""
         if not clients:
             return
-        _, others = self._later.pop(name, (epoch, []))
-        self._later[name] = epoch, [*others, *clients]
+        self._later[name] = (*self._later.pop(name, ()), *clients)
         if len(self._later) > _WRITTEN_LATER:
             self._later.popitem(last=False)
 
@@ -298,18 +294,14 @@ class TierStack(LowerTiers):
             if not missing:
                 return
 
-    def touch(self, names: Sequence[Name]) -> None:
-        keys = [self.key_of(name) for name in names]
+    async def touch(self, names: Sequence[Name]) -> None:
+        keys = await self._keys_of(names)
         for client in self.clients:
             client.touch(keys)
 
     async def where(self, names: Sequence[Name]) -> list[list[str]]:
+        keys = await self._keys_of(names)
         # All at once.
-        keys = []
-        for number, name in enumerate(names):
-            keys.append(self.key_of(name))
-            if number % _NAMES_A_TURN == _NAMES_A_TURN - 1:
-                await asyncio.sleep(0)  # to name them all takes milliseconds
         has = await asyncio.gather(*(one.contains(keys) for one in self.clients))
         return [
             [
@@ -319,6 +311,15 @@ class TierStack(LowerTiers):
             ]
             for number in range(len(names))
         ]
+
+    async def _keys_of(self, names: Sequence[Name]) -> list[str]:
+        """As :meth:`key_of`, of thousands: others have their turn in between."""
+        keys: list[str] = []
+        for start in range(0, len(names), _NAMES_A_TURN):
+            if start:
+                await asyncio.sleep(0)
+            keys += map(self.key_of, names[start : start + _NAMES_A_TURN])
+        return keys
 
     async def reserve(self, name: Name, header: ValueHeader) -> PendingPut | None:
         """Return memory for a value that was found; ``None``: there is no room now."""
@@ -401,7 +402,7 @@ class TierStack(LowerTiers):
             held, nbytes = _HeldValue(packed, one), one.region.nbytes
             if not client.write(key, epoch, held, nbytes, identity):
                 dropped += [client] if client.fits(nbytes) else []
-        self._write_later(name, epoch, dropped)
+        self._write_later(name, dropped)
 
     def _header_of(self, name: Name, pinned: PinnedValue, epoch: int) -> ValueHeader:
         return ValueHeader(

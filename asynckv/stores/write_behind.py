@@ -5,14 +5,16 @@ change of a key has an epoch, later ones a higher one. Of each key one change is
 way at a time: the last one is the last to arrive, however long an earlier one took.
 
 A tier that was not told of a change may hold an older value of that key: one of an
-earlier epoch is void then. That is kept as long as it is so, of so many keys; of more,
-everything older than the change that is forgotten is void in this tier.
+earlier epoch is void then. That is kept as long as it is so, of so many keys. Of a key
+that is forgotten the epoch alone is kept, in a table in which few keys share a place:
+what is older is void, of these keys too.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
+import mmap
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from typing import Final, Generic, TypeVar
@@ -22,6 +24,8 @@ __all__ = ("TierChange", "WriteBehind")
 T = TypeVar("T")
 
 _MAX_KEYS: Final = 65_536
+_PLACES: Final = 2**20
+_MAX_EPOCH: Final = 2**64 - 1
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -73,12 +77,12 @@ class WriteBehind(Generic[T]):
         """How many writes the tier has taken, had no room here, came to nothing."""
         self.nbytes = 0
         """Of the values that wait or are under way."""
-        self.oldest_epoch = 0
-        """What is older is void in this tier, whatever its key."""
         self._max_bytes = max_bytes
         self._max_keys = max_keys
         self._release = release
         self.deletes_old = deletes_old
+        # Its 8 MiB take memory as they are written to.
+        self._forgotten = memoryview(mmap.mmap(-1, 8 * _PLACES)).cast("Q")
         self._keys: dict[str, _Key[T]] = {}
         # Each key of those is in one of these, or running.
         self._queued: OrderedDict[str, TierChange[T]] = OrderedDict()
@@ -198,12 +202,13 @@ class WriteBehind(Generic[T]):
 
     def is_valid(self, key: str, epoch: int, identity: Hashable) -> bool:
         """Is a value that the tier has of ``key`` as new as it should be?"""
+        oldest_epoch = self._forgotten[hash(key) % _PLACES]
         state = self._keys.get(key)
         if state is None:
-            return epoch >= self.oldest_epoch
+            return epoch >= oldest_epoch
         if state.identity is not None and state.identity == identity:
             return True
-        return epoch >= max(state.epoch, self.oldest_epoch)
+        return epoch >= max(state.epoch, oldest_epoch)
 
     def is_sure(self, key: str) -> bool:
         """Is nothing known by which what the tier has of ``key`` may be too old?"""
@@ -263,14 +268,6 @@ class WriteBehind(Generic[T]):
 
     def _bound(self) -> None:
         """Know of no more keys than may be. What is known longest is forgotten."""
-        if len(self._unsure) > self._max_keys // 2:
-            key = next(iter(self._unsure))
-            state = self._keys[key]
-            if state.is_made:  # a delete would not end the doubt
-                self._forget(key)
-            else:
-                del self._unsure[key]
-                state.queued = self._queued[key] = TierChange(key, state.epoch)
         while len(self._keys) > self._max_keys:
             for known in (self._undeleted, self._unsure, self._queued):
                 if known:
@@ -281,7 +278,9 @@ class WriteBehind(Generic[T]):
 
     def _forget(self, key: str) -> None:
         state = self._keys[key]
-        self.oldest_epoch = max(self.oldest_epoch, state.epoch)
+        place = hash(key) % _PLACES
+        epoch = min(state.epoch, _MAX_EPOCH)
+        self._forgotten[place] = max(self._forgotten[place], epoch)
         self._unqueue(key)
         self._unsure.pop(key, None)
         self._undeleted.pop(key, None)

@@ -135,11 +135,23 @@ def test_the_number_of_keys_is_bounded_too() -> None:
     assert keys_in(values) == "bc"
 
 
-def test_keys_that_are_all_read_may_exceed_their_number() -> None:
+def test_while_all_keys_are_in_use_there_is_no_room_for_another_one() -> None:
     values = make_values(max_keys=1)
     store(values, "a", 0)
-    pin(values, "a")
+    pinned = pin(values, "a")
+    assert values.reserve_nowait("b", spec_of(0), None) is None
+    store(values, "a", 0)
+    values.release(pinned)
     store(values, "b", 0)
+    assert keys_in(values) == "b"
+
+
+def test_who_has_room_already_may_exceed_the_number_of_keys() -> None:
+    values = make_values(max_keys=1)
+    pending = reserve(values, "b", 0)
+    store(values, "a", 0)
+    pin(values, "a")
+    values.commit(pending, b"")
     assert keys_in(values) == "ab"
 
 

@@ -248,7 +248,7 @@ def test_what_was_not_answered_is_void_though_it_arrives_after_a_later_one() -> 
     assert not tier.may_be_new("a")
 
 
-def test_keys_in_doubt_are_bounded_and_deleted_once_at_most() -> None:
+def test_keys_in_doubt_are_bounded_and_nothing_is_deleted_for_them() -> None:
     tier = WriteBehind[str](1000, lambda value: None, max_keys=4)
     for number in range(20):
         for is_done in (False, True):
@@ -257,3 +257,13 @@ def test_keys_in_doubt_are_bounded_and_deleted_once_at_most() -> None:
                 tier.ended(change, is_done=is_done)
     assert tier.known_keys <= 4 and not len(tier)
     assert not tier.is_valid("0", 1, "late")
+
+
+def test_of_keys_that_are_never_written_nothing_is_deleted_that_others_put() -> None:
+    tier = WriteBehind[str](1000, lambda value: None, max_keys=4)
+    for number in range(1000):
+        tier.note(f"{number}", 2 + number, "v")
+    assert not len(tier)
+    assert not any(tier.is_valid(f"{number}", 1, "w") for number in range(1000))
+    others = [tier.is_valid(f"other {number}", 1, "w") for number in range(1000)]
+    assert others.count(True) > 900

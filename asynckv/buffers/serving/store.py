@@ -323,8 +323,12 @@ class StoreService(Service):
                 return ServedPut(self, stream, frame, body)
             frame = Delete(frame.key)
         keys = frame.keys if isinstance(frame, Contains | Pin) else (frame.key,)
-        is_here = self.values.lower is None or all(self.values.has(keys, owner))
-        if is_here and not isinstance(frame, Stat):
+        has_lower = self.values.lower is not None
+        # Of a pin of many keys others have their turn in between.
+        is_far = has_lower and (
+            isinstance(frame, Pin) or not all(self.values.has(keys, owner))
+        )
+        if not (is_far or isinstance(frame, Stat)):
             return self._answer(stream, frame)
         return ServedFromTiers(
             self, stream, keys, partial(self._fetch, stream, frame, keys)

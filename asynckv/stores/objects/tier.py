@@ -237,10 +237,6 @@ class ObjectTier(LoopBound, StoreTier):
             found = await self._get(path, {"range": (0, _FIRST_NBYTES)})
             nbytes = wanted.coming_nbytes = found.meta["size"]
             version = found.meta["e_tag"]
-            if version is None and nbytes > _FIRST_NBYTES:
-                # Pieces of two versions could not be told apart.
-                found = await self._get(path, {})
-                nbytes = found.meta["size"]
             data = memoryview(await self._calls.call(found.bytes_async))
             wanted.moved_nbytes += len(data)
             memory = await _place(wanted, data, nbytes)
@@ -252,7 +248,9 @@ class ObjectTier(LoopBound, StoreTier):
 
         async def read_piece(start: int, stop: int) -> None:
             async with self._reads:
-                options: GetOptions = {"range": (start, stop), "if_match": version}
+                options: GetOptions = {"range": (start, stop)}
+                if version is not None:  # else the digest tells two versions apart
+                    options["if_match"] = version
                 found = await self._get(path, options)
                 piece = memoryview(await self._calls.call(found.bytes_async))
                 if len(piece) != stop - start:

@@ -155,6 +155,17 @@ async def test_a_pin_at_a_peer_takes_what_has_come_in_time(tier: DictTier) -> No
             assert has == (True,)
 
 
+async def test_a_pin_at_a_peer_brings_more_keys_than_are_asked_for_at_once(
+    tier: DictTier,
+) -> None:
+    async with served(tier) as (peer, store):
+        await put_far(peer, store)
+        near = [f"near {number}" for number in range(40)]
+        await peer.store.put_many([(key, noise(100, 1)) for key in near])
+        async with peer.store.pin([*near, "a", "nowhere"]) as has:
+            assert has == (*[True] * 41, False)
+
+
 @pytest.mark.parametrize("ask", ASKS)
 async def test_a_question_about_far_values_may_be_cancelled_anywhere(
     ask: Ask, tier: DictTier

@@ -407,7 +407,7 @@ class SilentTiers(LowerTiers):
     async def where(self, names: Sequence[Name]) -> Sequence[Sequence[str]]:
         return [()] * len(names)
 
-    def touch(self, names: Sequence[Name]) -> None: ...
+    async def touch(self, names: Sequence[Name]) -> None: ...
 
 
 async def test_who_waits_for_what_is_far_may_say_no_more_than_that_it_goes(

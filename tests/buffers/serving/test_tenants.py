@@ -84,6 +84,18 @@ async def test_nobody_but_a_tenant_finds_what_it_has(
         assert torch.equal(await found(mine), MINE)
 
 
+async def test_who_is_no_tenant_is_named_in_the_log(
+    authority: Authority, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with served(authority, DictTier()) as url:
+        async with store_of(authority, url, "engine-a") as mine:
+            await expect_nothing(mine)
+        assert "engine-a" not in caplog.text
+        async with store_of(authority, url, "engine-c") as nobody_s:
+            await expect_nothing(nobody_s)
+        assert "certificate of engine-c" in caplog.text
+
+
 async def test_a_tenant_s_name_may_be_any_of_a_certificate(
     authority: Authority,
 ) -> None:

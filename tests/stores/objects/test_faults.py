@@ -141,7 +141,7 @@ async def test_an_answer_before_all_was_sent_lets_the_memory_go(
         assert await tier.fetch([SomeValue("k1/a", 16 * MIB)]) == [MISSING]
 
 
-async def test_where_versions_cannot_be_told_apart_a_large_value_is_read_at_once(
+async def test_where_versions_cannot_be_told_apart_a_large_value_is_read_all_the_same(
     s3: MotoServer, prefix: str
 ) -> None:
     async with fronted(s3, prefix) as (front, tier):
@@ -151,6 +151,9 @@ async def test_where_versions_cannot_be_told_apart_a_large_value_is_read_at_once
         wanted = SomeValue("k1/a", 9 * MIB)
         assert await tier.fetch([wanted]) == [DONE]
         assert wanted.is_one_of(1)
+        wanted.is_wanted, wanted.moved_nbytes = False, 0
+        assert await tier.fetch([wanted]) == [REFUSED]
+        assert wanted.moved_nbytes < 9 * MIB
 
 
 @contextlib.asynccontextmanager
