@@ -1,0 +1,237 @@
+"""What breaks behind engines that share a store, while requests run.
+
+Nothing of it ends an engine or a request, but one: with ``fail``, who is loading from a
+server as that is killed has an error, as vLLM's policy says.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TypeAlias
+
+import pytest
+import torch
+
+import asynckv
+from harness.vllm_engines import (
+    Answer,
+    Engine,
+    StartEngine,
+    free_url,
+    random_prompt,
+    transfer,
+)
+from harness.vllm_engines.stores import (
+    StoreProcess,
+    redis_behind,
+    small_disk,
+    storing,
+)
+
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.multiprocess,
+    pytest.mark.slow,
+    pytest.mark.timeout(120),
+]
+
+BLOCK = 32
+LENGTH = 200
+BLOCKS = LENGTH // BLOCK
+ASKED = 24
+
+
+KNOWN, ALL = range(ASKED), range(2 * ASKED)
+Right: TypeAlias = Mapping[int, tuple[int, ...]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Sharing:
+    """An engine that looks for everything in a store at ``url``, and nowhere else."""
+
+    engine: Engine
+    url: str
+    policy: str
+
+    def wait_reachable(self) -> None:
+        """Wait until it has found the store that was started."""
+        deadline = time.monotonic() + 30
+        while not self.metric("store_reachable"):
+            assert time.monotonic() < deadline, "the store is not found"
+            self.engine.ask([5] * 8)
+            threading.Event().wait(0.05)
+
+    def metric(self, name: str) -> int:
+        return int(self.engine.state()["metrics"].get(f"vllm:asynckv_{name}", 0))
+
+    def asked(self, seeds: Sequence[int]) -> list[tuple[int, ...]]:
+        """Ask all at once."""
+        requests = [self.engine.add(prompt_of(seed)) for seed in seeds]
+        return [self.engine.answer(one).tokens for one in requests]
+
+    def fill(self, store: StoreProcess, right: Right) -> None:
+        """Let what is known be computed, and stored behind the store."""
+        self.wait_reachable()
+        for seed in KNOWN:
+            assert self.engine.ask(prompt_of(seed)).tokens == right[seed]
+        assert store.wait_for(ASKED * BLOCKS) > 0
+
+    def asked_during(
+        self, seeds: Sequence[int], fault: Callable[[], None]
+    ) -> list[Answer]:
+        """Ask all at once; the fault comes when the first one is answered."""
+        requests = [self.engine.add(prompt_of(seed)) for seed in seeds]
+        first = self.engine.answer(requests[0])
+        fault()
+        return [first, *(self.engine.answer(one) for one in requests[1:])]
+
+    @contextlib.contextmanager
+    def full(self) -> Iterator[None]:
+        """It has no place for another request, within the block."""
+        others = [self.engine.add([5 + n] * 8, max_tokens=900) for n in range(8)]
+        try:
+            yield
+        finally:
+            for one in others:
+                self.engine.abort(one)
+
+
+@pytest.fixture(scope="module", params=["fail", "recompute"])
+def sharing(
+    start_engine: StartEngine, request: pytest.FixtureRequest
+) -> Iterator[Sharing]:
+    url, policy = free_url(), request.param
+    config = transfer("kv_both", policy, mode="store", store=url)
+    with start_engine(config, enable_prefix_caching=False) as engine:
+        yield Sharing(engine.wait_ready(), url, policy)
+
+
+@pytest.fixture(scope="module")
+def right(alone: Engine) -> Right:
+    """What is said to each prompt, by its seed."""
+    requests = {seed: alone.add(prompt_of(seed)) for seed in range(2 * ASKED)}
+    return {seed: alone.answer(one).tokens for seed, one in requests.items()}
+
+
+def prompt_of(seed: int) -> list[int]:
+    return random_prompt(LENGTH, seed=1000 + seed)
+
+
+def check(answers: Sequence[Answer], right: Right, *, errors: int = 0) -> None:
+    """Each has its end, and is right; so many at most have failed."""
+    ends = [one.finish_reason for one in answers]
+    assert set(ends) <= {"length", "error"}
+    assert ends.count("error") <= errors
+    for seed, one in enumerate(answers):
+        assert one.tokens == right[seed] or one.finish_reason == "error"
+
+
+def put_others(url: str) -> None:
+    """Put what takes all the memory of a store, twice."""
+
+    async def put() -> None:
+        async with asynckv.connect(url, fingerprint="another model") as peer:
+            for number in range(32):
+                await peer.store.put(f"{number}", torch.zeros(2**18, dtype=torch.uint8))
+
+    asyncio.run(put())
+
+
+def test_a_server_killed_while_requests_run(
+    sharing: Sharing, right: Right, tmp_path: Path
+) -> None:
+    with redis_behind(tmp_path) as redis, storing(sharing.url, redis.url) as store:
+        sharing.fill(store, right)
+        failed = sharing.metric("failed_loads")
+        answers = sharing.asked_during(ALL, store.kill)
+        failed = sharing.metric("failed_loads") - failed
+        assert sharing.asked(ALL) == [right[seed] for seed in ALL]
+        print("errors", [one.finish_reason for one in answers].count("error"), failed)
+        check(answers, right, errors=failed if sharing.policy == "fail" else 0)
+        store.start()
+        sharing.wait_reachable()
+        hits = sharing.engine.external_hits()
+        assert sharing.asked(KNOWN) == [right[seed] for seed in KNOWN]
+        assert (
+            sharing.engine.external_hits() - hits
+            >= BLOCK * store.count("hits_total")
+            > 0
+        )
+
+
+@pytest.mark.parametrize("fault", ["kill", "freeze"])
+def test_a_redis_lost_while_requests_run(
+    sharing: Sharing, right: Right, tmp_path: Path, fault: str
+) -> None:
+    with redis_behind(tmp_path) as redis, storing(sharing.url, redis.url) as store:
+        sharing.fill(store, right)
+        store.kill()
+        store.start()  # what it knew is in Redis alone
+        sharing.wait_reachable()
+        failed = sharing.metric("failed_loads")
+        answers = sharing.asked_during(ALL, getattr(redis, fault))
+        print([store.count(x) for x in ("hits_total", "is_loading")])
+        check(answers, right)
+        assert sharing.metric("failed_loads") == failed
+        redis.start() if fault == "kill" else redis.thaw()
+        assert sharing.asked(ALL) == [right[seed] for seed in ALL]
+
+
+def test_a_disk_that_is_full_while_requests_run(
+    sharing: Sharing, right: Right, tmp_path: Path
+) -> None:
+    tier, inside = f"disk:{tmp_path}?max=1GiB", small_disk(tmp_path, "6m")
+    with storing(sharing.url, tier, size="4MiB", inside=inside) as store:
+        sharing.wait_reachable()
+        failed = sharing.metric("failed_loads")
+        for _ in range(2):
+            requests = [sharing.engine.add(prompt_of(seed)) for seed in ALL]
+            check([sharing.engine.answer(one) for one in requests], right)
+        print(
+            {
+                x: store.count(x)
+                for x in (
+                    "hits_total",
+                    "accepted_total",
+                    "failed_total",
+                    "dropped_total",
+                    "unwritten_total",
+                    "is_storing",
+                    "is_loading",
+                )
+            }
+        )
+        assert sharing.metric("failed_loads") == failed
+
+
+@pytest.mark.parametrize("is_killed", [False, True], ids=["evicted", "killed"])
+def test_what_is_lost_between_match_and_load(
+    sharing: Sharing, right: Right, tmp_path: Path, is_killed: bool
+) -> None:
+    with (
+        redis_behind(tmp_path) as redis,
+        storing(sharing.url, redis.url, size="4MiB") as store,
+    ):
+        sharing.fill(store, right)
+        store.kill()
+        store.start()
+        sharing.wait_reachable()
+        failed, hits = sharing.metric("failed_loads"), sharing.engine.external_hits()
+        with sharing.full():
+            request = sharing.engine.add(prompt_of(0))
+            store.wait_until(lambda: store.count("hits_total") >= BLOCKS)
+            redis.kill()
+            if is_killed:
+                store.kill()
+            else:
+                put_others(sharing.url)
+                print("evictions", store.evictions())
+        check([sharing.engine.answer(request)], right)
+        print(sharing.engine.external_hits() - hits)
+        assert sharing.metric("failed_loads") == failed
