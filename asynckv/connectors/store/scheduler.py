@@ -75,6 +75,7 @@ class _Known:
     stored: int | None = None
     answered_s: float = 0.0
     link: object = None
+    held: int | None = None
     times_asked: int = 0
     question: int = -1
     is_loaded: bool = False
@@ -164,7 +165,6 @@ class StoreScheduler(
         if known.is_loaded or not self._is_consumer or not known.keys:
             return 0, False
         if known.stored and not known.is_held(self.finder.line.link):
-            self._let_go(known)
             known.forget_answer()
         self._ask_for(known)
         if known.stored is None:
@@ -197,6 +197,8 @@ class StoreScheduler(
             known.stored = max(0, min(answer.num_keys, len(known.keys)))
             known.answered_s = time.monotonic()
             known.link = self.finder.line.link
+            self._let_go(known)  # what was found before stays until now
+            known.held = answer.number
             self._hit_blocks += known.stored
             known.saved = max(known.saved, known.stored)
 
@@ -295,9 +297,10 @@ class StoreScheduler(
         return known
 
     def _let_go(self, known: _Known) -> None:
-        """It is loaded, or will not be: what was found need not stay for it."""
-        if known.stored:
-            self.finder.let_go(known.question)
+        """What was found need not stay for it any more."""
+        if known.held is not None:
+            self.finder.let_go(known.held)
+            known.held = None
 
     def _ask_for(self, known: _Known) -> None:
         if self._is_consumer and known.keys and not known.is_asked:

@@ -44,9 +44,8 @@ pytestmark = [
 BLOCK = 32
 LENGTH = 200
 BLOCKS = LENGTH // BLOCK
+BLOCK_NBYTES = 2**16
 ASKED = 24
-
-
 KNOWN, ALL = range(ASKED), range(2 * ASKED)
 Right: TypeAlias = Mapping[int, tuple[int, ...]]
 
@@ -70,23 +69,27 @@ class Sharing:
     def metric(self, name: str) -> int:
         return int(self.engine.state()["metrics"].get(f"vllm:asynckv_{name}", 0))
 
-    def asked(self, seeds: Sequence[int]) -> list[tuple[int, ...]]:
+    def asked(self, seeds: Sequence[int]) -> list[Answer]:
         """Ask all at once."""
         requests = [self.engine.add(prompt_of(seed)) for seed in seeds]
-        return [self.engine.answer(one).tokens for one in requests]
+        return [self.engine.answer(one) for one in requests]
 
-    def fill(self, store: StoreProcess, right: Right) -> None:
-        """Let what is known be computed, and stored behind the store."""
+    def fill(self, store: StoreProcess, right: Right) -> int:
+        """Let what is known be computed, and return how many blocks are stored of it
+        behind the store."""
         self.wait_reachable()
-        for seed in KNOWN:
-            assert self.engine.ask(prompt_of(seed)).tokens == right[seed]
-        assert store.wait_for(ASKED * BLOCKS) > 0
+        check([self.engine.ask(prompt_of(seed)) for seed in KNOWN], right)
+        return store.wait_for(ASKED * BLOCKS)
 
-    def asked_during(
-        self, seeds: Sequence[int], fault: Callable[[], None]
-    ) -> list[Answer]:
+    def restart(self, store: StoreProcess) -> None:
+        """Let the store have nothing but what is behind it."""
+        store.kill()
+        store.start()
+        self.wait_reachable()
+
+    def asked_during(self, fault: Callable[[], None]) -> list[Answer]:
         """Ask all at once; the fault comes when the first one is answered."""
-        requests = [self.engine.add(prompt_of(seed)) for seed in seeds]
+        requests = [self.engine.add(prompt_of(seed)) for seed in ALL]
         first = self.engine.answer(requests[0])
         fault()
         return [first, *(self.engine.answer(one) for one in requests[1:])]
@@ -115,7 +118,7 @@ def sharing(
 @pytest.fixture(scope="module")
 def right(alone: Engine) -> Right:
     """What is said to each prompt, by its seed."""
-    requests = {seed: alone.add(prompt_of(seed)) for seed in range(2 * ASKED)}
+    requests = {seed: alone.add(prompt_of(seed)) for seed in ALL}
     return {seed: alone.answer(one).tokens for seed, one in requests.items()}
 
 
@@ -132,7 +135,7 @@ def check(answers: Sequence[Answer], right: Right, *, errors: int = 0) -> None:
         assert one.tokens == right[seed] or one.finish_reason == "error"
 
 
-def put_others(url: str) -> None:
+def evict_all(url: str) -> None:
     """Put what takes all the memory of a store, twice."""
 
     async def put() -> None:
@@ -149,20 +152,16 @@ def test_a_server_killed_while_requests_run(
     with redis_behind(tmp_path) as redis, storing(sharing.url, redis.url) as store:
         sharing.fill(store, right)
         failed = sharing.metric("failed_loads")
-        answers = sharing.asked_during(ALL, store.kill)
+        answers = sharing.asked_during(store.kill)
         failed = sharing.metric("failed_loads") - failed
-        assert sharing.asked(ALL) == [right[seed] for seed in ALL]
-        print("errors", [one.finish_reason for one in answers].count("error"), failed)
         check(answers, right, errors=failed if sharing.policy == "fail" else 0)
+        check(sharing.asked(ALL), right)
         store.start()
         sharing.wait_reachable()
         hits = sharing.engine.external_hits()
-        assert sharing.asked(KNOWN) == [right[seed] for seed in KNOWN]
-        assert (
-            sharing.engine.external_hits() - hits
-            >= BLOCK * store.count("hits_total")
-            > 0
-        )
+        check(sharing.asked(KNOWN), right)
+        assert sharing.engine.external_hits() > hits
+        assert store.count("hits_total")  # it has begun with nothing in memory
 
 
 @pytest.mark.parametrize("fault", ["kill", "freeze"])
@@ -171,16 +170,13 @@ def test_a_redis_lost_while_requests_run(
 ) -> None:
     with redis_behind(tmp_path) as redis, storing(sharing.url, redis.url) as store:
         sharing.fill(store, right)
-        store.kill()
-        store.start()  # what it knew is in Redis alone
-        sharing.wait_reachable()
+        sharing.restart(store)
         failed = sharing.metric("failed_loads")
-        answers = sharing.asked_during(ALL, getattr(redis, fault))
-        print([store.count(x) for x in ("hits_total", "is_loading")])
-        check(answers, right)
-        assert sharing.metric("failed_loads") == failed
+        check(sharing.asked_during(getattr(redis, fault)), right)
+        check(sharing.asked(ALL), right)
         redis.start() if fault == "kill" else redis.thaw()
-        assert sharing.asked(ALL) == [right[seed] for seed in ALL]
+        check(sharing.asked(ALL), right)
+        assert sharing.metric("failed_loads") == failed
 
 
 def test_a_disk_that_is_full_while_requests_run(
@@ -189,49 +185,49 @@ def test_a_disk_that_is_full_while_requests_run(
     tier, inside = f"disk:{tmp_path}?max=1GiB", small_disk(tmp_path, "6m")
     with storing(sharing.url, tier, size="4MiB", inside=inside) as store:
         sharing.wait_reachable()
-        failed = sharing.metric("failed_loads")
-        for _ in range(2):
-            requests = [sharing.engine.add(prompt_of(seed)) for seed in ALL]
-            check([sharing.engine.answer(one) for one in requests], right)
-        print(
-            {
-                x: store.count(x)
-                for x in (
-                    "hits_total",
-                    "accepted_total",
-                    "failed_total",
-                    "dropped_total",
-                    "unwritten_total",
-                    "is_storing",
-                    "is_loading",
-                )
-            }
-        )
+        failed, hits = sharing.metric("failed_loads"), sharing.engine.external_hits()
+        for seeds in (ALL, ALL, range(8), range(8)):
+            check(sharing.asked(seeds), right)
+        assert store.count("accepted_total") * BLOCK_NBYTES > 6 * 2**20
+        assert sharing.engine.external_hits() > hits
         assert sharing.metric("failed_loads") == failed
 
 
-@pytest.mark.parametrize("is_killed", [False, True], ids=["evicted", "killed"])
+@pytest.mark.parametrize("what", ["evicted", "killed"])
 def test_what_is_lost_between_match_and_load(
-    sharing: Sharing, right: Right, tmp_path: Path, is_killed: bool
+    sharing: Sharing, right: Right, tmp_path: Path, what: str
 ) -> None:
     with (
         redis_behind(tmp_path) as redis,
         storing(sharing.url, redis.url, size="4MiB") as store,
     ):
         sharing.fill(store, right)
-        store.kill()
-        store.start()
-        sharing.wait_reachable()
+        sharing.restart(store)
         failed, hits = sharing.metric("failed_loads"), sharing.engine.external_hits()
         with sharing.full():
             request = sharing.engine.add(prompt_of(0))
             store.wait_until(lambda: store.count("hits_total") >= BLOCKS)
             redis.kill()
-            if is_killed:
-                store.kill()
-            else:
-                put_others(sharing.url)
-                print("evictions", store.evictions())
+            store.kill() if what == "killed" else evict_all(sharing.url)
         check([sharing.engine.answer(request)], right)
-        print(sharing.engine.external_hits() - hits)
+        loaded = sharing.engine.external_hits() - hits
+        assert loaded == (BLOCKS * BLOCK if what == "evicted" else 0)
         assert sharing.metric("failed_loads") == failed
+
+
+def test_an_engine_started_cold_finds_what_is_in_redis(
+    sharing: Sharing, start_engine: StartEngine, right: Right, tmp_path: Path
+) -> None:
+    config = transfer("kv_both", sharing.policy, mode="store", store=sharing.url)
+    with (
+        redis_behind(tmp_path) as redis,
+        storing(sharing.url, redis.url) as store,
+        start_engine(config) as cold,
+    ):
+        stored = sharing.fill(store, right)
+        sharing.restart(store)
+        cold.wait_ready()
+        check([cold.ask(prompt_of(seed)) for seed in KNOWN], right)
+        hits = cold.external_hits() // BLOCK
+        assert 0 < hits <= store.count("hits_total")
+        assert hits == stored or stored < ASKED * BLOCKS
