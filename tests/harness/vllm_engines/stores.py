@@ -50,6 +50,16 @@ class StoreProcess:
         assert process.stdout is not None
         assert process.stdout.readline()
 
+    @property
+    def pid(self) -> int:
+        """Of its process.
+
+        :raises RuntimeError: it does not run
+        """
+        if self._process is None:
+            raise RuntimeError("the store does not run")
+        return self._process.pid
+
     def kill(self) -> None:
         """As a crash would. Again is nothing."""
         process, self._process = self._process, None
@@ -97,8 +107,7 @@ class StoreProcess:
         raise LookupError(f"there is no {start} in {page}")
 
     def _signal(self, number: signal.Signals) -> None:
-        assert self._process is not None
-        os.kill(self._process.pid, number)
+        os.kill(self.pid, number)
 
 
 @contextlib.contextmanager
@@ -114,7 +123,7 @@ def storing(
         store.kill()
 
 
-def small_disk(folder: Path, size: str) -> tuple[str, ...]:
+def small_disk(folder: Path, size: str = "6m") -> tuple[str, ...]:
     """Return what gives a command a file system of its own at ``folder``: so large."""
     mount = f"mount -t tmpfs -o size={size} tmpfs {folder}"
     shell = ("sh", "-c", f'{mount} && exec "$@"', "sh")

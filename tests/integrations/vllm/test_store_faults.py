@@ -9,8 +9,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import shutil
+import subprocess
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TypeAlias
@@ -19,6 +20,7 @@ import pytest
 import torch
 
 import asynckv
+from harness.redis_servers import PROGRAM
 from harness.vllm_engines import (
     Answer,
     Engine,
@@ -38,14 +40,15 @@ pytestmark = [
     pytest.mark.vllm,
     pytest.mark.multiprocess,
     pytest.mark.slow,
-    pytest.mark.timeout(120),
+    pytest.mark.timeout(300),
+    pytest.mark.skipif(shutil.which(PROGRAM) is None, reason=f"there is no {PROGRAM}"),
 ]
 
 BLOCK = 32
 LENGTH = 200
 BLOCKS = LENGTH // BLOCK
 BLOCK_NBYTES = 2**16
-ASKED = 24
+ASKED = 16
 KNOWN, ALL = range(ASKED), range(2 * ASKED)
 Right: TypeAlias = Mapping[int, tuple[int, ...]]
 
@@ -60,11 +63,13 @@ class Sharing:
 
     def wait_reachable(self) -> None:
         """Wait until it has found the store that was started."""
-        deadline = time.monotonic() + 30
         while not self.metric("store_reachable"):
-            assert time.monotonic() < deadline, "the store is not found"
             self.engine.ask([5] * 8)
-            threading.Event().wait(0.05)
+
+    def wait_lost(self) -> None:
+        """Wait until it has seen, beside its steps, that the store is gone."""
+        while self.metric("store_reachable"):
+            threading.Event().wait(0.01)
 
     def metric(self, name: str) -> int:
         return int(self.engine.state()["metrics"].get(f"vllm:asynckv_{name}", 0))
@@ -182,7 +187,9 @@ def test_a_redis_lost_while_requests_run(
 def test_a_disk_that_is_full_while_requests_run(
     sharing: Sharing, right: Right, tmp_path: Path
 ) -> None:
-    tier, inside = f"disk:{tmp_path}?max=1GiB", small_disk(tmp_path, "6m")
+    tier, inside = f"disk:{tmp_path}?max=1GiB", small_disk(tmp_path)
+    if subprocess.run([*inside, "true"], check=False).returncode:
+        pytest.skip("no file system can be mounted here")
     with storing(sharing.url, tier, size="4MiB", inside=inside) as store:
         sharing.wait_reachable()
         failed, hits = sharing.metric("failed_loads"), sharing.engine.external_hits()
@@ -208,13 +215,18 @@ def test_what_is_lost_between_match_and_load(
             request = sharing.engine.add(prompt_of(0))
             store.wait_until(lambda: store.count("hits_total") >= BLOCKS)
             redis.kill()
-            store.kill() if what == "killed" else evict_all(sharing.url)
+            if what == "evicted":
+                evict_all(sharing.url)
+            else:
+                store.kill()
+                sharing.wait_lost()
         check([sharing.engine.answer(request)], right)
         loaded = sharing.engine.external_hits() - hits
         assert loaded == (BLOCKS * BLOCK if what == "evicted" else 0)
         assert sharing.metric("failed_loads") == failed
 
 
+@pytest.mark.parametrize("sharing", ["recompute"], indirect=True)
 def test_an_engine_started_cold_finds_what_is_in_redis(
     sharing: Sharing, start_engine: StartEngine, right: Right, tmp_path: Path
 ) -> None:
