@@ -240,14 +240,15 @@ class StoreRank:
     """One rank of ``engine``, and its ``line`` to a store.
 
     ``packed`` returns what gathers and scatters blocks, and raises if there are no
-    caches yet. ``at_once`` bounds what is loaded and saved together.
+    caches yet. So many blocks are loaded ``at_once``, and as many saved beside them:
+    a save may wait for room that a load gives back, so no load waits for a save.
     """
 
     engine: KVEngine
     options: ConnectorOptions
     line: StoreConnection
     transfers: Transfers
-    at_once: asyncio.Semaphore
+    at_once: int
     _: dataclasses.KW_ONLY
     packed: Callable[[], PackedBlocks]
 
@@ -307,6 +308,7 @@ class StoreSaving:
         # Of prompts that are not stored further.
         self._ends: dict[tuple[str, int], int] = {}
         self._staging = Staging(0)
+        self._at_once = asyncio.Semaphore(rank.at_once)
         self._is_stalled = False
         self._is_told = False
 
@@ -379,7 +381,7 @@ class StoreSaving:
     async def _put(self, save: _Save, value: torch.Tensor) -> None:
         is_stored = is_skipped = False
         try:
-            async with self._rank.at_once:
+            async with self._at_once:
                 store = await self._rank.line.store()
                 if self._is_behind_a_gap(save):
                     is_skipped = True
@@ -409,7 +411,7 @@ class StoreSaving:
 
 
 BLOCKS_AT_ONCE: Final = 16
-"""So many blocks of one rank are asked for, or sent, at the most."""
+"""So many blocks of one rank are asked for, and sent, at the most."""
 
 
 class StoreLoading(Loading):
@@ -420,6 +422,7 @@ class StoreLoading(Loading):
         self.blocks = 0
         """How many were loaded."""
         self._rank = rank
+        self._at_once = asyncio.Semaphore(rank.at_once)
 
     def _begin(self, request: StoreRequest) -> None:
         packed = self._rank.packed()
@@ -465,7 +468,7 @@ class StoreLoading(Loading):
         key: str,
         scatter: Callable[[torch.Tensor], Awaitable[None]],
     ) -> None:
-        async with self._rank.at_once:
+        async with self._at_once:
             value = await store.get(key)
             if value is None:
                 raise EntryAborted("a block is not stored any more", reason="deleted")
@@ -518,7 +521,7 @@ class StoreWorker(CacheWorker):
         self._packed: PackedBlocks | None = None
         rank = StoreRank(
             *(engine, self.options, self._line, self._transfers),
-            asyncio.Semaphore(BLOCKS_AT_ONCE),
+            BLOCKS_AT_ONCE,
             packed=self._packed_blocks,
         )
         self._loading: StoreLoading = StoreLoading(rank)

@@ -3,7 +3,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 
 import pytest
 import torch
@@ -300,6 +300,68 @@ async def test_what_was_found_stays_until_its_load_can_begin() -> None:
         assert await finder.find(KEYS) == 2
 
 
+async def test_what_is_not_needed_is_let_go_although_nobody_asks_again() -> None:
+    async with finding() as (finder, store):
+        for key in (*keys_of(0, 1), *keys_of(1, 1)):
+            await store.put(key, torch.zeros(2**16, dtype=torch.uint8))
+        assert await finder.find(KEYS, 7) == 1
+        finder.let_go(7)
+        await until(lambda: not len(finder.holds))
+        await fill(store)
+        assert await finder.find(KEYS) == 0
+
+
+def load_it(scheduler: StoreScheduler, answer: KVAnswer) -> None:
+    scheduler.take_answer(answer)
+    scheduler.update_state_after_alloc(REQUEST, ((7, 8, 9),), 8)
+    said = KVTransferResults(finished_recving=frozenset({"r"}))
+    scheduler.update_connector_output(said)
+
+
+def end_it(scheduler: StoreScheduler, answer: KVAnswer) -> None:
+    scheduler.take_answer(answer)
+    scheduler.request_finished(REQUEST, ())
+
+
+def end_it_before(scheduler: StoreScheduler, answer: KVAnswer) -> None:
+    scheduler.request_finished(REQUEST, ())
+    scheduler.take_answer(answer)
+
+
+@pytest.mark.parametrize("what", [load_it, end_it, end_it_before])
+async def test_what_was_found_is_held_no_longer_than_it_is_needed(
+    what: Callable[[StoreScheduler, KVAnswer], None],
+) -> None:
+    config = KVTransferConfig(kv_role="kv_both")
+    async with StoreBuffer() as store, StoreScheduler(config, ENGINE, store) as asking:
+        for key in (*keys_of(0, 2), *keys_of(1, 2)):
+            await store.put(key, torch.ones(1))
+        asking.on_new_request(REQUEST)
+        answer = await asking.ask(*asking.take_questions())
+        assert (answer.num_keys, len(asking.finder.holds)) == (2, 1)
+        what(asking, answer)
+        await until(lambda: not len(asking.finder.holds))
+
+
+async def test_what_was_found_at_a_store_that_is_gone_is_not_believed(
+    scheduler: StoreScheduler,
+) -> None:
+    async with StoreBuffer(fingerprint="toy") as store:
+        async with serve("mem://no-such-store", store=store):
+            scheduler.on_new_request(REQUEST)
+            (question,) = scheduler.take_questions()
+            for rank in range(2):
+                for key in rank_block_keys(question.keys, namespace_of(ENGINE), rank):
+                    await store.put(key, torch.ones(1))
+            scheduler.take_answer(await scheduler.ask(question))
+            assert scheduler.get_num_new_matched_tokens(REQUEST, 0) == (8, True)
+        await until(lambda: scheduler.finder.line.link is None)
+        assert scheduler.get_num_new_matched_tokens(REQUEST, 0) == (None, False)
+        scheduler.take_answer(await scheduler.ask(*scheduler.take_questions()))
+        assert scheduler.get_num_new_matched_tokens(REQUEST, 0) == (0, False)
+    await scheduler.aclose()
+
+
 async def test_a_silent_store_is_waited_for_once_until_it_answers(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -364,17 +426,17 @@ async def test_what_is_held_is_not_evicted_and_what_is_let_go_is() -> None:
     holds = StorePins(3600, 8)
     async with StoreBuffer("2MiB") as store:
         await store.put("a", torch.zeros(2**17, dtype=torch.uint8))
-        assert await holds.hold(store, ["a", "b"], 1.0) == (True, False)
+        assert await holds.hold(store, ["a", "b"], 1.0, 0) == (True, False)
         await fill(store)
         assert await store.contains(["a"]) == (True,)
         await holds.release()
         await fill(store)
         assert await store.contains(["a"]) == (False,)
-        assert await holds.hold(store, ["a"], 1.0) == (False,)
+        assert await holds.hold(store, ["a"], 1.0, 1) == (False,)
         await holds.aclose()
         assert not len(holds)
         with pytest.raises(PeerLost):
-            await holds.hold(store, ["a"], 1.0)
+            await holds.hold(store, ["a"], 1.0, 1)
 
 
 async def test_of_a_burst_it_holds_the_last_and_all_of_it_is_answered() -> None:
@@ -383,7 +445,7 @@ async def test_of_a_burst_it_holds_the_last_and_all_of_it_is_answered() -> None:
         for key in ("a", "b", "c", "d"):
             await store.put(key, torch.zeros(2**17, dtype=torch.uint8))
         answers = await asyncio.gather(
-            *(holds.hold(store, [key], 1.0) for key in "abcd")
+            *(holds.hold(store, [key], 1.0, ord(key)) for key in "abcd")
         )
         assert answers == [(True,)] * 4
         await fill(store)
@@ -394,10 +456,10 @@ async def test_of_a_burst_it_holds_the_last_and_all_of_it_is_answered() -> None:
 async def test_what_is_asked_while_it_closes_is_not_held() -> None:
     holds = StorePins(3600, 2)
     async with StoreBuffer() as store:
-        await holds.hold(store, ["a"], 1.0)
+        await holds.hold(store, ["a"], 1.0, 1)
         holds.abort()  # what is held ends soon, and has not yet
         with pytest.raises(PeerLost):
-            await holds.hold(store, ["a"], 1.0)
+            await holds.hold(store, ["a"], 1.0, 1)
         await holds.aclose()
         assert not len(holds)
 
@@ -405,14 +467,14 @@ async def test_what_is_asked_while_it_closes_is_not_held() -> None:
 async def test_it_holds_so_many_at_once_and_for_so_long() -> None:
     async with StoreBuffer() as store:
         holds = StorePins(3600, 2)
-        for _ in range(5):
-            await holds.hold(store, ["a"], 1.0)
+        for number in range(5):
+            await holds.hold(store, ["a"], 1.0, number)
             await asyncio.sleep(0)
         assert len(holds) <= 2
         holds.abort()
         await holds.aclose()
         short = StorePins(0, 2)
-        await short.hold(store, ["a"], 1.0)
+        await short.hold(store, ["a"], 1.0, 0)
         await until(lambda: not len(short))
 
 

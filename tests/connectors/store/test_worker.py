@@ -326,6 +326,20 @@ async def test_nothing_is_stored_behind_a_gap(monkeypatch: pytest.MonkeyPatch) -
         assert await store_all(worker, "r", 2, 7) == [True] * 7
 
 
+async def test_a_load_waits_for_no_save() -> None:
+    """A save may wait for room that only a load gives back."""
+    store = SlowStore()
+    store.gate.set()
+    async with saving_to(store) as worker:
+        await store_all(worker, "r", 0, 1)
+        store.gate.clear()
+        await save(worker, "s", 0, 16)
+        assert not (await load(worker, "r0")).failed_recving
+        assert worker.statistics().saving == 16
+        store.gate.set()
+        await worker.flush()
+
+
 async def test_nothing_follows_a_block_that_could_not_be_stored() -> None:
     store = SlowStore()
     store.gate.set()
