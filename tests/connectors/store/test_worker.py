@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import logging
 import random
@@ -38,7 +39,7 @@ from asynckv.connectors.store.worker import (
     StoreWorker,
     StoreWorkerStatistics,
 )
-from asynckv.errors import PeerLost
+from asynckv.errors import ConfigError, EntryTooLarge, PeerLost
 from asynckv.stores.tiered import TieredStore
 from asynckv.testing.blocked import until
 from harness.engines.toy_engine import ToyEngine
@@ -286,6 +287,88 @@ async def test_a_load_that_lacks_a_block_reads_none_and_says_how_many() -> None:
         assert statistics.loaded_bytes == statistics.saved_bytes >= 128
 
 
+async def test_of_a_chunk_only_the_blocks_that_are_wanted_are_written() -> None:
+    extra: dict[str, object] = {"chunk_tokens": 64}
+    config = KVTransferConfig(kv_connector_extra_config=extra)
+    async with StoreBuffer() as store, StoreWorker(config, ENGINE, store) as worker:
+        cache = torch.randn(16, 64)
+        before = cache.clone()
+        worker.register_kv_caches({"a": cache})
+        order = StoreRequest("s", ("one", "two"), ((9, 2, 7, 4, 1, 0, 3, 5),))
+        worker.bind_connector_metadata(StoreMetadata(saves=(order,)))
+        await worker.wait_for_save()
+        await worker.flush()
+        order = StoreRequest("r", ("one", "two"), ((15, 8, 10, 11, 12),), 3)
+        worker.bind_connector_metadata(StoreMetadata(loads=(order,)))
+        await worker.start_load_kv()
+        await until(lambda: not worker.statistics().loading)
+        assert not worker.get_finished().failed_recving
+        before[[15, 8, 10, 11, 12]] = before[[4, 1, 0, 3, 5]]
+        assert torch.equal(cache, before)
+        statistics = worker.statistics()
+        assert (statistics.saved_blocks, statistics.loaded_blocks) == (8, 5)
+        assert statistics.loaded_bytes == statistics.saved_bytes
+
+
+async def test_a_load_of_other_blocks_than_its_values_have_fails() -> None:
+    async with StoreBuffer() as store, StoreWorker(CONFIG, ENGINE, store) as worker:
+        worker.register_kv_caches({"a": torch.zeros(4, 16, 2)})
+        order = StoreRequest("r", ("one",), ((1, 2),))
+        worker.bind_connector_metadata(StoreMetadata(loads=(order,)))
+        await worker.start_load_kv()
+        await until(lambda: not worker.statistics().loading)
+        assert "1 values have 1 blocks" in worker.get_finished().reasons["r"]
+
+
+@pytest.mark.parametrize("max_bytes", [64 + 4 * 1024, 64 + 4 * 1024 - 1])
+async def test_chunks_that_could_not_be_received_are_refused_with_the_caches(
+    max_bytes: int,
+) -> None:
+    extra: dict[str, object] = {"chunk_tokens": 64}
+    config = KVTransferConfig(kv_buffer_size=max_bytes, kv_connector_extra_config=extra)
+    refused = pytest.raises(ConfigError, match="64 tokens takes 4160 bytes")
+    async with StoreBuffer() as store, StoreWorker(config, ENGINE, store) as worker:
+        with refused if max_bytes < 4160 else contextlib.nullcontext() as caught:
+            worker.register_kv_caches({"a": torch.zeros(8, 256)})
+    assert caught is None or "make chunk_tokens smaller" in caught.value.hint
+
+
+class CountingStore(StoreBuffer):
+    """Knows how many values are got at once."""
+
+    now = most = 0
+
+    async def get(
+        self, key: str, into: torch.Tensor | None = None
+    ) -> torch.Tensor | None:
+        self.now += 1
+        self.most = max(self.most, self.now)
+        try:
+            await asyncio.sleep(0)
+            return await super().get(key, into)
+        finally:
+            self.now -= 1
+
+
+@pytest.mark.parametrize(("blocks", "at_once"), [(1, 16), (2, 8), (4, 4), (16, 4)])
+async def test_fewer_values_are_loaded_at_once_the_larger_they_are(
+    blocks: int, at_once: int
+) -> None:
+    config = KVTransferConfig(kv_connector_extra_config={"chunk_tokens": 16 * blocks})
+    keys, ids = tuple(f"{n}" for n in range(20)), tuple(range(20 * blocks))
+    order = StoreRequest("r", keys, (ids,))
+    async with CountingStore() as store, StoreWorker(config, ENGINE, store) as worker:
+        worker.register_kv_caches({"a": torch.zeros(20 * blocks, 16)})
+        worker.bind_connector_metadata(StoreMetadata(saves=(order,)))
+        await worker.wait_for_save()
+        await worker.flush()
+        worker.bind_connector_metadata(StoreMetadata(loads=(order,)))
+        await worker.start_load_kv()
+        await until(lambda: not worker.statistics().loading)
+        assert not worker.get_finished().failed_recving
+        assert store.most == at_once
+
+
 class SlowStore(StoreBuffer):
     """One that stores blocks when its gate is open, and some never."""
 
@@ -293,7 +376,7 @@ class SlowStore(StoreBuffer):
         super().__init__("16MiB")
         self.gate = asyncio.Event()
         self.refused = ""
-        self.error: OSError = OSError("no room")
+        self.error: Exception = OSError("no room")
 
     async def put(
         self,
@@ -312,9 +395,11 @@ class SlowStore(StoreBuffer):
 
 @asynccontextmanager
 async def saving_to(
-    store: SlowStore, role: KVRole = "kv_both"
+    store: SlowStore, role: KVRole = "kv_both", chunk_tokens: int = 16
 ) -> AsyncIterator[StoreWorker]:
-    config = KVTransferConfig(kv_role=role, kv_connector_extra_config=BY_BLOCK)
+    config = KVTransferConfig(
+        kv_role=role, kv_connector_extra_config={"chunk_tokens": chunk_tokens}
+    )
     worker = StoreWorker(config, KVEngine(engine_id="E", block_size=16), store)
     worker.register_kv_caches({"layer": torch.ones(16, 64)})
     async with store, worker:
@@ -357,6 +442,41 @@ async def test_of_a_long_prompt_all_is_stored_if_the_store_goes_on() -> None:
     async with saving_to(store) as worker:
         assert await store_all(worker, "r", 0, 12) == [True] * 12
         assert worker.statistics().skipped_blocks == 0
+
+
+@pytest.mark.parametrize(("blocks", "most"), [(1, 12), (2, 12), (4, 12), (16, 1)])
+async def test_so_many_blocks_or_one_value_are_on_their_way_at_the_most(
+    blocks: int, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store_saving, "_STAGED_BLOCKS", 12)
+    monkeypatch.setattr(store_saving, "_STAGED_BYTES", 1)
+    monkeypatch.setattr(store_saving, "_WAIT_S", 0.001)
+    store, keys = SlowStore(), tuple(f"{number}" for number in range(20))
+    ids = tuple(number % 16 for number in range(20 * blocks))
+    async with saving_to(store, chunk_tokens=16 * blocks) as worker:
+        order = StoreRequest("r", keys, (ids,))
+        worker.bind_connector_metadata(StoreMetadata(saves=(order,)))
+        await worker.wait_for_save()
+        on_their_way = max(1, most // blocks)
+        assert worker.statistics().saving == on_their_way
+        assert worker.statistics().skipped_blocks == (20 - on_their_way) * blocks
+        store.gate.set()
+        await worker.flush()
+        assert worker.statistics().saved_blocks == on_their_way * blocks
+
+
+async def test_that_values_are_too_large_for_the_store_is_logged_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    store = SlowStore()
+    store.gate.set()
+    store.refused, store.error = "r", EntryTooLarge("9 bytes", nbytes=9)
+    async with saving_to(store) as worker:
+        assert await store_all(worker, "r", 0, 3) == [False] * 3
+        await store_all(worker, "ra", 0, 1)
+        assert worker.statistics().unsaved_blocks == 4
+    (line,) = caplog.messages
+    assert "9 bytes" in line and "a smaller chunk_tokens" in line
 
 
 @pytest.mark.usefixtures("two_at_once")

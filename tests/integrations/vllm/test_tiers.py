@@ -30,9 +30,10 @@ pytestmark = [
     pytest.mark.timeout(300),
 ]
 
-BLOCK = 32
+CHUNK = 64
+"""Two blocks."""
 LENGTH = 200
-BLOCKS = LENGTH // BLOCK
+CHUNKS = LENGTH // CHUNK
 
 
 class StoreProcess:
@@ -54,13 +55,13 @@ class StoreProcess:
         assert self.process.stdout is not None
         assert self.process.stdout.readline()
 
-    def wait_for(self, blocks: int) -> int:
+    def wait_for(self, chunks: int) -> int:
         """Wait until its disk has taken so many, or not: return how many it has."""
         deadline = time.monotonic() + 60
-        while self.count("accepted_total") + self._lost() < blocks:
-            assert time.monotonic() < deadline, "blocks are not stored"
+        while self.count("accepted_total") + self._lost() < chunks:
+            assert time.monotonic() < deadline, "chunks are not stored"
             threading.Event().wait(0.05)
-        return blocks - int(self._lost())
+        return chunks - int(self._lost())
 
     def _lost(self) -> float:
         """A disk that is slow is not waited for."""
@@ -99,21 +100,21 @@ def test_an_engine_started_cold_finds_what_was_computed_before_all_were_killed(
     start_engine: StartEngine, alone: Engine, tmp_path: Path, policy: str
 ) -> None:
     url, asked = free_url(), prompts(100)
-    config = transfer("kv_both", policy, mode="store", store=url)
+    config = transfer("kv_both", policy, mode="store", store=url, chunk_tokens=CHUNK)
     right = [alone.ask(prompt).tokens for prompt in asked]
     with storing(url, tmp_path) as store, start_engine(config) as first:
         first.wait_ready()
         assert [first.ask(prompt).tokens for prompt in asked] == right
-        stored = store.wait_for(len(asked) * BLOCKS)
+        stored = store.wait_for(len(asked) * CHUNKS)
         store.signal(signal.SIGKILL)
         first.kill()
     with storing(url, tmp_path) as store, start_engine(config) as second:
         second.wait_ready()
         assert [second.ask(prompt).tokens for prompt in asked] == right
         hits = second.external_hits()
-        assert 0 < hits <= stored * BLOCK
-        assert hits == stored * BLOCK or stored < len(asked) * BLOCKS
-        assert store.count("hits_total") >= hits // BLOCK
+        assert 0 < hits <= stored * CHUNK
+        assert hits == stored * CHUNK or stored < len(asked) * CHUNKS
+        assert store.count("hits_total") >= hits // CHUNK
 
 
 @pytest.mark.parametrize("policy", ["fail", "recompute"])
@@ -121,7 +122,7 @@ def test_a_store_that_freezes_or_dies_between_requests_costs_no_request(
     start_engine: StartEngine, alone: Engine, tmp_path: Path, policy: str
 ) -> None:
     url, asked = free_url(), prompts(200)
-    config = transfer("kv_both", policy, mode="store", store=url)
+    config = transfer("kv_both", policy, mode="store", store=url, chunk_tokens=CHUNK)
     right = [alone.ask(prompt).tokens for prompt in asked]
     # Its own blocks would answer for those of the store.
     with (
@@ -130,13 +131,13 @@ def test_a_store_that_freezes_or_dies_between_requests_costs_no_request(
     ):
         engine.wait_ready()
         assert [engine.ask(prompt).tokens for prompt in asked[:4]] == right[:4]
-        store.wait_for(4 * BLOCKS)
+        store.wait_for(4 * CHUNKS)
         assert engine.ask(asked[0]).tokens == right[0]
-        assert engine.external_hits() == BLOCKS * BLOCK
+        assert engine.external_hits() == CHUNKS * CHUNK
         store.signal(signal.SIGSTOP)
         assert [engine.ask(prompt).tokens for prompt in asked[:8]] == right[:8]
         store.signal(signal.SIGCONT)
         assert [engine.ask(prompt).tokens for prompt in asked[4:8]] == right[4:8]
         store.signal(signal.SIGKILL)
         assert [engine.ask(prompt).tokens for prompt in asked] == right
-        assert engine.external_hits() >= BLOCKS * BLOCK
+        assert engine.external_hits() >= CHUNKS * CHUNK
