@@ -114,6 +114,7 @@ class StoreScheduler(
     A value is the KV of ``chunk_tokens`` tokens; what a prompt has beyond its last
     whole chunk is not stored. Of a chunk of which the engine has a part the blocks that
     it lacks are loaded.
+
     Until its question is answered a request is "ask again". A store that does not
     answer within ``lookup_timeout_s`` has nothing, and is not asked again before it
     answers; that it is lost, and is back, is logged. What is found is held in the
