@@ -51,7 +51,7 @@ def role(gpu: FakeDevice) -> Iterator[WorkerRole]:
     role = WorkerRole(
         "on a GPU",
         lambda: StoreWorker(
-            KVTransferConfig(kv_role="kv_both"),
+            KVTransferConfig(kv_connector_extra_config={"chunk_tokens": 4}),
             ENGINE,
             StoreBuffer("1MiB"),
             lanes=lanes_of(gpu),
