@@ -45,8 +45,8 @@ from harness.vllm_engines.stores import (
 __all__ = ("main",)
 
 _PROMPT_TOKENS: Final = 900
-_BLOCK_TOKENS: Final = 32
-_BLOCKS: Final = _PROMPT_TOKENS // _BLOCK_TOKENS
+_CHUNK_TOKENS: Final = 256
+_CHUNKS: Final = _PROMPT_TOKENS // _CHUNK_TOKENS
 _RATIO: Final = 1.15
 _LOOKUP_S, _FETCH_S = 0.25, 2.0
 """What the deadlines are unless somebody says otherwise."""
@@ -170,7 +170,7 @@ def _broken(
             engines.wait_reachable()
             for prompt in known:
                 engines.sharing.ask(prompt, max_tokens=1)
-            store.wait_for(len(known) * _BLOCKS)
+            store.wait_for(len(known) * _CHUNKS)
             if not fault.disk:  # a disk of its own is gone with its process
                 store.kill()
                 store.start()

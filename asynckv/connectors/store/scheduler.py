@@ -1,8 +1,8 @@
-"""The scheduler side of a store connector: which blocks are there, which go there.
+"""The scheduler side of a store connector: what of prompts is there, what goes there.
 
 What is found stays there until a load can begin. A store that is silent is waited for
 once; then nobody waits for it until it answers. Engines that are cut otherwise than
-those whose blocks it has hear that they are.
+those whose KV it has hear that they are.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ _MOST_ASKED: Final = 8
 
 @dataclasses.dataclass(slots=True)
 class _Known:
-    """A request until it is finished. ``stored`` blocks from its start are known of."""
+    """A request until it is finished. ``stored`` values from its start are known of."""
 
     request: KVRequest
     keys: tuple[str, ...]
@@ -116,15 +116,22 @@ class StoreSchedulerStatistics:
 class StoreScheduler(
     LoopBound, ThreadBound, KVConnectorScheduler, AsksElsewhere, SupportsHMA
 ):
-    """Looks prompts up in a store, whole block by whole block, and saves new ones.
+    """Looks prompts up in a store, chunk by chunk of its tokens, and saves new chunks.
+
+    A value is the KV of ``chunk_tokens`` tokens; what a prompt has beyond its last
+    whole chunk is not stored. Of a chunk of which the engine has a part the blocks that
+    it lacks are loaded.
 
     Until its question is answered a request is "ask again". A store that does not
     answer within ``lookup_timeout_s`` has nothing, and is not asked again before it
     answers; that it is lost, and is back, is logged. What is found is held in the
     store until it is loaded, for 10 s at most, so that it is not evicted before; a
-    request that waits longer, or beyond the end of the link, is asked for again. Blocks
-    of an engine with other ranks, block size or layout are not loaded, which is logged
-    once. ``KVRequest.salt`` keeps the blocks of some requests from others.
+    request that waits longer, or beyond the end of the link, is asked for again. KV of
+    an engine with other ranks, block or chunk size, or layout is not loaded, which is
+    logged once. ``KVRequest.salt`` keeps the KV of some requests from others.
+
+    :raises ConfigError: no store or fingerprint is configured, or ``chunk_tokens`` are
+        no whole blocks
     """
 
     def __init__(
@@ -135,7 +142,10 @@ class StoreScheduler(
     ) -> None:
         self.engine = engine
         self.load_failure_policy: KVLoadFailurePolicy = config.kv_load_failure_policy
-        self._keys = PrefixKeys(engine.block_size, config.fingerprint)
+        options = ConnectorOptions.of(config)
+        self._chunk_tokens = options.chunk_of(engine.block_size)
+        self._value_blocks = self._chunk_tokens // engine.block_size
+        self._keys = PrefixKeys(self._chunk_tokens, config.fingerprint)
         self._is_consumer = config.is_kv_consumer
         self._is_producer = config.is_kv_producer
         self.finder = PrefixLookup(config, engine, store)
@@ -169,7 +179,7 @@ class StoreScheduler(
         self._ask_for(known)
         if known.stored is None:
             return None, False
-        count = known.stored * self.engine.block_size - num_computed_tokens
+        count = known.stored * self._chunk_tokens - num_computed_tokens
         return (count, True) if count > 0 else (0, False)
 
     def take_questions(self) -> tuple[KVQuestion, ...]:
@@ -199,7 +209,7 @@ class StoreScheduler(
             known.link = self.finder.line.link
             self._let_go(known)  # what was found before stays until now
             known.held = answer.number
-            self._hit_blocks += known.stored
+            self._hit_blocks += known.stored * self._value_blocks
             known.saved = max(known.saved, known.stored)
 
     def update_state_after_alloc(
@@ -212,14 +222,16 @@ class StoreScheduler(
         known.is_loaded = True
         if num_external_tokens <= 0 or not known.stored:
             return
-        end, size = known.stored, self.engine.block_size
-        first = (end * size - num_external_tokens) // size
+        end_token = known.stored * self._chunk_tokens
+        first = (end_token - num_external_tokens) // self.engine.block_size
+        end = known.stored * self._value_blocks
         blocks = tuple(group[first:end] for group in block_ids)
         load = StoreRequest(
             request.request_id,
-            known.keys[first:end],
+            known.keys[first // self._value_blocks : known.stored],
             blocks,
-            refusal=refusal_of_blocks(blocks, end - first),
+            first,
+            refusal_of_blocks(blocks, end - first),
         )
         if self._loads.begin(request.request_id, load.block_ids):
             known.has_load = True
@@ -318,15 +330,16 @@ class StoreScheduler(
         if known is None or not self._is_producer:
             return None
         computed = scheduled.num_computed_tokens + scheduled.num_scheduled_tokens
-        end = min(computed // self.engine.block_size, len(known.keys))
+        end = min(computed // self._chunk_tokens, len(known.keys))
         first, known.saved = known.saved, max(known.saved, end)
         if first >= end:
             return None
+        blocks = slice(first * self._value_blocks, end * self._value_blocks)
         return StoreRequest(
             scheduled.request_id,
             known.keys[first:end],
-            tuple(group[first:end] for group in scheduled.block_ids),
-            first,
+            tuple(group[blocks] for group in scheduled.block_ids),
+            blocks.start,
             number=known.number,
         )
 
@@ -461,6 +474,7 @@ class PrefixLookup:
         self._engine = engine
         self._namespace = namespace_of(engine)
         options = ConnectorOptions.of(config)
+        self._shape = StoredShape.of(engine, options.chunk_of(engine.block_size))
         self._answer_s = options.lookup_timeout_s
         self._fetch_s = options.fetch_timeout_s
         self._is_silent = self._is_closed = False
@@ -480,7 +494,7 @@ class PrefixLookup:
         self._unneeded.append(number)
 
     async def find(self, keys: tuple[str, ...], number: int = 0) -> int:
-        """Say how many of these blocks, from the first on, are there for every rank.
+        """Say how many of these values, from the first on, are there for every rank.
 
         They are held until :meth:`let_go` of ``number``, or for 10 s. A cancelled call
         holds nothing.
@@ -603,10 +617,10 @@ class PrefixLookup:
     ) -> int:
         """Say how many are there for every rank; they stay until a load can begin.
 
-        The first blocks of all ranks come first, where they come from far.
+        The first values of all ranks come first, where they come from far.
         """
-        blocks = zip(*self._keys_of_ranks(keys), strict=True)
-        in_turn = [key for block in blocks for key in block]
+        values = zip(*self._keys_of_ranks(keys), strict=True)
+        in_turn = [key for value in values for key in value]
         there = await self.holds.hold(store, in_turn, self._fetch_s, number)
         self._let_go_later()
         return (*there, False).index(False) // self._engine.size
@@ -614,7 +628,7 @@ class PrefixLookup:
     async def _compare(self, store: KVStoreBuffer) -> None:
         """Nothing was found: perhaps because who saves there is cut otherwise."""
         there = StoredShape.read(await store.get(SHAPE_KEY))
-        refused = "" if there is None else there.differs_from(self._engine)
+        refused = "" if there is None else there.differs_from(self._shape)
         if refused and refused != self.refused:
-            logger.warning("blocks in the store are not for this engine: %s", refused)
+            logger.warning("what the store has is not for this engine: %s", refused)
         self.refused = refused

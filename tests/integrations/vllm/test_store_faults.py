@@ -115,7 +115,7 @@ def sharing(
     start_engine: StartEngine, request: pytest.FixtureRequest
 ) -> Iterator[Sharing]:
     url, policy = free_url(), request.param
-    config = transfer("kv_both", policy, mode="store", store=url)
+    config = transfer("kv_both", policy, mode="store", store=url, chunk_tokens=BLOCK)
     with start_engine(config, enable_prefix_caching=False) as engine:
         yield Sharing(engine.wait_ready(), url, policy)
 
@@ -230,7 +230,9 @@ def test_what_is_lost_between_match_and_load(
 def test_an_engine_started_cold_finds_what_is_in_redis(
     sharing: Sharing, start_engine: StartEngine, right: Right, tmp_path: Path
 ) -> None:
-    config = transfer("kv_both", sharing.policy, mode="store", store=sharing.url)
+    config = transfer(
+        "kv_both", sharing.policy, mode="store", store=sharing.url, chunk_tokens=BLOCK
+    )
     with (
         redis_behind(tmp_path) as redis,
         storing(sharing.url, redis.url) as store,

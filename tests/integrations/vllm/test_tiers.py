@@ -22,9 +22,10 @@ pytestmark = [
     pytest.mark.timeout(300),
 ]
 
-BLOCK = 32
+CHUNK = 64
+"""Two blocks."""
 LENGTH = 200
-BLOCKS = LENGTH // BLOCK
+CHUNKS = LENGTH // CHUNK
 
 
 def prompts(first_seed: int) -> list[list[int]]:
@@ -36,21 +37,21 @@ def test_an_engine_started_cold_finds_what_was_computed_before_all_were_killed(
     start_engine: StartEngine, alone: Engine, tmp_path: Path, policy: str
 ) -> None:
     url, asked, disk = free_url(), prompts(100), f"disk:{tmp_path}?max=256MiB"
-    config = transfer("kv_both", policy, mode="store", store=url)
+    config = transfer("kv_both", policy, mode="store", store=url, chunk_tokens=CHUNK)
     right = [alone.ask(prompt).tokens for prompt in asked]
     with storing(url, disk) as store, start_engine(config) as first:
         first.wait_ready()
         assert [first.ask(prompt).tokens for prompt in asked] == right
-        stored = store.wait_for(len(asked) * BLOCKS)
+        stored = store.wait_for(len(asked) * CHUNKS)
         store.kill()
         first.kill()
     with storing(url, disk) as store, start_engine(config) as second:
         second.wait_ready()
         assert [second.ask(prompt).tokens for prompt in asked] == right
         hits = second.external_hits()
-        assert 0 < hits <= stored * BLOCK
-        assert hits == stored * BLOCK or stored < len(asked) * BLOCKS
-        assert store.count("hits_total") >= hits // BLOCK
+        assert 0 < hits <= stored * CHUNK
+        assert hits == stored * CHUNK or stored < len(asked) * CHUNKS
+        assert store.count("hits_total") >= hits // CHUNK
 
 
 @pytest.mark.parametrize("policy", ["fail", "recompute"])
@@ -58,7 +59,7 @@ def test_a_store_that_freezes_or_dies_between_requests_costs_no_request(
     start_engine: StartEngine, alone: Engine, tmp_path: Path, policy: str
 ) -> None:
     url, asked, disk = free_url(), prompts(200), f"disk:{tmp_path}?max=256MiB"
-    config = transfer("kv_both", policy, mode="store", store=url)
+    config = transfer("kv_both", policy, mode="store", store=url, chunk_tokens=CHUNK)
     right = [alone.ask(prompt).tokens for prompt in asked]
     # Its own blocks would answer for those of the store.
     with (
@@ -67,13 +68,13 @@ def test_a_store_that_freezes_or_dies_between_requests_costs_no_request(
     ):
         engine.wait_ready()
         assert [engine.ask(prompt).tokens for prompt in asked[:4]] == right[:4]
-        store.wait_for(4 * BLOCKS)
+        store.wait_for(4 * CHUNKS)
         assert engine.ask(asked[0]).tokens == right[0]
-        assert engine.external_hits() == BLOCKS * BLOCK
+        assert engine.external_hits() == CHUNKS * CHUNK
         store.freeze()
         assert [engine.ask(prompt).tokens for prompt in asked[:8]] == right[:8]
         store.thaw()
         assert [engine.ask(prompt).tokens for prompt in asked[4:8]] == right[4:8]
         store.kill()
         assert [engine.ask(prompt).tokens for prompt in asked] == right
-        assert engine.external_hits() >= BLOCKS * BLOCK
+        assert engine.external_hits() >= CHUNKS * CHUNK
