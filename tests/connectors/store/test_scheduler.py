@@ -408,7 +408,7 @@ async def test_what_was_found_is_held_no_longer_than_it_is_needed(
     what: Callable[[StoreScheduler, KVAnswer], None],
 ) -> None:
     extra: dict[str, object] = {"chunk_tokens": 4}
-    config = KVTransferConfig(kv_connector_extra_config=extra)
+    config = KVTransferConfig(kv_role="kv_both", kv_connector_extra_config=extra)
     async with StoreBuffer() as store, StoreScheduler(config, ENGINE, store) as asking:
         for key in (*keys_of(0, 2), *keys_of(1, 2)):
             await store.put(key, torch.ones(1))
