@@ -80,6 +80,8 @@ class EvictionOrder(Generic[K]):
 
 
 _HERE: Final = "memory"
+_OWN: Final = "asynckv/"
+"""With this begins what connectors say of themselves: it never leaves memory."""
 _FETCHED_AT_ONCE: Final = 16
 _MAX_KEYS: Final = 2**20
 """Keys cost memory too, which the arena does not count: a bound for tiny values."""
@@ -281,7 +283,7 @@ class StoredValues:
         )
         self._now_idle(value)
         self.counters.puts += not is_fetched
-        if self.lower is not None and not is_fetched:
+        if self.lower is not None and not (is_fetched or name[0].startswith(_OWN)):
             self.lower.stored(name)
         self.room.change()
 
@@ -389,7 +391,7 @@ class StoredValues:
     def remove(self, key: str, owner: Owner) -> bool:
         """Forget ``key``; ``True`` if it was there."""
         self._check_open()
-        if self.lower is not None:
+        if self.lower is not None and not key.startswith(_OWN):
             self.lower.deleted((key, owner))
         if not self._remove((key, owner)):
             return False
@@ -474,7 +476,11 @@ class StoredValues:
         if self.lower is None:
             return
         names = [(key, owner) for key in keys]
-        missing = [name for name in names if self._live(name) is None]
+        missing = [
+            name
+            for name in names
+            if self._live(name) is None and not name[0].startswith(_OWN)
+        ]
         if missing:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(within_s):

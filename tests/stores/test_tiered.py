@@ -320,6 +320,19 @@ async def test_values_are_written_at_their_second_use_where_that_was_asked_for(
         assert len(tier.values) == 1
 
 
+async def test_what_connectors_say_of_themselves_stays_in_memory(
+    tier: DictTier,
+) -> None:
+    async with opened(tier) as store:
+        await store.put("asynckv/shape", noise(64, 1))
+        await store.flush()
+        assert await found(store, "asynckv/shape") is not None
+        assert await store.delete("asynckv/shape")
+        await store.flush()
+        assert await store.get("asynckv/shape") is None
+        assert not tier.calls["store"] + tier.calls["delete"] + tier.calls["fetch"]
+
+
 async def test_what_a_full_queue_has_dropped_is_written_when_it_is_used_again(
     tier: DictTier,
 ) -> None:

@@ -15,6 +15,8 @@ import time
 from collections.abc import Sequence
 from typing import Final
 
+import torch
+
 from asynckv.abc import (
     AsksElsewhere,
     BlockIds,
@@ -368,10 +370,11 @@ class StorePins:
     async def hold(
         self, store: KVStoreBuffer, keys: Sequence[str], within_s: float, number: int
     ) -> tuple[bool, ...]:
-        """Say which of ``keys`` are there; those stay. A cancelled call holds none.
+        """Say which of ``keys`` are there, up to the first that is not; those stay.
 
-        What a lower tier of the store has is there if it comes ``within_s`` seconds.
-        By ``number``, which no other hold has, they are let go again.
+        What a lower tier of the store has is there if it comes ``within_s`` seconds. By
+        ``number``, which no other hold has, they are let go again. A cancelled call
+        holds none.
 
         :raises PeerLost: the store is gone, or this is closed
         """
@@ -424,7 +427,7 @@ class StorePins:
         number: int,
     ) -> None:
         try:
-            async with store.pin(keys, within_s=within_s) as there:
+            async with store.pin(keys, within_s=within_s, prefix=True) as there:
                 if not found.done():
                     self._make_room(number)
                     found.set_result(there)
@@ -543,16 +546,17 @@ class PrefixLookup:
     ) -> int:
         store = await self.line.store()
         async with PlainTaskGroup() as group:
-            asking = [
-                group.create_task(store.match_prefix(rank_keys))
-                for rank_keys in self._keys_of_ranks(keys)
-            ]
-        if not (found := min(one.result() for one in asking)):
-            self._go_on(limit, 0.0)
-            await self._compare(store)
-            return 0
-        self._go_on(limit, self._fetch_s)
-        return await self._hold(store, keys[:found], number)
+            # At once: the first answer says that the store is alive.
+            shape = group.create_task(store.get(SHAPE_KEY))
+            holding = group.create_task(self._hold(store, keys, number))
+            await asyncio.wait({shape, holding}, return_when=asyncio.FIRST_COMPLETED)
+            now_s = asyncio.get_running_loop().time()
+            limit.reschedule(now_s + self._fetch_s + self._answer_s)
+            if found := await holding:
+                shape.cancel()
+        if not found:
+            self._compare(shape.result())
+        return found
 
     def _let_go(self) -> None:
         while self._unneeded:
@@ -568,11 +572,6 @@ class PrefixLookup:
         self._letting_go = None
         self._let_go()
         self._let_go_later()
-
-    def _go_on(self, limit: asyncio.Timeout, work_s: float) -> None:
-        """An answer came: so much time has the next one, beside what it has to do."""
-        now_s = asyncio.get_running_loop().time()
-        limit.reschedule(now_s + work_s + self._answer_s)
 
     def _keys_of_ranks(self, keys: tuple[str, ...]) -> list[list[str]]:
         return [
@@ -623,11 +622,14 @@ class PrefixLookup:
         in_turn = [key for value in values for key in value]
         there = await self.holds.hold(store, in_turn, self._fetch_s, number)
         self._let_go_later()
-        return (*there, False).index(False) // self._engine.size
+        found = (*there, False).index(False) // self._engine.size
+        if not found:
+            self.holds.let_go(number)
+        return found
 
-    async def _compare(self, store: KVStoreBuffer) -> None:
+    def _compare(self, shape: torch.Tensor | None) -> None:
         """Nothing was found: perhaps because who saves there is cut otherwise."""
-        there = StoredShape.read(await store.get(SHAPE_KEY))
+        there = StoredShape.read(shape)
         refused = "" if there is None else there.differs_from(self._shape)
         if refused and refused != self.refused:
             logger.warning("what the store has is not for this engine: %s", refused)

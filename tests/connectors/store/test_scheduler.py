@@ -14,7 +14,6 @@ from asynckv.abc import (
     KVRequest,
     KVScheduled,
     KVTransferResults,
-    PrefixMatch,
 )
 from asynckv.buffers.serve import serve
 from asynckv.buffers.store import StoreBuffer
@@ -311,17 +310,32 @@ class StalledStore(StoreBuffer):
     def __init__(self) -> None:
         super().__init__("1MiB")
         self.goes_on = asyncio.Event()
-        self.asked = 0
+        self.asked = self.gets = 0
 
     async def contains(self, keys: Sequence[str]) -> tuple[bool, ...]:
         self.asked += 1
         await self.goes_on.wait()
         return await super().contains(keys)
 
-    async def match_prefix(self, block_keys: Sequence[str]) -> PrefixMatch:
+    async def get(
+        self, key: str, into: torch.Tensor | None = None
+    ) -> torch.Tensor | None:
+        self.gets += 1
+        await self.goes_on.wait()
+        return await super().get(key, into)
+
+    @contextlib.asynccontextmanager
+    async def pin(
+        self,
+        keys: Sequence[str],
+        *,
+        within_s: float | None = None,
+        prefix: bool = False,
+    ) -> AsyncIterator[tuple[bool, ...]]:
         self.asked += 1
         await self.goes_on.wait()
-        return await super().match_prefix(block_keys)
+        async with super().pin(keys, within_s=within_s, prefix=prefix) as found:
+            yield found
 
 
 KEYS = prefix_block_keys(range(10), ENGINE.block_size)
@@ -384,6 +398,22 @@ async def test_what_is_not_needed_is_let_go_although_nobody_asks_again() -> None
         await until(lambda: not len(finder.holds))
         await fill(store)
         assert await finder.find(KEYS) == 0
+
+
+async def test_all_is_asked_at_once() -> None:
+    async with StalledStore() as store:
+        for rank in range(2):
+            for key in keys_of(rank, 1 + rank):
+                await store.put(key, torch.ones(1))
+        finder = PrefixLookup(
+            KVTransferConfig(kv_connector_extra_config={"lookup_timeout_s": 60}),
+            *(ENGINE, store),
+        )
+        finding = asyncio.create_task(finder.find(KEYS))
+        await until(lambda: (store.asked, store.gets) == (1, 1))
+        store.goes_on.set()
+        assert await finding == 1
+        await finder.aclose()
 
 
 def load_it(scheduler: StoreScheduler, answer: KVAnswer) -> None:
