@@ -21,7 +21,7 @@ from harness.moto_server import MotoServer
 from harness.redis_servers import CLI, PROGRAM, running_cluster, running_redis
 
 MIB = 2**20
-MEMORY = 12 * MIB
+MEMORY = 10 * MIB
 PATIENCE = "patience_s=20"
 SERVED = {"tcp": "tcp://127.0.0.1:0", "unix": "unix://{folder}/s"}
 HERE = ("memory", "disk", "file", "redis", *SERVED)
