@@ -124,34 +124,31 @@ async def running_cluster(folder: Path) -> AsyncIterator[list[RedisProcess]]:
     async with contextlib.AsyncExitStack() as stack:
         nodes = []
         for number in range(6):
-            place = folder / str(number)
-            place.mkdir()
             options = (
+                *("--cluster-config-file", f"nodes-{number}.conf"),
                 *("--cluster-enabled", "yes", "--cluster-port", str(free_port())),
                 *("--cluster-node-timeout", "1500", "--repl-diskless-sync-delay", "0"),
                 # Else all of it is down until the master is replaced.
                 *("--cluster-require-full-coverage", "no"),
             )
-            running = running_redis(place, *options)
+            running = running_redis(folder, *options)
             nodes.append(await stack.enter_async_context(running))
-        process = await asyncio.create_subprocess_exec(
-            *(CLI, "--cluster", "create"),
-            *(f"{_HOST}:{node.port}" for node in nodes),
-            *("--cluster-replicas", "1", "--cluster-yes"),
-            stdout=asyncio.subprocess.PIPE,
-        )
-        said, _ = await process.communicate()
-        if process.returncode:
-            raise RuntimeError(f"there is no cluster: {said.decode()}")
-        for node in nodes:
-            await _until_up(node)
+        where = [f"{_HOST}:{node.port}" for node in nodes]
+        await _ask("--cluster", "create", *where, "--cluster-replicas", "1")
+        async with asyncio.timeout(20):
+            for node in nodes:  # each knows of all the others
+                while b"cluster_state:ok" not in await _ask(
+                    "-p", str(node.port), "cluster", "info"
+                ):
+                    pass  # it is asked again
         yield nodes
 
 
-async def _until_up(node: RedisProcess) -> None:
-    """Wait until a node knows of all the others."""
-    import redis.asyncio
-
-    async with redis.asyncio.Redis.from_url(node.url) as client, asyncio.timeout(20):
-        while (await client.execute_command("CLUSTER INFO"))["cluster_state"] != "ok":
-            pass  # it is asked again
+async def _ask(*arguments: str) -> bytes:
+    process = await asyncio.create_subprocess_exec(
+        CLI, "--cluster-yes", *arguments, stdout=asyncio.subprocess.PIPE
+    )
+    said, _ = await process.communicate()
+    if process.returncode:
+        raise RuntimeError(f"{arguments} has failed: {said.decode()}")
+    return said

@@ -2,47 +2,63 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import itertools
 import random
 import shutil
+import sys
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import asynckv
 from asynckv.abc import KVStoreBuffer
+from asynckv.stores.client import TierStatistics
 from asynckv.stores.disk import DiskTier
 from asynckv.stores.tiered import TieredStore, open_tier
+from asynckv.testing.expectations import noise
 from harness.cancellations.at_random import KEYS, Versions, cancel_at_random
 from harness.moto_server import MotoServer
 from harness.redis_servers import CLI, PROGRAM, running_cluster, running_redis
 
-MIB = 2**20
-MEMORY = 10 * MIB
+MEMORY = 10 * 2**20
 PATIENCE = "patience_s=20"
 SERVED = {"tcp": "tcp://127.0.0.1:0", "unix": "unix://{folder}/s"}
-HERE = ("memory", "disk", "file", "redis", *SERVED)
+TIERS = ("disk", "file", "redis", "s3", *SERVED)
+CLUSTER = "redis+cluster"
+PROGRAMS = {"redis": PROGRAM, CLUSTER: CLI}
 THOUSAND = 1000
 NAMES = itertools.count()
 
+pytestmark = [pytest.mark.both_loops(only_at="chaos"), pytest.mark.timeout(3600)]
 
-@contextlib.asynccontextmanager
-async def tier_url(kind: str, folder: Path) -> AsyncIterator[str]:
+
+@pytest.fixture
+async def url(
+    kind: str, tmp_path: Path, moto: MotoServer | None, request: pytest.FixtureRequest
+) -> AsyncIterator[str]:
     """An empty place for a tier of that kind; of what is served: on the disk."""
+    program = PROGRAMS.get(kind, sys.executable)
+    if shutil.which(program) is None:
+        pytest.skip(f"there is no {program} on the PATH: install Redis to run this")
     match kind:
         case "file":
-            yield f"file://{folder}/kv"
+            yield f"file://{tmp_path}/kv"
+        case "s3":
+            server: MotoServer = request.getfixturevalue("s3")
+            yield server.url(f"trust-{next(NAMES)}")
         case "redis":
-            async with running_redis(folder) as server:
-                yield f"{server.url}?{PATIENCE}"
+            async with running_redis(tmp_path) as one:
+                yield f"{one.url}?{PATIENCE}"
         case "redis+cluster":
-            async with running_cluster(folder) as nodes:
-                yield f"redis+cluster://127.0.0.1:{nodes[0].port}?{PATIENCE}"
+            async with running_cluster(tmp_path) as nodes:
+                yield f"{CLUSTER}://127.0.0.1:{nodes[0].port}?{PATIENCE}"
         case _:
-            yield f"disk://{folder}/kv?max=256MiB"
+            yield f"disk://{tmp_path}/kv?max=256MiB"
 
 
 @contextlib.asynccontextmanager
@@ -69,26 +85,6 @@ async def opened(
             yield peer.store, store
 
 
-async def cancel_in(kind: str, folder: Path, url: str, cancellations: int) -> str:
-    """Cancel puts and gets, then look at all values; again in the next store."""
-    versions, seed = Versions(), random.randrange(2**32)
-    async with opened(kind, folder, url) as (client, store):
-        await fill(store, versions)
-        cancelled = await cancel_at_random(client, versions, cancellations, seed)
-        for key in KEYS:
-            versions.check(key, await client.get(key))
-        told = told_of(store)
-    if kind != "memory":
-        # What a far tier was not told, the next store does not know.
-        check = versions.check if url.startswith("disk") else versions.check_any
-        async with opened(kind, folder, url) as (client, _):
-            for key in KEYS:
-                check(key, await client.get(key))
-    found = versions.found
-    assert found[True] > found[False] / 10, found
-    return f"{kind}: {dict(cancelled)} cancelled, {found[True]} found, {told}"
-
-
 async def fill(store: asynckv.StoreBuffer, versions: Versions) -> None:
     """Put a value under each key, and let a tier have it."""
     for key in KEYS:
@@ -97,54 +93,53 @@ async def fill(store: asynckv.StoreBuffer, versions: Versions) -> None:
             await store.flush()
 
 
-def told_of(store: asynckv.StoreBuffer) -> str:
+def tier_of(store: asynckv.StoreBuffer) -> TierStatistics | None:
     if not isinstance(store, TieredStore):
-        return ""
+        return None
     (tier,) = store.statistics().tiers.values()
-    assert tier.hits
-    assert not tier.corrupt
-    return f"{tier.hits} of them from the tier, which was late {tier.late} times"
+    return tier
 
 
-@pytest.mark.trust
-@pytest.mark.both_loops
-@pytest.mark.timeout(3600)
-@pytest.mark.parametrize("kind", HERE)
+def marked(*kinds: str) -> list[Any]:
+    return [
+        *(pytest.param(kind, marks=pytest.mark.trust) for kind in kinds),
+        pytest.param(CLUSTER, marks=pytest.mark.chaos),  # it takes long to begin
+    ]
+
+
+@pytest.mark.parametrize("kind", marked("memory", *TIERS))
 async def test_what_is_cancelled_is_never_torn_and_never_written_to(
-    kind: str,
-    tmp_path: Path,
-    scale: Any,
-    figures: Callable[[str], None],
-    obstore_has_its_threads: None,
+    kind: str, tmp_path: Path, url: str, scale: Any, figures: Callable[[str], None]
 ) -> None:
-    skip_without_redis(kind)
-    async with tier_url(kind, tmp_path) as url:
-        figures(await cancel_in(kind, tmp_path, url, scale.store_cancellations))
+    versions, seed = Versions(), random.randrange(2**32)
+    async with opened(kind, tmp_path, url) as (client, store):
+        await fill(store, versions)
+        count = scale.store_cancellations
+        cancelled = await cancel_at_random(client, versions, count, seed)
+        for key in KEYS:
+            versions.check(key, await client.get(key))
+        told = tier_of(store)
+    if kind != "memory":
+        # What a far tier was not told, the next store does not know.
+        check = versions.check if url.startswith("disk") else versions.check_any
+        async with opened(kind, tmp_path, url) as (client, _):
+            for key in KEYS:
+                check(key, await client.get(key))
+    assert told is None or (told.hits and not told.corrupt)
+    late = "" if told is None else f", {told.hits} of a tier, late {told.late} times"
+    figures(f"{dict(cancelled)} cancelled; {versions.found[True]} found{late}")
 
 
-@pytest.mark.trust
-@pytest.mark.both_loops
-@pytest.mark.timeout(3600)
-async def test_so_it_is_on_s3(
-    s3: MotoServer, tmp_path: Path, scale: Any, figures: Callable[[str], None]
+@pytest.mark.parametrize("kind", marked(*TIERS))
+async def test_a_thousand_who_miss_one_key_are_one_fetch(
+    kind: str, tmp_path: Path, url: str
 ) -> None:
-    url = s3.url(f"cancelled-{next(NAMES)}")
-    figures(await cancel_in("s3", tmp_path, url, scale.store_cancellations))
-
-
-@pytest.mark.chaos
-@pytest.mark.both_loops
-@pytest.mark.timeout(3600)
-async def test_so_it_is_in_a_cluster(
-    tmp_path: Path, scale: Any, figures: Callable[[str], None]
-) -> None:
-    kind = "redis+cluster"
-    skip_without_redis(kind)
-    async with tier_url(kind, tmp_path) as url:
-        figures(await cancel_in(kind, tmp_path, url, scale.store_cancellations))
-
-
-def skip_without_redis(kind: str) -> None:
-    program = {"redis": PROGRAM, "redis+cluster": CLI}.get(kind)
-    if program is not None and shutil.which(program) is None:
-        pytest.skip(f"there is no {program} on the PATH: install Redis to run this")
+    value = noise(100_000, 1)
+    async with opened(kind, tmp_path, url) as (client, store):
+        await client.put("a", value)
+    async with opened(kind, tmp_path, url) as (client, store):
+        found = await asyncio.gather(*(client.get("a") for _ in range(THOUSAND)))
+        assert all(one is not None and torch.equal(one, value) for one in found)
+        told = tier_of(store)
+        assert told is not None
+        assert (told.hits, told.misses) == (1, 0)
