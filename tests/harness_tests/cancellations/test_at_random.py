@@ -82,7 +82,7 @@ async def test_what_a_broken_store_does_is_found(wrong: str) -> None:
         for key in KEYS:
             await versions.put(store, key)
         with pytest.raises(AssertionError, match=BROKEN[wrong]) as failure:
-            await cancel_at_random(store, versions, 300, seed=1)
+            await cancel_at_random(store, versions, 1000, seed=1)
     assert any("seed 1" in note for note in failure.value.__notes__)
 
 

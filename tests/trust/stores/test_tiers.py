@@ -25,7 +25,7 @@ from harness.cancellations.at_random import KEYS, Versions, cancel_at_random
 from harness.moto_server import MotoServer
 from harness.redis_servers import CLI, PROGRAM, running_cluster, running_redis
 
-MEMORY = 10 * 2**20
+MEMORY = 9 * 2**20
 PATIENCE = "patience_s=20"
 SERVED = {"tcp": "tcp://127.0.0.1:0", "unix": "unix://{folder}/s"}
 TIERS = ("disk", "file", "redis", "s3", *SERVED)
