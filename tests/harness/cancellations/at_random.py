@@ -178,7 +178,9 @@ class _Worker:
             if not is_left_alone:
                 await asyncio.wait({task}, timeout=max(delay_s - _TIMER_S, 0.0))
                 # Timers are not exact enough: calls may be shorter than a millisecond.
-                while not task.done() and time.perf_counter() - began < delay_s:
+                while not task.done():
+                    if time.perf_counter() - began >= delay_s:
+                        break
                     await asyncio.sleep(0)
                 task.cancel()
             async with asyncio.timeout(_PATIENCE_S):
