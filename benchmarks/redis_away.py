@@ -50,19 +50,22 @@ class _Round:
         await self._hits("hits before, again", _HITS)
         await self._store.put("new", noise(_NBYTES, 1))
         await stop()
-        waiting = [self._after_patience("load", self._get(key)) for key in self._far()]
-        waiting.append(self._after_patience("store", self._put_and_flush()))
-        tasks = [asyncio.ensure_future(one) for one in waiting]
-        while not all(task.done() for task in tasks):
-            await self._hits("hits while others wait", 1)
-        await asyncio.gather(*tasks)
+        calls = [self._get(key) for key in _FAR[:_WAITING]]
+        await self._while_others_wait("load", calls)
+        await self._while_others_wait("store", [self._put_and_flush()])
         for key in _FAR[_WAITING:]:
             await self._timed("call: get", self._get(key))
             await self._timed("call: put, flush", self._put_and_flush())
         await self._hits("hits after", _HITS)
 
-    def _far(self) -> list[str]:
-        return _FAR[:_WAITING]
+    async def _while_others_wait(
+        self, name: str, calls: Sequence[Awaitable[None]]
+    ) -> None:
+        waiting = [self._after_patience(name, call) for call in calls]
+        tasks = [asyncio.ensure_future(one) for one in waiting]
+        while not all(task.done() for task in tasks):
+            await self._hits("hits while others wait", 1)
+        await asyncio.gather(*tasks)
 
     async def _get(self, key: str) -> None:
         if await self._store.get(key) is not None:
@@ -116,7 +119,7 @@ def _report(how: str, rounds: Sequence[dict[str, list[float]]]) -> None:
     for name in ("load", "store"):
         worst = [1e3 * max(one[name]) for one in rounds]
         _say(
-            f"{how}, {name}: the last that waited went on {statistics.median(worst):.1f}"
+            f"{how}, {name}: let go {statistics.median(worst):.1f}"
             f" ms after the patience, at most {max(worst):.1f} (bar 10)"
         )
     for name in rounds[0]:
