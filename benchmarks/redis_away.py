@@ -1,11 +1,9 @@
 """A store whose Redis is frozen or killed: what that costs, once and from then on.
 
-Sixteen gets of what Redis alone has, and puts that are flushed, are under way when it
-stops; values in memory are read all the while. Told are: how long after the tier's
-patience the last of those that waited was let go, by direction; how long a call takes
-after that; and reads of memory before, while others waited, and after. Each is read
-twice before: the second is the A/A. On a busy machine compare a time with that of an
-idle process, which is told beside it.
+A put that is flushed waits for it, then sixteen gets of what Redis alone has; values in
+memory are read all the while. Told are: how long after the tier's patience the last of
+those that waited was let go, by direction; how long a call takes after that; and reads
+of memory before, twice, for an A/A, while others waited, and after.
 
     PYTHONPATH=tests python -m benchmarks.redis_away [--rounds 5] [--patience 0.5]
 """
@@ -48,11 +46,11 @@ class _Round:
     async def run(self, stop: Callable[[], Awaitable[None]]) -> None:
         await self._hits("hits before", _HITS)
         await self._hits("hits before, again", _HITS)
-        await self._store.put("new", noise(_NBYTES, 1))
         await stop()
+        # One after the other: a store would wait for loads a little, before it begins.
+        await self._while_others_wait("store", [self._put_and_flush()])
         calls = [self._get(key) for key in _FAR[:_WAITING]]
         await self._while_others_wait("load", calls)
-        await self._while_others_wait("store", [self._put_and_flush()])
         for key in _FAR[_WAITING:]:
             await self._timed("call: get", self._get(key))
             await self._timed("call: put, flush", self._put_and_flush())
