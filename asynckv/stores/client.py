@@ -36,6 +36,7 @@ _ABSENT_S: Final = 0.5
 _ABSENT_KEYS: Final = 65_536
 _AFTER_LOADS_S: Final = 0.1
 """So long a store waits for loads that are under way."""
+_LEAST_TICK_S: Final = 0.001
 _RETRY_S: Final = 1.0
 _CLOSE_S: Final = 1.0
 
@@ -379,7 +380,8 @@ class TierClient(Generic[W]):
 
     def _look_soon(self) -> None:
         if self._watch is None and (self._loads.calls or self._stores.calls):
-            self._watch = self._loop.call_later(self._loads.tick_s, self._look)
+            in_s = min(self._loads.look_in_s(), self._stores.look_in_s())
+            self._watch = self._loop.call_later(max(in_s, _LEAST_TICK_S), self._look)
 
     def _look(self) -> None:
         """Wait no more for calls that are late."""

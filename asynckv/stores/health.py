@@ -77,7 +77,7 @@ class TierHealth:
 
     @property
     def tick_s(self) -> float:
-        """So often somebody should look, while calls are under way."""
+        """So often at least somebody should look, while calls are under way."""
         return min(max(self.patience_s / 8, 0.005), 0.25)
 
     @property
@@ -93,20 +93,26 @@ class TierHealth:
         self._calls.append(call)
         return call
 
+    def look_in_s(self) -> float:
+        """Return in how many seconds to look: after a tick, or when a call is late."""
+        allowed_s = self.allowed_s()
+        left_s = [max(one.allowed_s, allowed_s) - one.silent_s for one in self._calls]
+        return min(self.tick_s, *left_s) if left_s else self.tick_s
+
     def look(self, now_s: float) -> list[TierCall]:
         """Return the calls that are late now; they are not waited for any more."""
-        passed_s = min(now_s - self._looked_s, 2 * self.tick_s)
-        self._looked_s = now_s
+        looked_s, self._looked_s = self._looked_s, now_s
         for call in self._calls:
             moved = sum(item.moved_nbytes for item in call.items)
             if moved != call.moved_nbytes or any(item.is_held for item in call.items):
                 call.moved_nbytes, call.silent_s, call.allowed_s = moved, 0.0, 0.0
             else:
-                call.silent_s += passed_s
+                passed_s = now_s - max(looked_s, call.began_s)
+                call.silent_s += min(passed_s, 2 * self.tick_s)
         allowed_s = self.allowed_s()
         for call in self._calls:
             call.allowed_s = max(call.allowed_s, allowed_s)
-        late = [call for call in self._calls if call.silent_s > call.allowed_s]
+        late = [call for call in self._calls if call.silent_s >= call.allowed_s]
         for call in late:
             call.is_late = True
             self._calls.remove(call)

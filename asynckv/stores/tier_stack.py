@@ -101,7 +101,8 @@ class _Wanted(WantedValue):
     """One value as one tier is asked for it, and where it lands."""
 
     __slots__ = (
-        *("_stack", "_client", "_is_held", "fetch", "header", "is_left", "pending"),
+        *("_stack", "_client", "_is_held", "_valid_from"),
+        *("fetch", "header", "is_left", "pending"),
     )
 
     def __init__(
@@ -111,6 +112,7 @@ class _Wanted(WantedValue):
         self._stack = stack
         self._client = client
         self._is_held = False
+        self._valid_from = client.behind.valid_from(self.key)
         self.fetch = fetch
         self.is_left = False
         """Nobody waits for it any more: it is given no memory."""
@@ -154,13 +156,12 @@ class _Wanted(WantedValue):
     def is_right(self, header: ValueHeader) -> bool:
         """Is it the value that is wanted, and not an older one?"""
         expires_at_s = header.expires_at_s
+        known = self._valid_from, self._client.behind.valid_from(self.key)
         return (
             header.name == self._stack.full_name(self.fetch.name)
             and not (self.fetch.is_void or self.is_left)
             and (expires_at_s is None or expires_at_s > time.time())
-            and self._client.behind.is_valid(
-                self.key, header.epoch, _identity_of(header)
-            )
+            and all(one.has(header.epoch, _identity_of(header)) for one in known)
         )
 
     def discard(self) -> None:

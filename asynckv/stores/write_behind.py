@@ -17,9 +17,9 @@ import itertools
 import mmap
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
-from typing import Final, Generic, TypeVar
+from typing import Final, Generic, NamedTuple, TypeVar
 
-__all__ = ("TierChange", "WriteBehind")
+__all__ = ("TierChange", "ValidFrom", "WriteBehind")
 
 T = TypeVar("T")
 
@@ -40,6 +40,18 @@ class TierChange(Generic[T]):
 
     def __post_init__(self) -> None:
         self.is_delete = self.value is None
+
+
+class ValidFrom(NamedTuple):
+    """Values of a key from ``epoch`` on, and those with the very same bytes."""
+
+    epoch: int
+    identity: Hashable
+
+    def has(self, epoch: int, identity: Hashable) -> bool:
+        """Is this one of them?"""
+        is_same = self.identity is not None and self.identity == identity
+        return is_same or epoch >= self.epoch
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -200,15 +212,21 @@ class WriteBehind(Generic[T]):
             state = self._keys[key]
             self._queue(state, TierChange(key, state.epoch))
 
-    def is_valid(self, key: str, epoch: int, identity: Hashable) -> bool:
-        """Is a value that the tier has of ``key`` as new as it should be?"""
+    def valid_from(self, key: str) -> ValidFrom:
+        """Return what of ``key`` is as new as it should be, if it is read from now on.
+
+        What is read meanwhile may be of before a change that is known no more when it
+        has been read: so ask before that, too.
+        """
         oldest_epoch = self._forgotten[hash(key) % _PLACES]
         state = self._keys.get(key)
         if state is None:
-            return epoch >= oldest_epoch
-        if state.identity is not None and state.identity == identity:
-            return True
-        return epoch >= max(state.epoch, oldest_epoch)
+            return ValidFrom(oldest_epoch, None)
+        return ValidFrom(max(state.epoch, oldest_epoch), state.identity)
+
+    def is_valid(self, key: str, epoch: int, identity: Hashable) -> bool:
+        """Is a value that the tier has of ``key`` as new as it should be?"""
+        return self.valid_from(key).has(epoch, identity)
 
     def is_sure(self, key: str) -> bool:
         """Is nothing known by which what the tier has of ``key`` may be too old?"""

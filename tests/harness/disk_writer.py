@@ -1,7 +1,8 @@
-"""``python -m harness.disk_writer PATH MAX_BYTES SEED``: writes until it is killed.
+"""``python -m harness.disk_writer PATH MAX_BYTES``: a writer for each seed it is told.
 
-It says each change before it begins, and when it was accepted: ``begin k1/3 17``, then
-``done k1/3 17``; 0 is a delete. Imports no torch: it is started often.
+It forks one for each line of its input, which says ``pid 123`` and writes until it is
+killed; ``over`` is said then. A writer says each change before it begins, and when it
+was accepted: ``begin k1/3 17``, then ``done k1/3 17``; 0 is a delete. Imports no torch.
 """
 
 from __future__ import annotations
@@ -90,9 +91,10 @@ async def _write(tier: DiskTier, seed: int, keys: tuple[str, ...]) -> None:
                 len(data), [space[: len(data)]], [space[: _padded(len(data))]]
             )
             results = await tier.store([TierValue(key, header, memory)])
-        if list(results) != [TierResult.DONE]:
+        if list(results) == [TierResult.DONE]:
+            _say(f"done {key} {0 if deletes else turn}")
+        elif list(results) != [TierResult.REFUSED]:  # there was no room
             raise RuntimeError(f"a change of {key}: {results}")
-        _say(f"done {key} {0 if deletes else turn}")
 
 
 def _padded(nbytes: int) -> int:
@@ -112,7 +114,19 @@ async def _main(path: str, max_bytes: int, seed: int) -> None:
         await asyncio.gather(*(_write(tier, seed, keys) for keys in shares))
 
 
+def _write_when_told(path: str, max_bytes: int) -> None:
+    for seed in sys.stdin:
+        pid = os.fork()
+        if not pid:
+            _say(f"pid {os.getpid()}")
+            random.seed()  # else each would do as the last one
+            asyncio.run(_main(path, max_bytes, int(seed)))
+            os._exit(1)
+        os.waitpid(pid, 0)
+        _say("over")
+
+
 if __name__ == "__main__":
     if "torch" in sys.modules:
         raise RuntimeError("it has imported torch")
-    asyncio.run(_main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3])))
+    _write_when_told(sys.argv[1], int(sys.argv[2]))

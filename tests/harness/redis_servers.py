@@ -12,9 +12,18 @@ from typing import Final
 
 from asynckv.security.tls import TLS
 
-__all__ = ("PROGRAM", "RedisProcess", "free_port", "running_redis", "tls_options")
+__all__ = (
+    "CLI",
+    "PROGRAM",
+    "RedisProcess",
+    "free_port",
+    "running_cluster",
+    "running_redis",
+    "tls_options",
+)
 
 PROGRAM: Final = "redis-server"
+CLI: Final = "redis-cli"
 _READY: Final = b"Ready to accept connections"
 _HOST: Final = "127.0.0.1"
 
@@ -107,3 +116,39 @@ async def running_redis(folder: Path, *options: str) -> AsyncIterator[RedisProce
         yield server
     finally:
         await server.kill()
+
+
+@contextlib.asynccontextmanager
+async def running_cluster(folder: Path) -> AsyncIterator[list[RedisProcess]]:
+    """Run six servers as one cluster, of which each key has a copy."""
+    async with contextlib.AsyncExitStack() as stack:
+        nodes = []
+        for number in range(6):
+            options = (
+                *("--cluster-config-file", f"nodes-{number}.conf"),
+                *("--cluster-enabled", "yes", "--cluster-port", str(free_port())),
+                *("--cluster-node-timeout", "1500", "--repl-diskless-sync-delay", "0"),
+                # Else all of it is down until the master is replaced.
+                *("--cluster-require-full-coverage", "no"),
+            )
+            running = running_redis(folder, *options)
+            nodes.append(await stack.enter_async_context(running))
+        where = [f"{_HOST}:{node.port}" for node in nodes]
+        await _ask("--cluster", "create", *where, "--cluster-replicas", "1")
+        async with asyncio.timeout(20):
+            for node in nodes:  # each knows of all the others
+                while b"cluster_state:ok" not in await _ask(
+                    "-p", str(node.port), "cluster", "info"
+                ):
+                    pass  # it is asked again
+        yield nodes
+
+
+async def _ask(*arguments: str) -> bytes:
+    process = await asyncio.create_subprocess_exec(
+        CLI, "--cluster-yes", *arguments, stdout=asyncio.subprocess.PIPE
+    )
+    said, _ = await process.communicate()
+    if process.returncode:
+        raise RuntimeError(f"{arguments} has failed: {said.decode()}")
+    return said

@@ -17,7 +17,8 @@ class DictTier(StoreTier):
     """Keeps values in ``values``, which outlives it: header and bytes of each key.
 
     ``fails`` has the names of calls that fail, ``raises`` of those that raise.
-    ``hold(name)`` keeps calls of that name from ending, until they are let go on.
+    ``hold(name)`` keeps calls of that name from ending, until they are let go on;
+    ``read`` is a fetch that has read what there is, and not said so.
     """
 
     def __init__(
@@ -66,6 +67,7 @@ class DictTier(StoreTier):
     async def fetch(self, wanted: Sequence[WantedValue]) -> Sequence[TierResult]:
         self.asked.update(one.key for one in wanted)
         found = [self.values.get(one.key) for one in wanted]
+        await self._enter("read")
         places = []
         for one, data in zip(wanted, found, strict=True):
             places.append(None if data is None else await one.place(data))

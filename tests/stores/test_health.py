@@ -136,3 +136,21 @@ def test_a_call_that_ends_late_changes_nothing_any_more() -> None:
     watched(health, 0.0, 0.1)
     health.end(call, MIB, 9.0, failed=False)
     assert (health.calls, health.rate, health.late) == (0, 0.0, 1)
+
+
+@pytest.mark.parametrize("began_s", [0.0, 0.3, 0.99])
+def test_a_call_is_late_when_its_patience_is_over_and_not_a_tick_later(
+    began_s: float,
+) -> None:
+    health, now_s = TierHealth(1.0), 0.0
+    other = Item()
+    health.begin([other], 0.0)
+    call = health.begin([Item()], 0.0) if not began_s else None
+    late: list[TierCall] = []
+    while call is None or call not in late:
+        other.moved_nbytes += 1
+        now_s += health.look_in_s()
+        if call is None and now_s > began_s:
+            call = health.begin([Item()], began_s)
+        late += health.look(now_s)
+    assert now_s == pytest.approx(began_s + 1.0, abs=0.001)

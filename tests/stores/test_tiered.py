@@ -154,6 +154,22 @@ async def test_a_delete_makes_void_what_is_on_its_way_from_a_tier(
         assert await store.get("a") is None
 
 
+async def test_what_was_read_while_it_was_being_deleted_is_void(tier: DictTier) -> None:
+    async with opened(tier) as store:
+        await store.put("a", noise(64, 1))
+        await evict(store)
+        tier.hold("delete")
+        await store.delete("a")
+        await until(lambda: tier.calls["delete"] > 1)
+        tier.hold("read")
+        getting = asyncio.create_task(store.get("a"))
+        await until(lambda: tier.calls["read"] == 1)
+        tier.let_go("delete")
+        await store.flush()
+        tier.let_go("read")
+        assert await getting is None
+
+
 async def test_a_write_that_lands_after_a_delete_is_deleted_again(
     tier: DictTier,
 ) -> None:

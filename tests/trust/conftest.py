@@ -27,6 +27,7 @@ class Scale:
     waiters: int
     cancellations: int
     connector_cancellations: int
+    store_cancellations: int
     costly_grounds: bool
 
 
@@ -44,6 +45,7 @@ _SCALES = {
         waiters=10_000,
         cancellations=14_000,
         connector_cancellations=1_000,
+        store_cancellations=200,
         costly_grounds=False,
     ),
     "chaos": Scale(
@@ -59,6 +61,7 @@ _SCALES = {
         waiters=10_000,
         cancellations=100_000,
         connector_cancellations=30_000,
+        store_cancellations=10_000,
         costly_grounds=True,
     ),
 }

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import shutil
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -16,49 +15,11 @@ from asynckv.abc import StoreTier
 from asynckv.abc.tiers import TierResult
 from asynckv.stores.redis import RedisTier
 from asynckv.testing.tier_checks import TIER_CHECKS, SomeValue
-from harness.redis_servers import RedisProcess, free_port, running_redis
+from harness.redis_servers import CLI, RedisProcess, running_cluster
 
 DONE, MISSING = TierResult.DONE, TierResult.MISSING
 KEYS = [f"k1/{number}" for number in range(60)]
 NBYTES = 100_000
-
-
-@contextlib.asynccontextmanager
-async def running_cluster(folder: Path) -> AsyncIterator[list[RedisProcess]]:
-    """Run six servers as one cluster, of which each key has a copy."""
-    if shutil.which("redis-cli") is None:
-        pytest.skip("there is no redis-cli on the PATH: install Redis to run this")
-    async with contextlib.AsyncExitStack() as stack:
-        nodes = []
-        for number in range(6):
-            place = folder / str(number)
-            place.mkdir()
-            options = (
-                *("--cluster-enabled", "yes", "--cluster-port", str(free_port())),
-                *("--cluster-node-timeout", "1500", "--repl-diskless-sync-delay", "0"),
-                # Else all of it is down until the master is replaced.
-                *("--cluster-require-full-coverage", "no"),
-            )
-            running = running_redis(place, *options)
-            nodes.append(await stack.enter_async_context(running))
-        process = await asyncio.create_subprocess_exec(
-            *("redis-cli", "--cluster", "create"),
-            *(f"127.0.0.1:{node.port}" for node in nodes),
-            *("--cluster-replicas", "1", "--cluster-yes"),
-            stdout=asyncio.subprocess.PIPE,
-        )
-        said, _ = await process.communicate()
-        assert process.returncode == 0, said.decode()
-        for node in nodes:
-            await until_up(node)
-        yield nodes
-
-
-async def until_up(node: RedisProcess) -> None:
-    """Wait until a node knows of all the others."""
-    async with redis.asyncio.Redis.from_url(node.url) as client, asyncio.timeout(20):
-        while (await client.execute_command("CLUSTER INFO"))["cluster_state"] != "ok":
-            pass  # it is asked again
 
 
 @pytest.mark.chaos
@@ -66,6 +27,8 @@ async def until_up(node: RedisProcess) -> None:
 async def test_a_cluster_keeps_the_contract_and_a_lost_master_is_replaced(
     tmp_path: Path, redis_program: None
 ) -> None:
+    if shutil.which(CLI) is None:
+        pytest.skip(f"there is no {CLI} on the PATH: install Redis to run this")
     async with running_cluster(tmp_path) as nodes:
         url = nodes[0].url.replace("redis://", "redis+cluster://")
 
