@@ -152,6 +152,7 @@ class StoreScheduler(
         self._is_producer = config.is_kv_producer
         self.finder = PrefixLookup(config, engine, store)
         self._requests: dict[str, _Known] = {}
+        self._found: dict[int, tuple[object, float]] = {}
         self._questions: list[KVQuestion] = []
         self._pending_loads: list[StoreRequest] = []
         self._loads = ExpectedLoads()
@@ -194,6 +195,8 @@ class StoreScheduler(
         num_keys = 0
         try:
             num_keys = await self.finder.find(question.keys, question.number)
+            # The answer may be taken long after, or when the link is gone.
+            self._found[question.number] = self.finder.line.link, time.monotonic()
         except (AsyncKVError, OSError, TimeoutError) as exc:
             self._unanswered += 1
             logger.debug("the store does not answer: %s", exc)
@@ -202,13 +205,14 @@ class StoreScheduler(
     def take_answer(self, answer: KVAnswer) -> None:
         self._check_thread()
         known = self._requests.get(answer.request_id)
+        now = self.finder.line.link, time.monotonic()
+        link, answered_s = self._found.pop(answer.number, now)
         if known is None or known.question != answer.number:
             self.finder.let_go(answer.number)
             return  # it was asked for a request of that id before
         if known.stored is None:
             known.stored = max(0, min(answer.num_keys, len(known.keys)))
-            known.answered_s = time.monotonic()
-            known.link = self.finder.line.link
+            known.link, known.answered_s = link, answered_s
             self._let_go(known)  # what was found before stays until now
             known.held = answer.number
             self._hit_blocks += known.stored * self._value_blocks
@@ -290,6 +294,7 @@ class StoreScheduler(
 
     def shutdown(self) -> None:
         self._requests.clear()
+        self._found.clear()
         self._pending_loads.clear()
         self._questions.clear()
         self._loads.clear()

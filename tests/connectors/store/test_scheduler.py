@@ -3,6 +3,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import time
+import types
 from collections.abc import AsyncIterator, Callable, Sequence
 
 import pytest
@@ -27,6 +29,7 @@ from asynckv.connectors.engine import (
     rank_block_keys,
 )
 from asynckv.connectors.requests import StoreMetadata
+from asynckv.connectors.store import scheduler as store_scheduler
 from asynckv.connectors.store.scheduler import PrefixLookup, StorePins, StoreScheduler
 from asynckv.errors import PeerLost
 from asynckv.testing.blocked import until
@@ -449,9 +452,9 @@ async def test_what_was_found_is_held_no_longer_than_it_is_needed(
         await until(lambda: not len(asking.finder.holds))
 
 
-async def test_what_was_found_at_a_store_that_is_gone_is_not_believed(
-    scheduler: StoreScheduler,
-) -> None:
+@contextlib.asynccontextmanager
+async def found(scheduler: StoreScheduler) -> AsyncIterator[KVAnswer]:
+    """Let a store that is served have all of the request, and return what it says."""
     async with StoreBuffer(fingerprint="toy") as store:
         async with serve("mem://no-such-store", store=store):
             scheduler.on_new_request(REQUEST)
@@ -459,13 +462,34 @@ async def test_what_was_found_at_a_store_that_is_gone_is_not_believed(
             for rank in range(2):
                 for key in rank_block_keys(question.keys, namespace_of(ENGINE), rank):
                     await store.put(key, torch.ones(1))
-            scheduler.take_answer(await scheduler.ask(question))
+            yield await scheduler.ask(question)
+    await until(lambda: scheduler.finder.line.link is None)
+
+
+@pytest.mark.parametrize("taken", ["before", "after"])
+async def test_what_was_found_at_a_store_that_is_gone_is_not_believed(
+    scheduler: StoreScheduler, taken: str
+) -> None:
+    async with found(scheduler) as answer:
+        if taken == "before":
+            scheduler.take_answer(answer)
             assert scheduler.get_num_new_matched_tokens(REQUEST, 0) == (8, True)
-        await until(lambda: scheduler.finder.line.link is None)
-        assert scheduler.get_num_new_matched_tokens(REQUEST, 0) == (None, False)
-        scheduler.take_answer(await scheduler.ask(*scheduler.take_questions()))
-        assert scheduler.get_num_new_matched_tokens(REQUEST, 0) == (0, False)
+    scheduler.take_answer(answer)
+    assert scheduler.get_num_new_matched_tokens(REQUEST, 0) == (None, False)
+    scheduler.take_answer(await scheduler.ask(*scheduler.take_questions()))
+    assert scheduler.get_num_new_matched_tokens(REQUEST, 0) == (0, False)
     await scheduler.aclose()
+
+
+async def test_an_answer_is_as_old_as_what_was_found_whenever_it_is_taken(
+    scheduler: StoreScheduler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with found(scheduler) as answer:
+        clock = types.SimpleNamespace(monotonic=lambda: time.monotonic() + 60)
+        monkeypatch.setattr(store_scheduler, "time", clock)
+        scheduler.take_answer(answer)
+        assert scheduler.get_num_new_matched_tokens(REQUEST, 0) == (None, False)
+        await scheduler.aclose()
 
 
 async def test_a_silent_store_is_waited_for_once_until_it_answers(

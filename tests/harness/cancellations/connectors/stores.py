@@ -183,7 +183,7 @@ async def a_schedulers_end(ground: StoreGround, sweeper: Sweeper) -> None:
         nonlocal scheduler, asking, closing
         closing = Closing()
         scheduler = StoreScheduler(config_of(ground.url), ground.new_engine())
-        await scheduler.finder.holds.hold(ground.store, ("key",), 1.0)
+        await scheduler.finder.holds.hold(ground.store, ("key",), 1.0, 1)
         asking = asyncio.create_task(scheduler.ask(question))
         await ticks(3)
         await sweeper.pause()
