@@ -21,6 +21,7 @@ from asynckv.abc import StoreTier, TierMemory, TierResult, TierValue, WantedValu
 from asynckv.buffers.values import (
     LowerTiers,
     Name,
+    Owner,
     PendingPut,
     PinnedValue,
     StoredValues,
@@ -270,6 +271,12 @@ class TierStack(LowerTiers):
         epoch = self._next_epoch()
         for client in self.clients:
             client.delete(self.key_of(name), epoch)
+
+    def cleared(self, owner: Owner) -> None:
+        # What is on its way from a tier is void by its epoch.
+        prefix, epoch = self.full_name(("", owner)).tier_prefix, self._next_epoch()
+        for client in self.clients:
+            client.clear(prefix, epoch)
 
     async def fetch(self, names: Sequence[Name]) -> None:
         missing = list(names)

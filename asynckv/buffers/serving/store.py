@@ -30,6 +30,7 @@ from asynckv.protocol.failures import to_failure
 from asynckv.protocol.frames import (
     Cancel,
     Cancelled,
+    Clear,
     Contains,
     Delete,
     Frame,
@@ -314,10 +315,12 @@ class StoreService(Service):
     ) -> StreamHandler | None:
         """Answer a request; ``None`` if it is none of a store buffer's."""
         owner = self.owner
-        if not isinstance(frame, Put | Get | Delete | Contains | Pin | Stat):
+        if not isinstance(frame, Put | Get | Delete | Clear | Contains | Pin | Stat):
             return None
         if self.is_draining:
             raise BufferClosed("the server is leaving; it takes no new requests")
+        if isinstance(frame, Clear):
+            return answer_at_once(stream, Result(self.values.clear(owner)))
         if isinstance(frame, Put):
             if frame.spec is not None:
                 return ServedPut(self, stream, frame, body)

@@ -11,7 +11,7 @@ import torch
 from asynckv.buffers.remote.peer import connect
 from asynckv.buffers.serve import Server, serve
 from asynckv.buffers.store import StoreBuffer
-from asynckv.buffers.values import LowerTiers, Name
+from asynckv.buffers.values import LowerTiers, Name, Owner
 from asynckv.errors import BufferClosed
 from asynckv.links.dial import dial
 from asynckv.links.link import Link, LinkStream
@@ -399,6 +399,8 @@ class SilentTiers(LowerTiers):
     def used(self, name: Name) -> None: ...
 
     def deleted(self, name: Name) -> None: ...
+
+    def cleared(self, owner: Owner) -> None: ...
 
     async def fetch(self, names: Sequence[Name]) -> None:
         self.asked += names
