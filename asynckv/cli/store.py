@@ -63,8 +63,7 @@ def clear(
         whose = "without a fingerprint"
         if fingerprint is not None:
             whose = f"of {as_line(_shown(fingerprint))}"
-        values = "1 value" if count == 1 else f"{count} values"
-        print(f"all values {whose} are deleted; memory had {values}")
+        print(f"all values {whose} are deleted; memory had {count}")
         return 0
 
     return _run(url, fingerprint, keys, lambda peer: peer.store.clear(), tell)
