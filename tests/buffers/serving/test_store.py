@@ -368,10 +368,10 @@ async def test_whoever_says_what_does_not_belong_there_holds_nothing_any_more() 
         hearer = Hearer()
         stream = link.open_stream(hearer, Pin(("a",)))
         assert await hearer.next() == (Pinned((True,)), b"")
-        assert local.values._values[("a", None)].readers == 1
+        assert local.values._values[None]["a"].readers == 1
         stream.send(Grant(1))
         assert "no Grant belongs here" in str((await hearer.loss()).__cause__)
-        await until(lambda: not local.values._values[("a", None)].readers)
+        await until(lambda: not local.values._values[None]["a"].readers)
         assert not server.waiting_bytes
         await link.aclose()
 

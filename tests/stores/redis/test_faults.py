@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import redis.asyncio
 
-from asynckv.abc.tiers import TierMemory, TierResult
+from asynckv.abc.tiers import TierMemory, TierPrefix, TierResult
 from asynckv.errors import ConfigError
 from asynckv.stores.redis import RedisTier
 from asynckv.testing.blocked import until
