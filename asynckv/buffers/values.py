@@ -7,32 +7,28 @@ come, first served; every other function is plain.
 
 from __future__ import annotations
 
-import abc
 import asyncio
 import contextlib
 import dataclasses
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from typing import Final, Generic, NamedTuple, TypeAlias, TypeVar
+from typing import Final, Generic, TypeVar
 
 from asynckv.abc import PrefixMatch, StoredValue
+from asynckv.buffers.lower_tiers import LowerTiers, Name, Owner
 from asynckv.buffers.statistics import StoreCounters
 from asynckv.errors import BufferClosed, EntryTooLarge
 from asynckv.tensors.arena import Arena, Region
 from asynckv.transfers.tokens import as_key
-from asynckv.types import KVFingerprint, TensorSpec
+from asynckv.types import TensorSpec
 from asynckv.waits.queue import FairQueue
 
 __all__ = (
     "EvictionOrder",
-    "LowerTiers",
-    "Name",
-    "Owner",
     "PendingPut",
     "PinnedValue",
     "StoredValues",
-    "TenantModel",
 )
 
 
@@ -84,57 +80,6 @@ _FETCHED_AT_ONCE: Final = 16
 _SWEPT_AT_ONCE: Final = 256
 _MAX_KEYS: Final = 2**20
 """Keys cost memory too, which the arena does not count: a bound for tiny values."""
-
-
-class TenantModel(NamedTuple):
-    """A model of one tenant of a server."""
-
-    tenant: str
-    fingerprint: KVFingerprint | None
-
-
-Owner: TypeAlias = KVFingerprint | TenantModel | None
-"""Whose values these are: of one model, and of one tenant where there are several."""
-Name: TypeAlias = tuple[str, Owner]
-"""A key, and its owner: another owner's value is another value."""
-
-
-class LowerTiers(abc.ABC):
-    """Where values are that memory has no more, and what is told of those it has."""
-
-    @abc.abstractmethod
-    def stored(self, name: Name) -> None:
-        """A value was put; it can be held now. Never waits."""
-
-    @abc.abstractmethod
-    def used(self, name: Name) -> None:
-        """A value was found in memory. Never waits."""
-
-    @abc.abstractmethod
-    def deleted(self, name: Name) -> None:
-        """Nothing is to be found under that name any more. Never waits."""
-
-    @abc.abstractmethod
-    def cleared(self, owner: Owner) -> None:
-        """Nothing of that owner's is to be found any more. Never waits."""
-
-    @abc.abstractmethod
-    async def fetch(self, names: Sequence[Name]) -> None:
-        """Fetch into memory what is there of ``names``. What fails is not there.
-
-        A cancelled call leaves no trace: it is fetched for others, or not.
-        """
-
-    @abc.abstractmethod
-    async def where(self, names: Sequence[Name]) -> Sequence[Sequence[str]]:
-        """Tell of each which tiers have it, as far as is known soon, in their order."""
-
-    @abc.abstractmethod
-    async def touch(self, names: Sequence[Name]) -> None:
-        """They are soon to be used: tiers should not drop them next.
-
-        Waits for no tier. A cancelled call may have told of none.
-        """
 
 
 @dataclasses.dataclass(slots=True, eq=False)

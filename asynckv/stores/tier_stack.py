@@ -18,15 +18,8 @@ from collections.abc import Hashable, Mapping, Sequence
 from typing import Final, Literal
 
 from asynckv.abc import StoreTier, TierMemory, TierResult, TierValue, WantedValue
-from asynckv.buffers.values import (
-    LowerTiers,
-    Name,
-    Owner,
-    PendingPut,
-    PinnedValue,
-    StoredValues,
-    TenantModel,
-)
+from asynckv.buffers.lower_tiers import LowerTiers, Name, Owner, TenantModel
+from asynckv.buffers.values import PendingPut, PinnedValue, StoredValues
 from asynckv.devices.arena import place_of
 from asynckv.devices.copying import CopyPool
 from asynckv.errors import BufferClosed, EntryTooLarge

@@ -263,6 +263,11 @@ class ValuesAsADict(RuleBasedStateMachine):
         assert self.stored.remove(key, None) == (key in self.values)
         self.values.pop(key, None)
 
+    @rule()
+    def clear(self) -> None:
+        assert self.stored.clear(None) == len(self.values)
+        self.values.clear()
+
     @invariant()
     def they_agree(self) -> None:
         assert keys_in(self.stored) == "".join(sorted(self.values))
@@ -272,6 +277,51 @@ class ValuesAsADict(RuleBasedStateMachine):
 ValuesAsADict.TestCase.settings = settings(max_examples=60, deadline=None)
 
 test_it_behaves_as_a_dict_with_an_order = ValuesAsADict.TestCase
+
+
+def fill(values: StoredValues, count: int) -> None:
+    """Store values, more than are swept at once, and clear them."""
+    for number in range(count):
+        store(values, f"{number}", 1 if number < _MAX_BYTES else 0)
+    assert values.clear(None) == count
+
+
+async def test_what_was_cleared_makes_room_before_its_turn_has_come() -> None:
+    values = make_values(1000)
+    fill(values, 700)
+    assert len(values) == 0
+    store(values, "a", _MAX_BYTES)
+    assert keys_in(values) == "a" and not values.counters.evictions
+    for _ in range(4):
+        await asyncio.sleep(0)
+    assert keys_in(values) == "a"
+    assert values.clear(None) == 1
+
+
+async def test_cleared_values_are_let_go_of_in_turns_and_all_of_them_at_the_end() -> (
+    None
+):
+    arena = HeapArena(_MAX_BYTES)
+    values = StoredValues(arena, lambda: None, 1000)
+    fill(values, 700)
+    store(values, "a", 0)
+    assert values.clear(None) == 1 and arena.used_bytes == _MAX_BYTES
+    for _ in range(4):
+        await asyncio.sleep(0)
+    assert arena.used_bytes == 0
+    fill(values, 700)
+    values.close()
+    assert arena.used_bytes == 0
+    await asyncio.sleep(0)
+
+
+async def test_one_owner_s_values_are_cleared_and_no_other_s(
+    values: StoredValues,
+) -> None:
+    store(values, "a", 10)
+    other = KVFingerprint("other")
+    assert values.clear(other) == 0 and keys_in(values) == "a"
+    assert values.clear(None) == 1 and keys_in(values) == ""
 
 
 def order_of(*keys: str) -> EvictionOrder[str]:

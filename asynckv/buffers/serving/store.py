@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any, Final
 
 from asynckv.abc import StoredValue
+from asynckv.buffers.lower_tiers import Owner, TenantModel
 from asynckv.buffers.serving.insert import answer
 from asynckv.buffers.serving.service import (
     REQUEST_NBYTES,
@@ -16,13 +17,7 @@ from asynckv.buffers.serving.service import (
     Service,
     answer_at_once,
 )
-from asynckv.buffers.values import (
-    Owner,
-    PendingPut,
-    PinnedValue,
-    StoredValues,
-    TenantModel,
-)
+from asynckv.buffers.values import PendingPut, PinnedValue, StoredValues
 from asynckv.errors import BufferClosed, ChecksumError, PeerLost, RemoteProtocolError
 from asynckv.links.link import Link, LinkStream
 from asynckv.links.streams import StreamHandler

@@ -8,10 +8,10 @@ from collections.abc import AsyncIterator, Callable, Sequence
 import pytest
 import torch
 
+from asynckv.buffers.lower_tiers import LowerTiers, Name, Owner
 from asynckv.buffers.remote.peer import connect
 from asynckv.buffers.serve import Server, serve
 from asynckv.buffers.store import StoreBuffer
-from asynckv.buffers.values import LowerTiers, Name, Owner
 from asynckv.errors import BufferClosed
 from asynckv.links.dial import dial
 from asynckv.links.link import Link, LinkStream
