@@ -81,8 +81,8 @@ class _Cleared(Generic[T]):
     """The last clearing of a prefix, and what of that is still to be done."""
 
     epoch: int
-    known: list[str]
-    """Keys to look at: what of them is older is to be forgotten."""
+    passes: int = 0
+    """After so many of them all that is older is forgotten."""
     is_running: bool = False
     result: TierResult | None = None
     """What came of it; ``None``: it is still to end, and changes wait for that."""
@@ -119,7 +119,10 @@ class WriteBehind(Generic[T]):
         self._forgotten = memoryview(mmap.mmap(-1, 8 * _PLACES)).cast("Q")
         self._void = memoryview(mmap.mmap(-1, 8 * _PLACES)).cast("Q")
         """Of prefixes: what is older was cleared."""
-        self._cleared: OrderedDict[str, _Cleared[T]] = OrderedDict()
+        self._cleared: dict[str, _Cleared[T]] = {}
+        self._unseen: list[str] = []
+        """Keys that the pass under way has not looked at: are they cleared?"""
+        self._passes = self._wanted_passes = 0
         self._keys: dict[str, _Key[T]] = {}
         # Each key of those is in one of these, in a line of its prefix, or running.
         self._queued: _Line[T] = OrderedDict()
@@ -154,7 +157,11 @@ class WriteBehind(Generic[T]):
     ) -> bool:
         """``value`` is to be written. ``False``: there is no room, it is dropped."""
         others = self._nbytes_without(key)
-        if others and others + nbytes > self._max_bytes:
+        cleared = self._cleared_of(key)
+        waits = cleared is not None and cleared.result is None
+        # What has to wait leaves room to those that go on.
+        most = self._max_bytes // 2 if waits else self._max_bytes
+        if others and others + nbytes > most:
             self.skip(key, epoch, identity)
             self._release(value)
             return False
@@ -187,8 +194,14 @@ class WriteBehind(Generic[T]):
         """All keys that begin so are to be deleted; nothing of before is valid."""
         place = hash(prefix) % _PLACES
         self._void[place] = max(self._void[place], min(epoch, _MAX_EPOCH))
-        cleared = self._cleared.setdefault(prefix, _Cleared(epoch, []))
-        cleared.epoch, cleared.known, cleared.result = epoch, list(self._keys), None
+        if self._passes == self._wanted_passes:
+            self._unseen = list(self._keys)
+            self._wanted_passes += 1
+        else:  # the pass under way has not looked for these
+            self._wanted_passes = self._passes + 2
+        cleared = self._cleared.setdefault(prefix, _Cleared(epoch))
+        cleared.epoch, cleared.passes = epoch, self._wanted_passes
+        cleared.result = None
         if len(self._cleared) > _MAX_CLEARED:
             for other, one in self._cleared.items():
                 if not (one.is_running or one.line):
@@ -197,21 +210,24 @@ class WriteBehind(Generic[T]):
 
     def forget_cleared(self) -> bool:
         """Let go of some of what was cleared; ``False``: there is nothing of it."""
-        for prefix, cleared in self._cleared.items():
-            if cleared.known:
-                some = cleared.known[-_FORGOTTEN_AT_ONCE:]
-                del cleared.known[-_FORGOTTEN_AT_ONCE:]
-                for key in some:
-                    if _prefix_of(key) == prefix:
-                        self._forget_older(key, cleared.epoch)
-                return True
-        return False
+        if self._passes == self._wanted_passes:
+            return False
+        for key in self._unseen[-_FORGOTTEN_AT_ONCE:]:
+            cleared = self._cleared_of(key)
+            if cleared is not None:
+                self._forget_older(key, cleared.epoch)
+        del self._unseen[-_FORGOTTEN_AT_ONCE:]
+        if not self._unseen:
+            self._passes += 1
+            if self._passes < self._wanted_passes:
+                self._unseen = list(self._keys)
+        return True
 
     def take_clearing(self) -> TierClearing | None:
         """Begin a clearing, if one can begin now. It ends by :meth:`clearing_ended`."""
         busy = {_prefix_of(change.key) for change in self._running}
         for prefix, cleared in self._cleared.items():
-            is_due = cleared.result is None and not cleared.known
+            is_due = cleared.result is None and cleared.passes <= self._passes
             if is_due and not cleared.is_running and prefix not in busy:
                 cleared.is_running = True
                 return TierClearing(prefix, cleared.epoch)
@@ -276,7 +292,7 @@ class WriteBehind(Generic[T]):
             state.is_in_doubt = True  # what was not answered may be written yet
         if state.queued is not None:
             return
-        cleared = self._cleared.get(_prefix_of(key))
+        cleared = self._cleared_of(key)
         is_cleared = cleared is None or cleared.result is TierResult.DONE
         if cleared is not None and cleared.result is None:
             if state.epoch <= cleared.epoch and not state.is_in_doubt:
@@ -304,7 +320,9 @@ class WriteBehind(Generic[T]):
 
     def is_valid(self, key: str, epoch: int, identity: Hashable) -> bool:
         """Is a value that the tier has of ``key`` as new as it should be?"""
-        void_epoch = self._void[hash(_prefix_of(key)) % _PLACES]
+        void_epoch = 0
+        if self._cleared:
+            void_epoch = self._void[hash(_prefix_of(key)) % _PLACES]
         oldest_epoch = max(self._forgotten[hash(key) % _PLACES], void_epoch)
         state = self._keys.get(key)
         if state is None or state.epoch < void_epoch:
@@ -320,7 +338,7 @@ class WriteBehind(Generic[T]):
     def may_be_new(self, key: str) -> bool:
         """Was the tier told of the last change, as far as is known?"""
         state = self._keys.get(key)
-        cleared = self._cleared.get(_prefix_of(key))
+        cleared = self._cleared_of(key)
         if state is None or (cleared is not None and state.epoch < cleared.epoch):
             return cleared is None or cleared.result is TierResult.DONE
         return state.is_made and state.identity is not None
@@ -329,6 +347,9 @@ class WriteBehind(Generic[T]):
         """Nothing more is to be written. What is under way ends as ever."""
         for change in self._waiting():
             self._unqueue(change.key)
+
+    def _cleared_of(self, key: str) -> _Cleared[T] | None:
+        return self._cleared.get(_prefix_of(key)) if self._cleared else None
 
     def _lines(self, *, is_ready: bool = False) -> list[_Line[T]]:
         """Return the lines in which changes wait, or only those that wait for none."""
@@ -343,7 +364,7 @@ class WriteBehind(Generic[T]):
 
     def _line_with(self, key: str) -> _Line[T]:
         """Return the line that a change of that key waits in, or is to."""
-        cleared = self._cleared.get(_prefix_of(key))
+        cleared = self._cleared_of(key)
         return self._queued if cleared is None or key in self._queued else cleared.line
 
     def _change(self, key: str, epoch: int, identity: Hashable) -> _Key[T]:

@@ -332,17 +332,48 @@ def test_of_keys_that_are_never_written_nothing_is_deleted_that_others_put() -> 
     assert others.count(True) > 900
 
 
+def begin_clearing(tier: WriteBehind[str], prefix: str) -> TierClearing:
+    tier.clear(prefix, 1)
+    while tier.forget_cleared():
+        pass
+    clearing = tier.take_clearing()
+    assert clearing is not None
+    return clearing
+
+
+def test_what_waits_for_a_clearing_leaves_room_to_others() -> None:
+    tier = behind()
+    begin_clearing(tier, "p/")
+    assert tier.write("p/a", 2, "v", 5, "v")
+    assert not tier.write("p/b", 3, "v", 1, "v")
+    assert tier.write("q/a", 4, "v", 5, "v")
+
+
+def test_all_that_waited_of_several_models_is_let_go_of_before_they_are_cleared() -> (
+    None
+):
+    tier = WriteBehind[str](10**6, lambda value: None)
+    for number in range(900):
+        tier.write(f"{'pqr'[number % 3]}/{number}", 1 + number, "v", 1, "v")
+    tier.clear("p/", 1000)
+    assert tier.forget_cleared() and tier.take_clearing() is None
+    tier.clear("q/", 1001)
+    while tier.forget_cleared():
+        pass
+    assert (tier.known_keys, tier.nbytes, tier.dropped) == (300, 300, 600)
+    prefixes = [one and one.prefix for one in (tier.take_clearing() for _ in range(3))]
+    assert prefixes == ["p/", "q/", None]
+
+
 def test_while_a_model_is_cleared_the_changes_of_others_go_on() -> None:
     tier = WriteBehind[str](1000, lambda value: None)
-    tier.clear("p/", 1)
-    clearing = tier.take_clearing()
+    clearing = begin_clearing(tier, "p/")
     for number in range(200):
         tier.write(f"p/{number}", 2 + number, "v", 1, "v")
     tier.delete("p/last", 300)
     tier.write("q/a", 301, "v", 1, "v")
     assert [change.key for change in tier.take(9, 99)] == ["q/a"]
     assert not tier.take(9, 99) and tier.is_behind(1)
-    assert clearing is not None
     tier.clearing_ended(clearing, TierResult.DONE)
     tier.write("q/b", 302, "v", 1, "v")
     assert [change.key for change in tier.take(3, 99)] == ["p/0", "p/1", "p/2"]
@@ -350,9 +381,8 @@ def test_while_a_model_is_cleared_the_changes_of_others_go_on() -> None:
 
 def test_a_key_that_was_written_where_nothing_could_be_cleared_may_be_new() -> None:
     tier = WriteBehind[str](1000, lambda value: None)
-    tier.clear("p/", 1)
-    clearing = tier.take_clearing()
-    assert clearing is not None and not tier.may_be_new("p/a")
+    clearing = begin_clearing(tier, "p/")
+    assert not tier.may_be_new("p/a")
     tier.clearing_ended(clearing, TierResult.REFUSED)
     tier.retry_clearings()
     assert tier.take_clearing() is None and not tier.may_be_new("p/a")
@@ -364,11 +394,9 @@ def test_a_key_that_was_written_where_nothing_could_be_cleared_may_be_new() -> N
 
 def test_of_ever_so_many_models_that_were_cleared_nothing_old_is_valid() -> None:
     tier = WriteBehind[str](1000, lambda value: None)
-    tier.clear("under way/", 1)
-    clearing = tier.take_clearing()
+    clearing = begin_clearing(tier, "under way/")
     for number in range(3000):
         tier.clear(f"{number}/", 2 + number)
     assert len(tier) <= 1024
     assert not any(tier.is_valid(f"{n}/a", 1 + n, "v") for n in range(3000))
-    assert clearing is not None
     tier.clearing_ended(clearing, TierResult.DONE)
