@@ -224,7 +224,7 @@ def vllm(session: nox.Session) -> None:
     if not made.exists():
         _install_vllm(session)
         made.touch()
-    install(session, ".[cli]", *TESTING, "hypothesis", "trustme")
+    install(session, ".[cli,redis]", *TESTING, "hypothesis", "trustme")
     what = session.posargs or VLLM_TESTS
     session.run("pytest", "-p", "no:cacheprovider", *what)
 

@@ -294,13 +294,15 @@ def _engines() -> Iterator[dict[str, Engine]]:
         folder = Path(name)
         model = make_tiny_model(folder / "model")
         store = stack.enter_context(_store())
+        # Of the shortest prompts one chunk is stored, and loaded.
+        stored = {"mode": "store", "store": store, "chunk_tokens": 64}
         configs = {
             "bare": None,
             "nothing": _NOTHING,
             "idle": transfer("kv_both", listen=free_url()),
             "producer": transfer("kv_producer", listen=url),
             "consumer": transfer("kv_consumer", peers=[url]),
-            "store": transfer("kv_both", "recompute", mode="store", store=store),
+            "store": transfer("kv_both", "recompute", **stored),
         }
         engines = {
             # One after the other: together they may take longer than they may.

@@ -515,7 +515,11 @@ class KVStoreBuffer(KVCacheBuffer):
 
     @abc.abstractmethod
     def pin(
-        self, keys: Sequence[str], *, within_s: float | None = None
+        self,
+        keys: Sequence[str],
+        *,
+        within_s: float | None = None,
+        prefix: bool = False,
     ) -> AbstractAsyncContextManager[tuple[bool, ...]]:
         """Keep what is stored under ``keys`` from being dropped for room.
 
@@ -523,7 +527,8 @@ class KVStoreBuffer(KVCacheBuffer):
         unless somebody deletes or replaces them. Leaving lets go of them, also by an
         error or a cancellation, and never waits. What is in a lower tier alone is
         fetched into memory first, in the order of ``keys``; what is not there after
-        ``within_s`` seconds (30 of a store at a peer) counts as not found.
+        ``within_s`` seconds (30 of a store at a peer) counts as not found. With
+        ``prefix`` so does all that comes after the first one that is not found.
 
         :raises LeaseLost: (on a clean leaving) the peer was lost meanwhile, and with it
             the hold

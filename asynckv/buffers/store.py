@@ -121,12 +121,16 @@ class StoreBuffer(InMemoryBuffer, KVStoreBuffer):
 
     @async_with_only("pin(...) as found")
     async def pin(
-        self, keys: Sequence[str], *, within_s: float | None = None
+        self,
+        keys: Sequence[str],
+        *,
+        within_s: float | None = None,
+        prefix: bool = False,
     ) -> AsyncIterator[tuple[bool, ...]]:
         keys, within_s = as_keys(keys), as_seconds(within_s, "within_s")
         self._check_loop()
         pinned = await self.values.fetch_and_hold(
-            keys, self.fingerprint, within_s=within_s
+            keys, self.fingerprint, within_s=within_s, is_prefix=prefix
         )
         try:
             yield tuple(one is not None for one in pinned)

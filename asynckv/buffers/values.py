@@ -258,10 +258,20 @@ class StoredValues:
             pinned._value.is_unread = False
         return pinned
 
-    def hold(self, keys: Sequence[str], owner: Owner) -> list[PinnedValue | None]:
-        """As :meth:`lookup`, for each of ``keys``; no hit or miss of what is there."""
+    def hold(
+        self, keys: Sequence[str], owner: Owner, *, is_prefix: bool = False
+    ) -> list[PinnedValue | None]:
+        """As :meth:`lookup`, for each of ``keys``; no hit or miss of what is there.
+
+        Of a prefix none is held after the first one that is not there.
+        """
         self._check_open()
-        held = [self._hold((key, owner)) for key in keys]
+        held: list[PinnedValue | None] = []
+        for key in keys:
+            held.append(self._hold((key, owner)))
+            if is_prefix and held[-1] is None:
+                held += [None] * (len(keys) - len(held))
+                break
         if self.lower is not None:
             for key, one in zip(keys, held, strict=True):
                 if one is not None:
@@ -269,7 +279,12 @@ class StoredValues:
         return held
 
     async def fetch_and_hold(
-        self, keys: Sequence[str], owner: Owner, *, within_s: float | None = None
+        self,
+        keys: Sequence[str],
+        owner: Owner,
+        *,
+        within_s: float | None = None,
+        is_prefix: bool = False,
     ) -> list[PinnedValue | None]:
         """As :meth:`hold`, once what lower tiers have of ``keys`` is in memory.
 
@@ -277,18 +292,21 @@ class StoredValues:
         most. A cancelled call holds none.
         """
         if self.lower is None:
-            return self.hold(keys, owner)
+            return self.hold(keys, owner, is_prefix=is_prefix)
         held: list[PinnedValue | None] = []
         until_s = None if within_s is None else time.monotonic() + within_s
         try:
             for start in range(0, len(keys), _FETCHED_AT_ONCE):
+                if is_prefix and held and held[-1] is None:
+                    return held + [None] * (len(keys) - start)
                 if start:  # of thousands others have their turn in between
                     await asyncio.sleep(0)
                 some = keys[start : start + _FETCHED_AT_ONCE]
                 left_s = None if until_s is None else until_s - time.monotonic()
                 if left_s is None or left_s > 0:
                     await self.fetch(some, owner, within_s=left_s)
-                held += self.hold(some, owner)  # or the next ones would drop them
+                # Now, or the next ones would drop them.
+                held += self.hold(some, owner, is_prefix=is_prefix)
         except BaseException:
             self.release_all(held)
             raise

@@ -388,6 +388,14 @@ class StoreConnection:
         return self._line.is_connected
 
     @property
+    def link(self) -> object:
+        """By what a question would leave now: what was held by another is so no more.
+
+        ``None``: by nothing. A store that was given is always the same.
+        """
+        return self._line.connected if self._store is None else self._store
+
+    @property
     def is_reachable(self) -> bool:
         """Whether a question could leave now, and the last one was answered."""
         return not self.is_lost and (self._store is not None or self._line.is_connected)

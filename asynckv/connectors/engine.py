@@ -322,20 +322,22 @@ _MAX_SHAPE_NBYTES: Final = 64 * 1024
 
 
 class StoredShape(msgspec.Struct, frozen=True, kw_only=True):
-    """How the blocks of an engine are cut, as it says itself."""
+    """How the KV of an engine is cut into values, as it says itself."""
 
     tp_size: int
     size: int
     block_size: int
+    chunk_tokens: int = 0
     shape: EngineShape | None = None
 
     @classmethod
-    def of(cls, engine: KVEngine) -> StoredShape:
-        """Return what an engine says."""
+    def of(cls, engine: KVEngine, chunk_tokens: int) -> StoredShape:
+        """Return what an engine says whose values are of so many tokens."""
         return cls(
             tp_size=engine.tp_size,
             size=engine.size,
             block_size=engine.block_size,
+            chunk_tokens=chunk_tokens,
             shape=engine.shape,
         )
 
@@ -359,14 +361,13 @@ class StoredShape(msgspec.Struct, frozen=True, kw_only=True):
             bytearray(msgspec.msgpack.encode(self)), dtype=torch.uint8
         )
 
-    def differs_from(self, engine: KVEngine) -> str:
-        """Say in what; nothing if its blocks can be loaded by ``engine``."""
-        ours = StoredShape.of(engine)
+    def differs_from(self, ours: StoredShape) -> str:
+        """Say in what; nothing if its blocks can be loaded by who says ``ours``."""
         if self == ours:
             return ""
         named = [
             f"{name}={getattr(self, name)} there and {getattr(ours, name)} here"
-            for name in ("tp_size", "block_size")
+            for name in ("tp_size", "block_size", "chunk_tokens")
             if getattr(self, name) != getattr(ours, name)
         ]
         return ", ".join(named) or "heads, layers or layout are others"
@@ -374,5 +375,7 @@ class StoredShape(msgspec.Struct, frozen=True, kw_only=True):
 
 def namespace_of(engine: KVEngine) -> str:
     """Return what is equal for engines whose ranks can read each other's blocks."""
-    told = msgspec.msgpack.encode((engine.size, engine.tp_size, engine.shape))
+    told = msgspec.msgpack.encode(
+        (engine.size, engine.tp_size, engine.block_size, engine.shape)
+    )
     return hashlib.blake2b(told, digest_size=8).hexdigest()

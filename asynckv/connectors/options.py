@@ -62,6 +62,7 @@ class _Common(msgspec.Struct, frozen=True, kw_only=True):
     ttl_s: float = 600.0
     consumer_tp_size: int | None = None
     consumer_pp_size: int | None = None
+    chunk_tokens: int | None = None
 
 
 class _Extra(_Common, frozen=True, kw_only=True):
@@ -79,6 +80,9 @@ VLLM_MODES: Final = {"p2p": "P2PConnector", "store": "StoreConnector"}
 CONNECTOR_OPTIONS: Final = _Extra.__struct_fields__
 """The names that connectors know in ``kv_connector_extra_config``."""
 
+_CHUNK_TOKENS: Final = 256
+"""The KV of a small model's is some MiB, which is where disks and servers are fast."""
+
 
 class ConnectorOptions(_Common, frozen=True, kw_only=True):
     """What every connector reads of its configuration.
@@ -94,6 +98,7 @@ class ConnectorOptions(_Common, frozen=True, kw_only=True):
     for each answer of a store, ``fetch_timeout_s`` how long beside that for blocks that
     it has in a lower tier alone. ``push_buffer_bytes``: how much of a GPU a rank
     that pushes has for each rank that it pushes to, ``kv_buffer_size`` at the most.
+    ``chunk_tokens`` is how many tokens' KV is one value of a store.
     """
 
     peers: dict[str, tuple[str, ...]] = {}
@@ -117,6 +122,26 @@ class ConnectorOptions(_Common, frozen=True, kw_only=True):
             are_peers_named=isinstance(found.peers, dict),
             push_buffer_bytes=min(max_bytes, config.max_bytes),
         )
+
+    def chunk_of(self, block_size: int) -> int:
+        """Return how many tokens' KV is one value of a store, in blocks of this size.
+
+        If that is not said: 256, where it is several blocks, else one block.
+
+        :raises ConfigError: they are no whole blocks
+        """
+        tokens = self.chunk_tokens
+        if tokens is None:
+            return block_size if _CHUNK_TOKENS % block_size else _CHUNK_TOKENS
+        if tokens % block_size:
+            fewer = max(tokens - tokens % block_size, block_size)
+            raise ConfigError(
+                f"kv_connector_extra_config.chunk_tokens is {tokens}, and a block has "
+                f"{block_size} tokens",
+                hint=f"it is a multiple of that, as {fewer}; left out, "
+                f"{ConnectorOptions().chunk_of(block_size)}",
+            )
+        return tokens
 
     def ranks_of(self, peer: str) -> int:
         """Return how many ranks ``peer`` has, of all stages; 0 if that is not said."""
@@ -286,9 +311,10 @@ def _check_option(name: str, value: Any) -> None:
     elif name.endswith("_s") and not 0 < value < math.inf:
         hint = "it is a finite number of seconds, more than 0"
         raise ConfigError(f"{where} is {value:g}", hint=hint)
-    elif name in ("consumer_tp_size", "consumer_pp_size"):
+    elif name in ("consumer_tp_size", "consumer_pp_size", "chunk_tokens"):
         if value is not None and value < 1:
-            raise ConfigError(f"{where} is less than 1")
+            hint = "it is 1 or more; leave it out for what it is by itself"
+            raise ConfigError(f"{where} is less than 1", hint=hint)
     elif name == "push_buffer_size":
         try:
             parse_bytes(value)

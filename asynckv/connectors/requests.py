@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import secrets
-from typing import Final, TypeAlias
+from collections.abc import Iterator
+from typing import Final, NamedTuple, TypeAlias
 
 import msgspec
 
@@ -27,6 +28,7 @@ __all__ = (
     "SaveRequest",
     "SavedPrompt",
     "StoreMetadata",
+    "StorePart",
     "StoreRequest",
     "refusal_of_blocks",
 )
@@ -100,19 +102,47 @@ class P2PMetadata(KVConnectorMetadata, frozen=True):
     withdrawals: tuple[SaveRequest, ...] = ()
 
 
-class StoreRequest(msgspec.Struct, frozen=True):
-    """Load or save these blocks, of which each group has one for each key.
+class StorePart(NamedTuple):
+    """The blocks that one value has of a request: its own from ``first`` on.
 
-    They are those of the prompt from ``first_block`` on. With a ``refusal`` the load
+    ``number`` is which of its prompt's values it is.
+    """
+
+    key: str
+    number: int
+    block_ids: BlockIds
+    first: int
+
+
+class StoreRequest(msgspec.Struct, frozen=True):
+    """Load or save these blocks: what values of a store have of a prompt.
+
+    They are those of the prompt from ``first_block`` on, to the end of the last value.
+    There is a key for each value that has one of them. With a ``refusal`` the load
     fails at once, for that reason. ``number`` tells requests of one id apart.
     """
 
     request_id: str
-    block_keys: tuple[str, ...]
+    keys: tuple[str, ...]
     block_ids: BlockIds
     first_block: int = 0
     refusal: str = ""
     number: int = 0
+
+    def parts(self, num_blocks: int) -> Iterator[StorePart]:
+        """Yield what each value has of it, where values are of so many blocks.
+
+        :raises ValueError: a group has not the blocks up to the end of the last value
+        """
+        first = self.first_block // num_blocks
+        count = (first + len(self.keys)) * num_blocks - self.first_block
+        if any(len(group) != count for group in self.block_ids):
+            raise ValueError(f"{len(self.keys)} values have {count} blocks of it")
+        for number, key in enumerate(self.keys, first):
+            start = number * num_blocks - self.first_block
+            cut = slice(max(0, start), start + num_blocks)
+            blocks = tuple(group[cut] for group in self.block_ids)
+            yield StorePart(key, number, blocks, max(0, -start))
 
 
 class StoreMetadata(KVConnectorMetadata, frozen=True):

@@ -99,11 +99,13 @@ __all__ = (
 class Pin(Request, frozen=True, tag="pin"):
     """Keep what is stored under these names until this stream ends.
 
-    What is not in memory is brought there first, for ``within_s`` at most.
+    What is not in memory is brought there first, for ``within_s`` at most. Of a
+    ``prefix`` nothing is kept after the first one that is not there.
     """
 
     keys: Annotated[tuple[Name, ...], msgspec.Meta(max_length=4096)]
     within_s: Annotated[float, msgspec.Meta(ge=0)] | None = None
+    prefix: bool = False
 
 
 class Pinned(Base, frozen=True, tag="pinned"):

@@ -73,17 +73,17 @@ class KVBlocks:
         self.block_ids: numpy.typing.NDArray[numpy.int64] = ids.astype(numpy.int64)
         self.shape = torch.Size((len(ids), *pool.shape[1:]))
 
-    def at(self, block_id: int) -> KVBlocks:
-        """Return one block of the same pool, which is not looked at again.
+    def at(self, block_ids: Sequence[int]) -> KVBlocks:
+        """Return blocks of the same pool, which is not looked at again.
 
         :raises IndexError: there is no block of that id
         """
-        if not 0 <= block_id < len(self.pool):
+        if block_ids and not 0 <= min(block_ids) <= max(block_ids) < len(self.pool):
             raise IndexError(f"a block id is outside of the pool's {len(self.pool)}")
         found = KVBlocks.__new__(KVBlocks)
         found.pool = self.pool
-        found.block_ids = numpy.array((block_id,), numpy.int64)
-        found.shape = torch.Size((1, *self.shape[1:]))
+        found.block_ids = numpy.array(block_ids, numpy.int64)
+        found.shape = torch.Size((len(block_ids), *self.shape[1:]))
         return found
 
     def __repr__(self) -> str:

@@ -242,13 +242,20 @@ async def a_stat_says_what_is_there(client: KVStoreBuffer, local: StoreBuffer) -
 async def a_prefix_ends_at_the_first_gap(
     client: KVStoreBuffer, local: StoreBuffer
 ) -> None:
-    """``match_prefix`` counts blocks, also those of a long prompt, and says where."""
+    """``match_prefix`` counts blocks, also those of a long prompt, and says where.
+
+    ``pin`` holds no more than these of a prefix.
+    """
     keys = [f"{number:064}" for number in range(1500)]
     await client.put_many([(key, torch.ones(1)) for key in keys if key != keys[1200]])
     match = await client.match_prefix(keys)
     expect(match == match.ready == 1200, f"{match} blocks, {match.ready} ready")
     expect(match.by_tier == {"memory": 1200}, f"they are in {match.by_tier}")
     expect(await client.match_prefix([]) == 0, "nothing of nothing")
+    async with client.pin(keys, prefix=True) as found:
+        expect(found == (*[True] * 1200, *[False] * 300), f"found {sum(found)}")
+    async with client.pin(keys) as found:
+        expect(sum(found) == 1499, f"found {sum(found)}, with those after the gap")
 
 
 async def a_reader_never_sees_a_mix(client: KVStoreBuffer, local: StoreBuffer) -> None:

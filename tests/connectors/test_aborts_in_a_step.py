@@ -62,7 +62,11 @@ async def engines_of(connector: str) -> AsyncIterator[tuple[ToyEngine, ToyEngine
     shared = KVTransferConfig(
         kv_connector="StoreConnector",
         kv_role="kv_both",
-        kv_connector_extra_config={"store": url, "fingerprint": "toy"},
+        kv_connector_extra_config={
+            "store": url,
+            "fingerprint": "toy",
+            "chunk_tokens": 16,
+        },
     )
     if connector == "StoreConnector":
         configs = shared, shared

@@ -231,7 +231,11 @@ async def test_start_load_kv_of_several_does_not_wait_for_their_peers() -> None:
         worker, orders = loads_from(url)
         config = KVTransferConfig(
             kv_role="kv_both",
-            kv_connector_extra_config={"store": url, "fingerprint": "toy"},
+            kv_connector_extra_config={
+                "store": url,
+                "fingerprint": "toy",
+                "chunk_tokens": 16,
+            },
         )
         other = StoreWorker(config, KVEngine(engine_id="P", block_size=16))
         other.register_kv_caches({"layer": torch.zeros(2, 64)})
@@ -246,7 +250,7 @@ async def test_start_load_kv_of_several_does_not_wait_for_their_peers() -> None:
 
 async def test_a_store_reads_blocks_in_wait_for_save_alone(copies: Copies) -> None:
     store = StoreBuffer("64MiB")
-    config = KVTransferConfig(kv_role="kv_both")
+    config = KVTransferConfig(kv_connector_extra_config={"chunk_tokens": 16})
     worker = StoreWorker(config, KVEngine(engine_id="E", block_size=16), store)
     cache = torch.ones(4, 2**18)
     worker.register_kv_caches({"layer": cache})

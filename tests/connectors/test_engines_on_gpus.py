@@ -483,7 +483,11 @@ async def sharing(
         kv_role="kv_both",
         kv_buffer_device=device,
         kv_load_failure_policy="recompute",
-        kv_connector_extra_config={"store": url, "fingerprint": "toy"},
+        kv_connector_extra_config={
+            "store": url,
+            "fingerprint": "toy",
+            "chunk_tokens": 32,
+        },
     )
     shape = toy_shape(model)
     async with (

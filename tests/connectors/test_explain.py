@@ -90,7 +90,7 @@ def test_every_option_that_is_none_is_named() -> None:
     assert "lisen is no option: did you mean 'listen'?" in lisen
     assert "secret is no option: did you mean 'secret_file'?" in secret
     assert "kv_port is no option, but a field beside" in field
-    assert "options: allow_plaintext, connectors, " in field
+    assert "options: allow_plaintext, chunk_tokens, connectors, " in field
 
 
 @pytest.mark.parametrize("name", ["P2PConnector", "NixlConnector"])

@@ -29,7 +29,8 @@ from asynckv.connectors.requests import (
     StoreMetadata,
     StoreRequest,
 )
-from asynckv.connectors.store.worker import PackedBlocks, StoreWorker
+from asynckv.connectors.store.packing import PackedBlocks
+from asynckv.connectors.store.worker import StoreWorker
 from asynckv.devices.cuda import Event
 from asynckv.tensors.blocks import KVBlocks
 from asynckv.testing.blocked import until_blocked
@@ -55,6 +56,7 @@ BOTH = KVTransferConfig(
                 "kv_connector_extra_config": {
                     "store": "mem://no-such-store",
                     "fingerprint": "toy",
+                    "chunk_tokens": 4,
                 },
             },
         ]
@@ -238,6 +240,7 @@ def both(config: KVTransferConfig) -> KVTransferConfig:
                     "kv_connector_extra_config": {
                         "store": "mem://multi-store",
                         "fingerprint": "toy",
+                        "chunk_tokens": 16,
                     },
                 },
             ]
@@ -365,7 +368,7 @@ async def test_a_step_that_is_cleared_once_its_wait_has_begun_is_saved_by_all() 
     engine = KVEngine(engine_id="E", block_size=4)
     order = StoreRequest("r", ("one", "two"), ((1, 2),))
     metadata = MultiMetadata((encoded(order), encoded(order)))
-    config = KVTransferConfig(kv_role="kv_both")
+    config = KVTransferConfig(kv_connector_extra_config={"chunk_tokens": 4})
     async with StoreBuffer("16MiB") as one, StoreBuffer("16MiB") as other:
         children = [StoreWorker(config, engine, store) for store in (one, other)]
         worker = MultiWorker(children)
@@ -399,7 +402,7 @@ class Noting(BlockMoves):
 async def test_all_save_what_there_was_when_their_wait_began() -> None:
     order = StoreRequest("r", ("one", "two"), ((1, 2),))
     engine = KVEngine(engine_id="E", block_size=4)
-    config = KVTransferConfig(kv_role="kv_both")
+    config = KVTransferConfig(kv_connector_extra_config={"chunk_tokens": 4})
     caches = PagedCaches({"layer": torch.ones(8, 64)}, None)
     async with StoreBuffer("16MiB") as store:
         children = [StoreWorker(config, engine, store) for _ in range(2)]

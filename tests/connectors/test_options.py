@@ -70,6 +70,46 @@ def test_what_pushes_has_as_much_of_a_gpu_as_is_kept_at_the_most(
     assert options_of(push_buffer_size=asked).push_buffer_bytes == nbytes
 
 
+@pytest.mark.parametrize(
+    ("block_size", "chunk_tokens", "tokens"),
+    [
+        *((16, None, 256), (32, None, 256), (1, None, 256), (128, None, 256)),
+        *((256, None, 256), (512, None, 512), (48, None, 48), (1056, None, 1056)),
+        *((16, 16, 16), (16, 512, 512), (48, 96, 96)),
+    ],
+)
+def test_a_value_of_a_store_is_256_tokens_where_these_are_several_blocks(
+    block_size: int, chunk_tokens: int | None, tokens: int
+) -> None:
+    assert options_of(chunk_tokens=chunk_tokens).chunk_of(block_size) == tokens
+
+
+@pytest.mark.parametrize(
+    ("asked", "block_size", "hint"),
+    [(100, 16, "as 96; left out, 256"), (8, 16, "as 16;"), (256, 48, "as 240;")],
+)
+def test_a_value_is_of_whole_blocks(asked: int, block_size: int, hint: str) -> None:
+    config = KVTransferConfig(
+        kv_connector="StoreConnector",
+        kv_role="kv_both",
+        kv_connector_extra_config={
+            "store": "mem://s",
+            "fingerprint": "toy",
+            "chunk_tokens": asked,
+        },
+    )
+    for make in (make_scheduler, make_worker):
+        with pytest.raises(ConfigError, match=f"chunk_tokens is {asked}") as caught:
+            make(config, KVEngine(engine_id="E", block_size=block_size))
+        assert hint in caught.value.hint
+
+
+@pytest.mark.parametrize("asked", [0, -16, 16.5, "16", True, []])
+def test_a_value_has_a_whole_number_of_tokens(asked: object) -> None:
+    with pytest.raises(ConfigError, match="chunk_tokens"):
+        options_of(chunk_tokens=asked)
+
+
 def test_peers_have_names_or_are_their_urls() -> None:
     named = options_of(peers={"P": "tcp://h:1", "Q": ["tcp://h:2", "tcp://i:2"]})
     assert named.url_of("Q", 1) == "tcp://i:2"

@@ -17,6 +17,7 @@ from asynckv.connectors.requests import (
     SampledPrompts,
     SaveRequest,
     StoreMetadata,
+    StorePart,
     StoreRequest,
 )
 from harness.engines.toy_model import ToyModel
@@ -171,3 +172,35 @@ BLOCKS = StoreRequest("r", ("k",), ((1,), (2,)))
 def test_orders_cross_processes(metadata: P2PMetadata | StoreMetadata) -> None:
     encoded = msgspec.msgpack.encode(metadata)
     assert msgspec.msgpack.decode(encoded, type=type(metadata)) == metadata
+
+
+@pytest.mark.parametrize(
+    ("num_blocks", "first", "parts"),
+    [
+        (1, 2, [("a", 2, ((7,),), 0), ("b", 3, ((8,),), 0)]),
+        (2, 4, [("a", 2, ((7, 8),), 0), ("b", 3, ((9, 5),), 0)]),
+        (2, 5, [("a", 2, ((7,),), 1), ("b", 3, ((8, 9),), 0)]),
+        (16, 15, [("a", 0, ((0,),), 15), ("b", 1, (tuple(range(1, 17)),), 0)]),
+        (16, 20, [("a", 1, (tuple(range(12)),), 4)]),
+    ],
+)
+def test_each_value_has_its_own_blocks_of_a_request(
+    num_blocks: int, first: int, parts: list[tuple[Any, ...]]
+) -> None:
+    blocks = tuple(block for _, _, (some,), _ in parts for block in some)
+    keys = tuple(key for key, _, _, _ in parts)
+    request = StoreRequest("r", keys, (blocks, blocks), first)
+    assert list(request.parts(num_blocks)) == [
+        StorePart(key, number, (some, some), begin)
+        for key, number, (some,), begin in parts
+    ]
+
+
+@pytest.mark.parametrize(("first", "count"), [(0, 31), (0, 33), (5, 26), (5, 28)])
+def test_blocks_that_are_not_those_of_the_values_are_refused(
+    first: int, count: int
+) -> None:
+    right, wrong = tuple(range(32 - first)), tuple(range(count))
+    request = StoreRequest("r", ("a", "b"), (right, wrong), first)
+    with pytest.raises(ValueError, match=f"2 values have {32 - first} blocks"):
+        list(request.parts(16))

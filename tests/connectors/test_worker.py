@@ -74,7 +74,7 @@ def test_caches_that_are_elsewhere_are_refused(kind: type[CacheWorker]) -> None:
 
 REQUEST = KVRequest("r", tuple(range(20)))
 NAMES = ("P2PConnector", "StoreConnector", "MultiConnector")
-STORE = {"store": "mem://no-such-store", "fingerprint": "toy"}
+STORE = {"store": "mem://no-such-store", "fingerprint": "toy", "chunk_tokens": 16}
 P2P = {"peers": {"P": "mem://nobody"}, "listen": "mem://wrong-loops"}
 
 

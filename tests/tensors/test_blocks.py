@@ -51,14 +51,15 @@ def _pools() -> dict[str, torch.Tensor]:
     }
 
 
-def test_one_block_of_the_same_pool_is_what_indexing_would_copy() -> None:
+def test_blocks_of_the_same_pool_are_what_indexing_would_copy() -> None:
     pool = torch.arange(24).view(4, 3, 2)
-    one = KVBlocks(pool, ()).at(2)
-    assert one.shape == (1, 3, 2) and one.nbytes == 48
-    assert bytes(joined(one.memory())) == pool[2].numpy().tobytes()
+    some = KVBlocks(pool, ()).at((2, 0))
+    assert some.shape == (2, 3, 2) and some.nbytes == 96
+    assert bytes(joined(some.memory())) == pool[[2, 0]].numpy().tobytes()
+    assert not len(some.at(()))
     for absent in (-1, 4):
         with pytest.raises(IndexError, match="outside of the pool's 4"):
-            one.at(absent)
+            some.at((0, absent))
 
 
 @pytest.mark.parametrize("name", _pools())

@@ -174,12 +174,12 @@ class RemotePin:
     """Values that are kept at the other end of one link."""
 
     def __init__(
-        self, link: Link, keys: tuple[str, ...], within_s: float | None
+        self, link: Link, keys: tuple[str, ...], within_s: float, *, prefix: bool
     ) -> None:
         self.found: Reply[tuple[bool, ...]] = Reply()
         self._is_over = False
         self._lost: PeerLost | None = None
-        self._stream = link.open_stream(self, Pin(keys, within_s))
+        self._stream = link.open_stream(self, Pin(keys, within_s, prefix))
 
     def on_frame(self, frame: Frame, body: bytes) -> None:
         match frame:
@@ -331,7 +331,11 @@ class RemoteStoreBuffer(KVStoreBuffer):
 
     @async_with_only("pin(...) as found")
     async def pin(
-        self, keys: Sequence[str], *, within_s: float | None = None
+        self,
+        keys: Sequence[str],
+        *,
+        within_s: float | None = None,
+        prefix: bool = False,
     ) -> AsyncIterator[tuple[bool, ...]]:
         self._peer.check()
         keys, within_s = as_keys(keys), as_seconds(within_s, "within_s")
@@ -339,10 +343,18 @@ class RemoteStoreBuffer(KVStoreBuffer):
         link = await self._peer.link()
         held: list[RemotePin] = []
         try:
-            held.extend(RemotePin(link, some, within_s) for some in _batches(keys))
+            held.extend(
+                RemotePin(link, some, within_s, prefix=prefix)
+                for some in _batches(keys)
+            )
+            found: list[bool] = []
             async with asyncio.timeout(ANSWER_S + within_s):
-                found = [flag for one in held for flag in await one.found]
-            yield tuple(found)
+                for one in held:
+                    if prefix and not all(found):
+                        one.release()
+                    else:
+                        found += await one.found
+            yield (*found, *[False] * (len(keys) - len(found)))
         finally:
             for one in held:
                 one.release()

@@ -346,7 +346,7 @@ class StoreService(Service):
                     return answer_at_once(stream, Result(0))
                 return ServedGet(self, stream, pinned)
             case Pin():
-                held = self.values.hold(frame.keys, self.owner)
+                held = self.values.hold(frame.keys, self.owner, is_prefix=frame.prefix)
                 return ServedPin(self, stream, frame.keys, held)
             case _:
                 flags = self.values.has(frame.keys, self.owner)
@@ -370,9 +370,9 @@ class StoreService(Service):
             case Contains():
                 nearest = await self.values.nearest(keys, owner)
                 return answer_at_once(stream, _nearest(nearest))
-            case Pin(within_s=within_s):
+            case Pin(within_s=within_s, prefix=prefix):
                 pinned = await self.values.fetch_and_hold(
-                    keys, owner, within_s=within_s
+                    keys, owner, within_s=within_s, is_prefix=prefix
                 )
                 return ServedPin(self, stream, keys, pinned)
         await self.values.fetch(keys, owner)

@@ -1,4 +1,4 @@
-"""KV of prompts in a store that engines share, block by block."""
+"""KV of prompts in a store that engines share, chunk by chunk."""
 
 from __future__ import annotations
 

@@ -1,13 +1,14 @@
-"""The scheduler side of a store connector: which blocks are there, which go there.
+"""The scheduler side of a store connector: what of prompts is there, what goes there.
 
 What is found stays there until a load can begin. A store that is silent is waited for
 once; then nobody waits for it until it answers. Engines that are cut otherwise than
-those whose blocks it has hear that they are.
+those whose KV it has hear that they are.
 """
 
 from __future__ import annotations
 
 import asyncio
+import collections
 import dataclasses
 import logging
 import time
@@ -65,7 +66,7 @@ _MOST_ASKED: Final = 8
 
 @dataclasses.dataclass(slots=True)
 class _Known:
-    """A request until it is finished. ``stored`` blocks from its start are known of."""
+    """A request until it is finished. ``stored`` values from its start are known of."""
 
     request: KVRequest
     keys: tuple[str, ...]
@@ -73,18 +74,24 @@ class _Known:
     is_asked: bool = False
     stored: int | None = None
     answered_s: float = 0.0
+    link: object = None
+    held: int | None = None
     times_asked: int = 0
     question: int = -1
     is_loaded: bool = False
     has_load: bool = False
     saved: int = 0
 
-    def forget_old_answer(self) -> None:
-        """What was found long ago is held no longer: ask again, but not for ever."""
-        if self.stored and time.monotonic() - self.answered_s > _FRESH_S:
-            is_asked_again = self.times_asked < _MOST_ASKED
-            self.is_asked, self.saved = not is_asked_again, 0
-            self.stored = None if is_asked_again else 0
+    def is_held(self, link: object) -> bool:
+        """Whether what was found still is: not long ago, and by this link."""
+        is_fresh = time.monotonic() - self.answered_s <= _FRESH_S
+        return is_fresh and self.link is link
+
+    def forget_answer(self) -> None:
+        """What was found is held no longer: ask again, but not for ever."""
+        is_asked_again = self.times_asked < _MOST_ASKED
+        self.is_asked, self.saved = not is_asked_again, 0
+        self.stored = None if is_asked_again else 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,15 +116,22 @@ class StoreSchedulerStatistics:
 class StoreScheduler(
     LoopBound, ThreadBound, KVConnectorScheduler, AsksElsewhere, SupportsHMA
 ):
-    """Looks prompts up in a store, whole block by whole block, and saves new ones.
+    """Looks prompts up in a store, chunk by chunk of its tokens, and saves new chunks.
+
+    A value is the KV of ``chunk_tokens`` tokens; what a prompt has beyond its last
+    whole chunk is not stored. Of a chunk of which the engine has a part the blocks that
+    it lacks are loaded.
 
     Until its question is answered a request is "ask again". A store that does not
     answer within ``lookup_timeout_s`` has nothing, and is not asked again before it
     answers; that it is lost, and is back, is logged. What is found is held in the
-    store for 10 s, so that it is not evicted before its load begins; a request that
-    waits longer is asked for again. Blocks of an engine with other ranks, block size or
-    layout are not loaded, which is logged once. ``KVRequest.salt`` keeps the blocks of
-    some requests from others.
+    store until it is loaded, for 10 s at most, so that it is not evicted before; a
+    request that waits longer, or beyond the end of the link, is asked for again. KV of
+    an engine with other ranks, block or chunk size, or layout is not loaded, which is
+    logged once. ``KVRequest.salt`` keeps the KV of some requests from others.
+
+    :raises ConfigError: no store or fingerprint is configured, or ``chunk_tokens`` are
+        no whole blocks
     """
 
     def __init__(
@@ -128,7 +142,10 @@ class StoreScheduler(
     ) -> None:
         self.engine = engine
         self.load_failure_policy: KVLoadFailurePolicy = config.kv_load_failure_policy
-        self._keys = PrefixKeys(engine.block_size, config.fingerprint)
+        options = ConnectorOptions.of(config)
+        self._chunk_tokens = options.chunk_of(engine.block_size)
+        self._value_blocks = self._chunk_tokens // engine.block_size
+        self._keys = PrefixKeys(self._chunk_tokens, config.fingerprint)
         self._is_consumer = config.is_kv_consumer
         self._is_producer = config.is_kv_producer
         self.finder = PrefixLookup(config, engine, store)
@@ -157,11 +174,12 @@ class StoreScheduler(
             return None, False  # an older load of that id is not quiet yet
         if known.is_loaded or not self._is_consumer or not known.keys:
             return 0, False
-        known.forget_old_answer()
+        if known.stored and not known.is_held(self.finder.line.link):
+            known.forget_answer()
         self._ask_for(known)
         if known.stored is None:
             return None, False
-        count = known.stored * self.engine.block_size - num_computed_tokens
+        count = known.stored * self._chunk_tokens - num_computed_tokens
         return (count, True) if count > 0 else (0, False)
 
     def take_questions(self) -> tuple[KVQuestion, ...]:
@@ -173,7 +191,7 @@ class StoreScheduler(
         self._check_loop()
         num_keys = 0
         try:
-            num_keys = await self.finder.find(question.keys)
+            num_keys = await self.finder.find(question.keys, question.number)
         except (AsyncKVError, OSError, TimeoutError) as exc:
             self._unanswered += 1
             logger.debug("the store does not answer: %s", exc)
@@ -183,11 +201,15 @@ class StoreScheduler(
         self._check_thread()
         known = self._requests.get(answer.request_id)
         if known is None or known.question != answer.number:
+            self.finder.let_go(answer.number)
             return  # it was asked for a request of that id before
         if known.stored is None:
             known.stored = max(0, min(answer.num_keys, len(known.keys)))
             known.answered_s = time.monotonic()
-            self._hit_blocks += known.stored
+            known.link = self.finder.line.link
+            self._let_go(known)  # what was found before stays until now
+            known.held = answer.number
+            self._hit_blocks += known.stored * self._value_blocks
             known.saved = max(known.saved, known.stored)
 
     def update_state_after_alloc(
@@ -200,14 +222,16 @@ class StoreScheduler(
         known.is_loaded = True
         if num_external_tokens <= 0 or not known.stored:
             return
-        end, size = known.stored, self.engine.block_size
-        first = (end * size - num_external_tokens) // size
+        end_token = known.stored * self._chunk_tokens
+        first = (end_token - num_external_tokens) // self.engine.block_size
+        end = known.stored * self._value_blocks
         blocks = tuple(group[first:end] for group in block_ids)
         load = StoreRequest(
             request.request_id,
-            known.keys[first:end],
+            known.keys[first // self._value_blocks : known.stored],
             blocks,
-            refusal=refusal_of_blocks(blocks, end - first),
+            first,
+            refusal_of_blocks(blocks, end - first),
         )
         if self._loads.begin(request.request_id, load.block_ids):
             known.has_load = True
@@ -222,6 +246,9 @@ class StoreScheduler(
     def update_connector_output(self, results: KVTransferResults) -> KVTransferResults:
         self._check_thread()
         believed = self._loads.settle(results)
+        for request_id in believed.finished_recving:
+            if (known := self._requests.get(request_id)) is not None:
+                self._let_go(known)
         for request_id in believed.failed_recving:
             if (known := self._requests.get(request_id)) is not None:
                 known.saved = 0  # what is computed instead may be stored again
@@ -232,7 +259,10 @@ class StoreScheduler(
     ) -> tuple[bool, dict[str, object] | None]:
         self._check_thread()
         known = self._requests.pop(request.request_id, None)
-        if known is None or not known.has_load:
+        if known is None:
+            return False, None
+        self._let_go(known)
+        if not known.has_load:
             return False, None
         return self._loads.abort(request.request_id), None
 
@@ -278,6 +308,12 @@ class StoreScheduler(
             self._seen += 1
         return known
 
+    def _let_go(self, known: _Known) -> None:
+        """What was found need not stay for it any more."""
+        if known.held is not None:
+            self.finder.let_go(known.held)
+            known.held = None
+
     def _ask_for(self, known: _Known) -> None:
         if self._is_consumer and known.keys and not known.is_asked:
             known.is_asked = True
@@ -294,15 +330,16 @@ class StoreScheduler(
         if known is None or not self._is_producer:
             return None
         computed = scheduled.num_computed_tokens + scheduled.num_scheduled_tokens
-        end = min(computed // self.engine.block_size, len(known.keys))
+        end = min(computed // self._chunk_tokens, len(known.keys))
         first, known.saved = known.saved, max(known.saved, end)
         if first >= end:
             return None
+        blocks = slice(first * self._value_blocks, end * self._value_blocks)
         return StoreRequest(
             scheduled.request_id,
             known.keys[first:end],
-            tuple(group[first:end] for group in scheduled.block_ids),
-            first,
+            tuple(group[blocks] for group in scheduled.block_ids),
+            blocks.start,
             number=known.number,
         )
 
@@ -321,7 +358,7 @@ class StorePins:
         self._seconds = seconds
         self._at_most = at_most
         self._tasks: set[asyncio.Task[None]] = set()
-        self._held: dict[asyncio.Task[None], None] = {}
+        self._held: dict[int, asyncio.Task[None]] = {}
         self._is_closing = False
 
     def __len__(self) -> int:
@@ -329,11 +366,12 @@ class StorePins:
         return len(self._held)
 
     async def hold(
-        self, store: KVStoreBuffer, keys: Sequence[str], within_s: float
+        self, store: KVStoreBuffer, keys: Sequence[str], within_s: float, number: int
     ) -> tuple[bool, ...]:
         """Say which of ``keys`` are there; those stay. A cancelled call holds none.
 
         What a lower tier of the store has is there if it comes ``within_s`` seconds.
+        By ``number``, which no other hold has, they are let go again.
 
         :raises PeerLost: the store is gone, or this is closed
         """
@@ -342,17 +380,22 @@ class StorePins:
         loop = asyncio.get_running_loop()
         found: asyncio.Future[tuple[bool, ...]] = loop.create_future()
         task = loop.create_task(
-            self._keep(store, keys, within_s, found),
+            self._keep(store, keys, within_s, found, number),
             name="asynckv: blocks that were found",
         )
         self._tasks.add(task)
-        task.add_done_callback(lambda task: self._ended(task, found))
+        task.add_done_callback(lambda task: self._ended(task, found, number))
         try:
             return await found
         except asyncio.CancelledError:
             task.cancel()
             await wait_shielded(task)
             raise
+
+    def let_go(self, number: int) -> None:
+        """Let what is held by this number go soon; of another, nothing. Never waits."""
+        if (task := self._held.pop(number, None)) is not None:
+            task.cancel()  # it takes its time to end
 
     async def release(self) -> None:
         """Let all go. A cancellation is held back until then."""
@@ -378,11 +421,12 @@ class StorePins:
         keys: Sequence[str],
         within_s: float,
         found: asyncio.Future[tuple[bool, ...]],
+        number: int,
     ) -> None:
         try:
             async with store.pin(keys, within_s=within_s) as there:
                 if not found.done():
-                    self._make_room()
+                    self._make_room(number)
                     found.set_result(there)
                     await asyncio.sleep(self._seconds)
         except (AsyncKVError, OSError) as exc:
@@ -391,25 +435,28 @@ class StorePins:
             else:
                 logger.debug("what was found is held no longer: %s", exc)
 
-    def _make_room(self) -> None:
+    def _make_room(self, number: int) -> None:
         """The task that calls this holds something now: let the oldest go for it."""
         if (task := asyncio.current_task()) is not None:
-            self._held[task] = None
+            self._held[number] = task
         while len(self._held) > self._at_most:
-            oldest = next(iter(self._held))
-            del self._held[oldest]  # now: cancelled, it takes its time to end
-            oldest.cancel()
+            self.let_go(next(iter(self._held)))
 
     def _ended(
-        self, task: asyncio.Task[None], found: asyncio.Future[tuple[bool, ...]]
+        self,
+        task: asyncio.Task[None],
+        found: asyncio.Future[tuple[bool, ...]],
+        number: int,
     ) -> None:
         self._tasks.discard(task)
-        self._held.pop(task, None)
+        if self._held.get(number) is task:
+            del self._held[number]
         if not found.done():  # it was cancelled before it had an answer
             found.set_exception(PeerLost(_NOT_HELD))
 
 
 _PROBE_EVERY_S: Final = 1.0
+_LET_GO_EVERY_S: Final = 0.25
 _HELD_S: Final = 10.0
 _MOST_HELD: Final = 1024
 
@@ -427,19 +474,30 @@ class PrefixLookup:
         self._engine = engine
         self._namespace = namespace_of(engine)
         options = ConnectorOptions.of(config)
+        self._shape = StoredShape.of(engine, options.chunk_of(engine.block_size))
         self._answer_s = options.lookup_timeout_s
         self._fetch_s = options.fetch_timeout_s
         self._is_silent = self._is_closed = False
         self._probing: asyncio.Task[None] | None = None
+        self._unneeded: collections.deque[int] = collections.deque()
+        self._letting_go: asyncio.TimerHandle | None = None
 
     def start(self) -> None:
         """Begin to dial, so that the first prompt need not wait for it. Never waits."""
         self._probe_soon()
 
-    async def find(self, keys: tuple[str, ...]) -> int:
-        """Say how many of these blocks, from the first on, are there for every rank.
+    def let_go(self, number: int) -> None:
+        """What was found by a lookup is not needed any more: hold it no longer.
 
-        A cancelled call holds nothing.
+        From any thread. Never waits, and wakes no loop: that looks now and then.
+        """
+        self._unneeded.append(number)
+
+    async def find(self, keys: tuple[str, ...], number: int = 0) -> int:
+        """Say how many of these values, from the first on, are there for every rank.
+
+        They are held until :meth:`let_go` of ``number``, or for 10 s. A cancelled call
+        holds nothing.
 
         :raises AsyncKVError: the store does not answer, or has not since it was silent
         :raises OSError: so it is too
@@ -447,9 +505,10 @@ class PrefixLookup:
         """
         if self._is_silent:
             raise PeerLost(f"{self.line.url} has been silent", hint="it is asked again")
+        self._let_go()
         try:
             async with asyncio.timeout(self._answer_s) as limit:
-                found = await self._find(keys, limit)
+                found = await self._find(keys, limit, number)
         except TimeoutError:
             self._is_silent = True
             self._on_lost(f"no answer within {self._answer_s:g} s (lookup_timeout_s)")
@@ -479,7 +538,9 @@ class PrefixLookup:
         self.holds.abort()
         self.line.abort()
 
-    async def _find(self, keys: tuple[str, ...], limit: asyncio.Timeout) -> int:
+    async def _find(
+        self, keys: tuple[str, ...], limit: asyncio.Timeout, number: int
+    ) -> int:
         store = await self.line.store()
         async with PlainTaskGroup() as group:
             asking = [
@@ -491,7 +552,22 @@ class PrefixLookup:
             await self._compare(store)
             return 0
         self._go_on(limit, self._fetch_s)
-        return await self._hold(store, keys[:found])
+        return await self._hold(store, keys[:found], number)
+
+    def _let_go(self) -> None:
+        while self._unneeded:
+            self.holds.let_go(self._unneeded.popleft())
+
+    def _let_go_later(self) -> None:
+        """Do so while anything is held, though nobody asks for anything."""
+        if self._letting_go is None and len(self.holds) and not self._is_closed:
+            loop = asyncio.get_running_loop()
+            self._letting_go = loop.call_later(_LET_GO_EVERY_S, self._let_go_now)
+
+    def _let_go_now(self) -> None:
+        self._letting_go = None
+        self._let_go()
+        self._let_go_later()
 
     def _go_on(self, limit: asyncio.Timeout, work_s: float) -> None:
         """An answer came: so much time has the next one, beside what it has to do."""
@@ -536,20 +612,23 @@ class PrefixLookup:
                 self._on_answer()
                 break
 
-    async def _hold(self, store: KVStoreBuffer, keys: tuple[str, ...]) -> int:
+    async def _hold(
+        self, store: KVStoreBuffer, keys: tuple[str, ...], number: int
+    ) -> int:
         """Say how many are there for every rank; they stay until a load can begin.
 
-        The first blocks of all ranks come first, where they come from far.
+        The first values of all ranks come first, where they come from far.
         """
-        blocks = zip(*self._keys_of_ranks(keys), strict=True)
-        in_turn = [key for block in blocks for key in block]
-        there = await self.holds.hold(store, in_turn, self._fetch_s)
+        values = zip(*self._keys_of_ranks(keys), strict=True)
+        in_turn = [key for value in values for key in value]
+        there = await self.holds.hold(store, in_turn, self._fetch_s, number)
+        self._let_go_later()
         return (*there, False).index(False) // self._engine.size
 
     async def _compare(self, store: KVStoreBuffer) -> None:
         """Nothing was found: perhaps because who saves there is cut otherwise."""
         there = StoredShape.read(await store.get(SHAPE_KEY))
-        refused = "" if there is None else there.differs_from(self._engine)
+        refused = "" if there is None else there.differs_from(self._shape)
         if refused and refused != self.refused:
-            logger.warning("blocks in the store are not for this engine: %s", refused)
+            logger.warning("what the store has is not for this engine: %s", refused)
         self.refused = refused

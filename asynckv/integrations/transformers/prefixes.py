@@ -118,7 +118,7 @@ async def load_prefix(
     check_placement(model)
     keys, plans = await _keys_of(model, prompt, name, salt, chunk_tokens)
     specs = _specs_of(plans, chunk_tokens, model.dtype)
-    async with store.pin(keys, within_s=within_s) as found:
+    async with store.pin(keys, within_s=within_s, prefix=True) as found:
         known = keys[: (*found, False).index(False)]
         values = await store.get_many(known[::-1])  # the first one was used last then
     chunks = list(_whole(reversed(values), sum(one.nbytes for one in specs.values())))

@@ -379,6 +379,24 @@ async def test_a_prefix_ends_at_the_first_key_that_is_missing() -> None:
                         pass
 
 
+def read_in(local: StoreBuffer) -> int:
+    return sum(value.readers for value in local.values._values.values())
+
+
+async def test_of_a_long_prefix_nothing_is_held_after_the_first_gap() -> None:
+    async with StoreBuffer("8MiB") as local, serve("mem://pin", store=local):
+        async with connect("mem://pin") as peer:
+            keys = [f"a key that is rather long {number:040}" for number in range(2000)]
+            await local.put_many([(key, torch.ones(1)) for key in keys])
+            async with peer.store.pin(keys, prefix=True) as found:
+                assert found == (True,) * 2000
+            await local.delete(keys[1])
+            for client in (local, peer.store):
+                async with client.pin(keys, prefix=True) as found:
+                    assert found == (True, *[False] * 1999)
+                    await until(lambda: read_in(local) == 1)
+
+
 async def test_an_answer_before_the_value_has_come_ends_the_wait() -> None:
     async with linked("mem://", lambda stream, *_: offer_of(stream, "value")) as pair:
         value = asyncio.create_task(getting_on(pair.near).value())

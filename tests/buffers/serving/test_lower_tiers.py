@@ -175,6 +175,23 @@ async def test_a_pin_at_a_peer_brings_more_keys_than_are_asked_for_at_once(
             assert has == (*[True] * 41, False)
 
 
+async def test_of_a_prefix_nothing_is_fetched_long_after_the_first_gap(
+    tier: DictTier,
+) -> None:
+    async with served(tier) as (peer, store):
+        await put_far(peer, store)
+        near = [f"near {number}" for number in range(40)]
+        await peer.store.put_many([(key, noise(100, 1)) for key in near])
+        for there in (20, 7):
+            await peer.store.delete(near[there])
+            async with peer.store.pin([*near, "a"], prefix=True) as has:
+                assert has == (*[True] * there, *[False] * (41 - there))
+            told = await peer.store.stat("a")
+            assert told is not None and told.tiers == ("DictTier",)
+        async with peer.store.pin([near[0], "a", "b", "a"], prefix=True) as has:
+            assert has == (True, True, False, False)
+
+
 @pytest.mark.parametrize("ask", ASKS)
 async def test_a_question_about_far_values_may_be_cancelled_anywhere(
     ask: Ask, tier: DictTier

@@ -3,7 +3,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 
 import pytest
 import torch
@@ -38,12 +38,13 @@ REQUEST = KVRequest("r", tuple(range(10)))
 ENGINE = KVEngine(engine_id="E", block_size=4, tp_size=2)
 
 
-def make() -> StoreScheduler:
+def make(chunk_tokens: int = 4) -> StoreScheduler:
     config = KVTransferConfig(
         kv_role="kv_both",
         kv_connector_extra_config={
             "store": "mem://no-such-store",
             "fingerprint": "toy",
+            "chunk_tokens": chunk_tokens,
         },
     )
     return StoreScheduler(config, ENGINE)
@@ -114,13 +115,84 @@ def test_what_is_stored_is_loaded_and_the_rest_is_saved_once(
     scheduler.update_state_after_alloc(REQUEST, ((7, 8, 9),), 4)
     keys = scheduler.take_questions()[0].keys
     (load,) = orders(scheduler).loads
-    assert (load.block_keys, load.block_ids) == (keys[:1], ((7,),))
+    assert (load.keys, load.block_ids) == (keys[:1], ((7,),))
     scheduled = KVScheduled("r", ((7, 8, 9),), 4, 6)
     (save,) = orders(scheduler, scheduled).saves
-    assert (save.block_keys, save.block_ids) == (keys[1:], ((8,),))
+    assert (save.keys, save.block_ids) == (keys[1:], ((8,),))
     assert save.first_block == 1
     assert orders(scheduler, scheduled).saves == ()
     assert scheduler.has_pending_work()
+
+
+LONG = KVRequest("r", tuple(range(75)))
+BLOCKS = tuple(range(100, 119))
+
+
+@pytest.mark.parametrize(
+    ("chunk_tokens", "chunks"), [(4, 18), (8, 9), (64, 1), (72, 1), (76, 0), (128, 0)]
+)
+def test_whole_chunks_of_a_prompt_are_looked_up_and_saved_and_no_more(
+    chunk_tokens: int, chunks: int
+) -> None:
+    scheduler = make(chunk_tokens)
+    scheduler.on_new_request(LONG)
+    asked = [key for one in scheduler.take_questions() for key in one.keys]
+    assert len(asked) == chunks
+    scheduler.take_answer(KVAnswer("r", 0))
+    saves = orders(scheduler, KVScheduled("r", (BLOCKS,), 0, 75)).saves
+    assert [key for save in saves for key in save.keys] == asked
+    saved = [block for save in saves for block in save.block_ids[0]]
+    assert saved == list(BLOCKS[: chunks * chunk_tokens // 4])
+
+
+def test_a_chunk_is_saved_once_by_the_step_that_completes_it() -> None:
+    scheduler = make(32)
+    scheduler.on_new_request(LONG)
+    scheduler.take_answer(KVAnswer("r", 0))
+    saved = [
+        [(save.first_block, *save.block_ids) for save in orders(scheduler, part).saves]
+        for before, count in ((0, 31), (31, 1), (32, 8), (40, 23), (63, 12))
+        for part in [KVScheduled("r", (BLOCKS,), before, count)]
+    ]
+    assert saved == [[], [(0, BLOCKS[:8])], [], [], [(8, BLOCKS[8:16])]]
+
+
+@pytest.mark.parametrize(
+    ("computed", "first", "num_keys"),
+    [(0, 0, 2), (4, 1, 2), (28, 7, 2), (32, 8, 1), (36, 9, 1), (60, 15, 1)],
+)
+def test_of_a_chunk_that_the_engine_has_begun_the_other_blocks_are_loaded(
+    computed: int, first: int, num_keys: int
+) -> None:
+    scheduler = make(32)
+    scheduler.on_new_request(LONG)
+    (question,) = scheduler.take_questions()
+    scheduler.take_answer(question.answered(2))
+    missing = 64 - computed
+    assert scheduler.get_num_new_matched_tokens(LONG, computed) == (missing, True)
+    scheduler.update_state_after_alloc(LONG, (BLOCKS,), missing)
+    (load,) = orders(scheduler).loads
+    assert load.keys == question.keys[-num_keys:]
+    assert (load.first_block, load.block_ids) == (first, (BLOCKS[first:16],))
+    assert not load.refusal and len(list(load.parts(8))) == num_keys
+
+
+def test_what_the_engine_has_of_all_chunks_that_are_stored_is_not_loaded() -> None:
+    scheduler = make(32)
+    scheduler.on_new_request(LONG)
+    scheduler.take_answer(KVAnswer("r", 2))
+    for computed in (64, 68):
+        assert scheduler.get_num_new_matched_tokens(LONG, computed) == (0, False)
+    assert scheduler.statistics().hit_blocks == 16
+
+
+def test_chunks_of_another_size_have_other_keys() -> None:
+    asked: set[str] = set()
+    sizes = (4, 8, 32)
+    for scheduler in map(make, sizes):
+        scheduler.on_new_request(LONG)
+        asked.update(scheduler.take_questions()[0].keys)
+    assert len(asked) == sum(75 // size for size in sizes)
 
 
 def test_a_group_with_fewer_blocks_than_are_to_be_loaded_is_refused(
@@ -258,7 +330,9 @@ KEYS = prefix_block_keys(range(10), ENGINE.block_size)
 @contextlib.asynccontextmanager
 async def finding() -> AsyncIterator[tuple[PrefixLookup, StoreBuffer]]:
     async with StoreBuffer("1MiB") as store:
-        finder = PrefixLookup(KVTransferConfig(kv_role="kv_both"), ENGINE, store)
+        extra: dict[str, object] = {"chunk_tokens": 4}
+        config = KVTransferConfig(kv_connector_extra_config=extra)
+        finder = PrefixLookup(config, ENGINE, store)
         try:
             yield finder, store
         finally:
@@ -282,11 +356,12 @@ async def test_blocks_of_an_engine_that_is_cut_otherwise_are_refused_once(
 ) -> None:
     async with finding() as (finder, store):
         other = KVEngine(engine_id="O", block_size=8, tp_size=2)
-        await store.put(SHAPE_KEY, StoredShape.of(other).tensor())
+        await store.put(SHAPE_KEY, StoredShape.of(other, 32).tensor())
         for _ in range(2):
             assert await finder.find(KEYS) == 0
-        assert finder.refused == "block_size=8 there and 4 here"
-        assert len(caplog.messages) == 1 and "8 there and 4 here" in caplog.text
+        said = "block_size=8 there and 4 here, chunk_tokens=32 there and 4 here"
+        assert finder.refused == said
+        assert len(caplog.messages) == 1 and said in caplog.text
 
 
 async def test_what_was_found_stays_until_its_load_can_begin() -> None:
@@ -298,6 +373,69 @@ async def test_what_was_found_stays_until_its_load_can_begin() -> None:
             filler = torch.zeros(2**16, dtype=torch.uint8)
             await store.put(f"filler {number}", filler)
         assert await finder.find(KEYS) == 2
+
+
+async def test_what_is_not_needed_is_let_go_although_nobody_asks_again() -> None:
+    async with finding() as (finder, store):
+        for key in (*keys_of(0, 1), *keys_of(1, 1)):
+            await store.put(key, torch.zeros(2**16, dtype=torch.uint8))
+        assert await finder.find(KEYS, 7) == 1
+        finder.let_go(7)
+        await until(lambda: not len(finder.holds))
+        await fill(store)
+        assert await finder.find(KEYS) == 0
+
+
+def load_it(scheduler: StoreScheduler, answer: KVAnswer) -> None:
+    scheduler.take_answer(answer)
+    scheduler.update_state_after_alloc(REQUEST, ((7, 8, 9),), 8)
+    said = KVTransferResults(finished_recving=frozenset({"r"}))
+    scheduler.update_connector_output(said)
+
+
+def end_it(scheduler: StoreScheduler, answer: KVAnswer) -> None:
+    scheduler.take_answer(answer)
+    scheduler.request_finished(REQUEST, ())
+
+
+def end_it_before(scheduler: StoreScheduler, answer: KVAnswer) -> None:
+    scheduler.request_finished(REQUEST, ())
+    scheduler.take_answer(answer)
+
+
+@pytest.mark.parametrize("what", [load_it, end_it, end_it_before])
+async def test_what_was_found_is_held_no_longer_than_it_is_needed(
+    what: Callable[[StoreScheduler, KVAnswer], None],
+) -> None:
+    extra: dict[str, object] = {"chunk_tokens": 4}
+    config = KVTransferConfig(kv_role="kv_both", kv_connector_extra_config=extra)
+    async with StoreBuffer() as store, StoreScheduler(config, ENGINE, store) as asking:
+        for key in (*keys_of(0, 2), *keys_of(1, 2)):
+            await store.put(key, torch.ones(1))
+        asking.on_new_request(REQUEST)
+        answer = await asking.ask(*asking.take_questions())
+        assert (answer.num_keys, len(asking.finder.holds)) == (2, 1)
+        what(asking, answer)
+        await until(lambda: not len(asking.finder.holds))
+
+
+async def test_what_was_found_at_a_store_that_is_gone_is_not_believed(
+    scheduler: StoreScheduler,
+) -> None:
+    async with StoreBuffer(fingerprint="toy") as store:
+        async with serve("mem://no-such-store", store=store):
+            scheduler.on_new_request(REQUEST)
+            (question,) = scheduler.take_questions()
+            for rank in range(2):
+                for key in rank_block_keys(question.keys, namespace_of(ENGINE), rank):
+                    await store.put(key, torch.ones(1))
+            scheduler.take_answer(await scheduler.ask(question))
+            assert scheduler.get_num_new_matched_tokens(REQUEST, 0) == (8, True)
+        await until(lambda: scheduler.finder.line.link is None)
+        assert scheduler.get_num_new_matched_tokens(REQUEST, 0) == (None, False)
+        scheduler.take_answer(await scheduler.ask(*scheduler.take_questions()))
+        assert scheduler.get_num_new_matched_tokens(REQUEST, 0) == (0, False)
+    await scheduler.aclose()
 
 
 async def test_a_silent_store_is_waited_for_once_until_it_answers(
@@ -364,17 +502,17 @@ async def test_what_is_held_is_not_evicted_and_what_is_let_go_is() -> None:
     holds = StorePins(3600, 8)
     async with StoreBuffer("2MiB") as store:
         await store.put("a", torch.zeros(2**17, dtype=torch.uint8))
-        assert await holds.hold(store, ["a", "b"], 1.0) == (True, False)
+        assert await holds.hold(store, ["a", "b"], 1.0, 0) == (True, False)
         await fill(store)
         assert await store.contains(["a"]) == (True,)
         await holds.release()
         await fill(store)
         assert await store.contains(["a"]) == (False,)
-        assert await holds.hold(store, ["a"], 1.0) == (False,)
+        assert await holds.hold(store, ["a"], 1.0, 1) == (False,)
         await holds.aclose()
         assert not len(holds)
         with pytest.raises(PeerLost):
-            await holds.hold(store, ["a"], 1.0)
+            await holds.hold(store, ["a"], 1.0, 1)
 
 
 async def test_of_a_burst_it_holds_the_last_and_all_of_it_is_answered() -> None:
@@ -383,7 +521,7 @@ async def test_of_a_burst_it_holds_the_last_and_all_of_it_is_answered() -> None:
         for key in ("a", "b", "c", "d"):
             await store.put(key, torch.zeros(2**17, dtype=torch.uint8))
         answers = await asyncio.gather(
-            *(holds.hold(store, [key], 1.0) for key in "abcd")
+            *(holds.hold(store, [key], 1.0, ord(key)) for key in "abcd")
         )
         assert answers == [(True,)] * 4
         await fill(store)
@@ -394,10 +532,10 @@ async def test_of_a_burst_it_holds_the_last_and_all_of_it_is_answered() -> None:
 async def test_what_is_asked_while_it_closes_is_not_held() -> None:
     holds = StorePins(3600, 2)
     async with StoreBuffer() as store:
-        await holds.hold(store, ["a"], 1.0)
+        await holds.hold(store, ["a"], 1.0, 1)
         holds.abort()  # what is held ends soon, and has not yet
         with pytest.raises(PeerLost):
-            await holds.hold(store, ["a"], 1.0)
+            await holds.hold(store, ["a"], 1.0, 1)
         await holds.aclose()
         assert not len(holds)
 
@@ -405,14 +543,14 @@ async def test_what_is_asked_while_it_closes_is_not_held() -> None:
 async def test_it_holds_so_many_at_once_and_for_so_long() -> None:
     async with StoreBuffer() as store:
         holds = StorePins(3600, 2)
-        for _ in range(5):
-            await holds.hold(store, ["a"], 1.0)
+        for number in range(5):
+            await holds.hold(store, ["a"], 1.0, number)
             await asyncio.sleep(0)
         assert len(holds) <= 2
         holds.abort()
         await holds.aclose()
         short = StorePins(0, 2)
-        await short.hold(store, ["a"], 1.0)
+        await short.hold(store, ["a"], 1.0, 0)
         await until(lambda: not len(short))
 
 
@@ -434,9 +572,15 @@ def engine(tp_size: int = 1, block_size: int = 16, heads: int = 4) -> KVEngine:
     ],
 )
 def test_it_is_said_in_what_engines_differ(other: KVEngine, difference: str) -> None:
-    stored = StoredShape.read(StoredShape.of(other).tensor())
-    assert stored is not None and stored.differs_from(engine()) == difference
+    stored = StoredShape.read(StoredShape.of(other, 64).tensor())
+    ours = StoredShape.of(engine(), 64)
+    assert stored is not None and stored.differs_from(ours) == difference
     assert (namespace_of(other) == namespace_of(engine())) == (not difference)
+
+
+def test_engines_of_other_blocks_have_no_key_in_common() -> None:
+    one, other = (KVEngine(engine_id="E", block_size=size) for size in (16, 32))
+    assert namespace_of(one) != namespace_of(other)
 
 
 @pytest.mark.parametrize(

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import logging
 import random
-import threading
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Literal
 
@@ -25,7 +25,6 @@ from asynckv.abc import (
 from asynckv.buffers.serve import serve
 from asynckv.buffers.store import StoreBuffer
 from asynckv.config import KVRole, KVTransferConfig
-from asynckv.connectors.caches import BlockMoves, PagedCaches
 from asynckv.connectors.engine import (
     KVEngine,
     namespace_of,
@@ -36,19 +35,16 @@ from asynckv.connectors.requests import StoreMetadata, StoreRequest
 from asynckv.connectors.store import worker as store_saving
 from asynckv.connectors.store.scheduler import StoreScheduler
 from asynckv.connectors.store.worker import (
-    PackedBlocks,
     StoreRank,
     StoreWorker,
     StoreWorkerStatistics,
 )
-from asynckv.devices.copying import CopyPool
-from asynckv.errors import PeerLost
+from asynckv.errors import ConfigError, EntryTooLarge, PeerLost
 from asynckv.stores.tiered import TieredStore
 from asynckv.testing.blocked import until
 from harness.engines.toy_engine import ToyEngine
 from harness.engines.toy_model import ToyModel
 from harness.engines.toy_pairs import make_engine, toy_shape
-from harness.fake_devices import FakeDevice, fake_device, lanes_of
 from harness.tiers import DictTier
 
 MODEL = ToyModel()
@@ -63,6 +59,21 @@ def prompt(length: int = 70) -> list[int]:
     return [chance.randrange(50_000) for _ in range(length)]
 
 
+def config_of(
+    url: str, chunk_tokens: int, policy: Literal["recompute", "fail"] = "recompute"
+) -> KVTransferConfig:
+    return KVTransferConfig(
+        kv_connector="StoreConnector",
+        kv_role="kv_both",
+        kv_load_failure_policy=policy,
+        kv_connector_extra_config={
+            "store": url,
+            "fingerprint": "toy",
+            "chunk_tokens": chunk_tokens,
+        },
+    )
+
+
 @asynccontextmanager
 async def engines_of(
     tp_size: int = 1,
@@ -70,14 +81,10 @@ async def engines_of(
     *,
     policy: Literal["recompute", "fail"] = "recompute",
     tiers: Sequence[StoreTier] = (),
+    chunk_tokens: int = 16,
 ) -> AsyncIterator[tuple[ToyEngine, ToyEngine, TieredStore]]:
     url = f"mem://store{next(NAMES)}"
-    config = KVTransferConfig(
-        kv_connector="StoreConnector",
-        kv_role="kv_both",
-        kv_load_failure_policy=policy,
-        kv_connector_extra_config={"store": url, "fingerprint": "toy"},
-    )
+    config = config_of(url, chunk_tokens, policy)
     shape = toy_shape(MODEL, tp_size=tp_size)
     async with (
         TieredStore(max_bytes, tiers, fingerprint="toy") as store,
@@ -97,15 +104,16 @@ async def fill(store: TieredStore) -> None:
         await store.delete(f"filler {number}")
 
 
-async def stored_by(engine: ToyEngine) -> list[int]:
+async def stored_by(engine: ToyEngine, tokens: list[int] | None = None) -> list[int]:
     """Return a prompt whose blocks it has stored."""
-    first = await engine.generate(prompt(), 2, request_id="a")
-    assert first.tokens == MODEL.generate(prompt(), 2)
+    tokens = tokens or prompt()
+    first = await engine.generate(tokens, 2, request_id="a")
+    assert first.tokens == MODEL.generate(tokens, 2)
     assert first.external_tokens == 0
     for worker in engine.workers:
         assert isinstance(worker, StoreWorker)
         await worker.flush()
-    return prompt()
+    return tokens
 
 
 async def loaded_by(engine: ToyEngine, tokens: list[int]) -> int:
@@ -123,6 +131,50 @@ async def test_a_prompt_that_one_engine_computed_another_loads(tp_size: int) -> 
         assert await loaded_by(two, [*tokens[:50], *prompt(20)]) == 48
 
 
+@pytest.mark.parametrize("tp_size", [1, 2])
+@pytest.mark.parametrize("cached", [0, 48, 272, 511])
+@pytest.mark.parametrize(("chunk_tokens", "stored"), [(16, 592), (32, 576), (256, 512)])
+async def test_all_that_is_stored_is_loaded_though_the_engine_has_a_part_of_a_chunk(
+    tp_size: int, cached: int, chunk_tokens: int, stored: int
+) -> None:
+    tokens = prompt(600)
+    async with engines_of(tp_size, "64MiB", chunk_tokens=chunk_tokens) as engines:
+        one, two, _ = engines
+        await stored_by(one, tokens)
+        output = await two.generate(tokens, 2, request_id="b", cached_tokens=cached)
+        assert output.tokens == MODEL.generate(tokens, 2)
+        assert output.external_tokens == stored - cached
+        await two.quiet()
+        assert not two.failures
+
+
+@pytest.mark.parametrize("other", [16, 64, 256])
+async def test_chunks_of_another_size_are_not_found_and_it_is_said_why(
+    other: int,
+) -> None:
+    tokens = prompt(300)
+    url = f"mem://sizes{next(NAMES)}"
+    shape, configs = toy_shape(MODEL), [config_of(url, size) for size in (32, other)]
+    async with (
+        StoreBuffer("64MiB", fingerprint="toy") as store,
+        serve(url, store=store),
+        make_engine("one", configs[0], shape, MODEL) as one,
+        make_engine("two", configs[1], shape, MODEL) as two,
+    ):
+        await stored_by(one, tokens)
+        assert await loaded_by(two, tokens) == 0
+        scheduler = two.scheduler
+        assert isinstance(scheduler, StoreScheduler)
+        said = scheduler.statistics().refused
+        assert said == f"chunk_tokens=32 there and {other} here"
+        for worker in two.workers:
+            assert isinstance(worker, StoreWorker)
+            await worker.flush()
+        # Beside each other both find their own.
+        assert await loaded_by(one, tokens) == 288
+        assert await loaded_by(two, tokens) == 300 // other * other
+
+
 async def test_blocks_that_were_dropped_meanwhile_are_computed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -134,7 +186,7 @@ async def test_blocks_that_were_dropped_meanwhile_are_computed(
         async def start_late(context: object = None, **kwargs: object) -> None:
             orders = pinned._step
             for order in orders.loads if isinstance(orders, StoreMetadata) else ():
-                for key in order.block_keys[:1]:
+                for key in order.keys[:1]:
                     await store.delete(f"{key}/{namespace_of(pinned.engine)}/0")
             await start_load_kv(context, **kwargs)
 
@@ -186,7 +238,8 @@ async def test_what_was_loaded_and_saved_is_counted_in_bytes_of_whole_blocks() -
     assert 0 <= loaded.loaded_bytes - 4 * BLOCK_NBYTES < 1024  # each has a mark
 
 
-CONFIG = KVTransferConfig(kv_role="kv_both")
+BY_BLOCK: dict[str, object] = {"chunk_tokens": 16}
+CONFIG = KVTransferConfig(kv_role="kv_both", kv_connector_extra_config=BY_BLOCK)
 ENGINE = KVEngine(engine_id="E", block_size=16)
 
 
@@ -226,12 +279,94 @@ async def test_a_load_that_lacks_a_block_reads_none_and_says_how_many() -> None:
         await worker.flush()
         results = await load(worker, "one", "two", "three")
         assert results.failed_recving == {"r"}
-        assert "2 of 3 blocks are not stored" in results.reasons["r"]
+        assert "2 of 3 values are not stored" in results.reasons["r"]
         assert worker.statistics().loaded_blocks == 0
         assert not (await load(worker, "one")).failed_recving
         statistics = worker.statistics()
         assert (statistics.saved_blocks, statistics.loaded_blocks) == (1, 1)
         assert statistics.loaded_bytes == statistics.saved_bytes >= 128
+
+
+async def test_of_a_chunk_only_the_blocks_that_are_wanted_are_written() -> None:
+    extra: dict[str, object] = {"chunk_tokens": 64}
+    config = KVTransferConfig(kv_connector_extra_config=extra)
+    async with StoreBuffer() as store, StoreWorker(config, ENGINE, store) as worker:
+        cache = torch.randn(16, 64)
+        before = cache.clone()
+        worker.register_kv_caches({"a": cache})
+        order = StoreRequest("s", ("one", "two"), ((9, 2, 7, 4, 1, 0, 3, 5),))
+        worker.bind_connector_metadata(StoreMetadata(saves=(order,)))
+        await worker.wait_for_save()
+        await worker.flush()
+        order = StoreRequest("r", ("one", "two"), ((15, 8, 10, 11, 12),), 3)
+        worker.bind_connector_metadata(StoreMetadata(loads=(order,)))
+        await worker.start_load_kv()
+        await until(lambda: not worker.statistics().loading)
+        assert not worker.get_finished().failed_recving
+        before[[15, 8, 10, 11, 12]] = before[[4, 1, 0, 3, 5]]
+        assert torch.equal(cache, before)
+        statistics = worker.statistics()
+        assert (statistics.saved_blocks, statistics.loaded_blocks) == (8, 5)
+        assert statistics.loaded_bytes == statistics.saved_bytes
+
+
+async def test_a_load_of_other_blocks_than_its_values_have_fails() -> None:
+    async with StoreBuffer() as store, StoreWorker(CONFIG, ENGINE, store) as worker:
+        worker.register_kv_caches({"a": torch.zeros(4, 16, 2)})
+        order = StoreRequest("r", ("one",), ((1, 2),))
+        worker.bind_connector_metadata(StoreMetadata(loads=(order,)))
+        await worker.start_load_kv()
+        await until(lambda: not worker.statistics().loading)
+        assert "1 values have 1 blocks" in worker.get_finished().reasons["r"]
+
+
+@pytest.mark.parametrize("max_bytes", [64 + 4 * 1024, 64 + 4 * 1024 - 1])
+async def test_chunks_that_could_not_be_received_are_refused_with_the_caches(
+    max_bytes: int,
+) -> None:
+    extra: dict[str, object] = {"chunk_tokens": 64}
+    config = KVTransferConfig(kv_buffer_size=max_bytes, kv_connector_extra_config=extra)
+    refused = pytest.raises(ConfigError, match="64 tokens takes 4160 bytes")
+    async with StoreBuffer() as store, StoreWorker(config, ENGINE, store) as worker:
+        with refused if max_bytes < 4160 else contextlib.nullcontext() as caught:
+            worker.register_kv_caches({"a": torch.zeros(8, 256)})
+    assert caught is None or "make chunk_tokens smaller" in caught.value.hint
+
+
+class CountingStore(StoreBuffer):
+    """Knows how many values are got at once."""
+
+    now = most = 0
+
+    async def get(
+        self, key: str, into: torch.Tensor | None = None
+    ) -> torch.Tensor | None:
+        self.now += 1
+        self.most = max(self.most, self.now)
+        try:
+            await asyncio.sleep(0)
+            return await super().get(key, into)
+        finally:
+            self.now -= 1
+
+
+@pytest.mark.parametrize(("blocks", "at_once"), [(1, 16), (2, 8), (4, 4), (16, 4)])
+async def test_fewer_values_are_loaded_at_once_the_larger_they_are(
+    blocks: int, at_once: int
+) -> None:
+    config = KVTransferConfig(kv_connector_extra_config={"chunk_tokens": 16 * blocks})
+    keys, ids = tuple(f"{n}" for n in range(20)), tuple(range(20 * blocks))
+    order = StoreRequest("r", keys, (ids,))
+    async with CountingStore() as store, StoreWorker(config, ENGINE, store) as worker:
+        worker.register_kv_caches({"a": torch.zeros(20 * blocks, 16)})
+        worker.bind_connector_metadata(StoreMetadata(saves=(order,)))
+        await worker.wait_for_save()
+        await worker.flush()
+        worker.bind_connector_metadata(StoreMetadata(loads=(order,)))
+        await worker.start_load_kv()
+        await until(lambda: not worker.statistics().loading)
+        assert not worker.get_finished().failed_recving
+        assert store.most == at_once
 
 
 class SlowStore(StoreBuffer):
@@ -241,7 +376,7 @@ class SlowStore(StoreBuffer):
         super().__init__("16MiB")
         self.gate = asyncio.Event()
         self.refused = ""
-        self.error: OSError = OSError("no room")
+        self.error: Exception = OSError("no room")
 
     async def put(
         self,
@@ -260,9 +395,11 @@ class SlowStore(StoreBuffer):
 
 @asynccontextmanager
 async def saving_to(
-    store: SlowStore, role: KVRole = "kv_both"
+    store: SlowStore, role: KVRole = "kv_both", chunk_tokens: int = 16
 ) -> AsyncIterator[StoreWorker]:
-    config = KVTransferConfig(kv_role=role)
+    config = KVTransferConfig(
+        kv_role=role, kv_connector_extra_config={"chunk_tokens": chunk_tokens}
+    )
     worker = StoreWorker(config, KVEngine(engine_id="E", block_size=16), store)
     worker.register_kv_caches({"layer": torch.ones(16, 64)})
     async with store, worker:
@@ -307,6 +444,41 @@ async def test_of_a_long_prompt_all_is_stored_if_the_store_goes_on() -> None:
         assert worker.statistics().skipped_blocks == 0
 
 
+@pytest.mark.parametrize(("blocks", "most"), [(1, 12), (2, 12), (4, 12), (16, 1)])
+async def test_so_many_blocks_or_one_value_are_on_their_way_at_the_most(
+    blocks: int, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store_saving, "_STAGED_BLOCKS", 12)
+    monkeypatch.setattr(store_saving, "_STAGED_BYTES", 1)
+    monkeypatch.setattr(store_saving, "_WAIT_S", 0.001)
+    store, keys = SlowStore(), tuple(f"{number}" for number in range(20))
+    ids = tuple(number % 16 for number in range(20 * blocks))
+    async with saving_to(store, chunk_tokens=16 * blocks) as worker:
+        order = StoreRequest("r", keys, (ids,))
+        worker.bind_connector_metadata(StoreMetadata(saves=(order,)))
+        await worker.wait_for_save()
+        on_their_way = max(1, most // blocks)
+        assert worker.statistics().saving == on_their_way
+        assert worker.statistics().skipped_blocks == (20 - on_their_way) * blocks
+        store.gate.set()
+        await worker.flush()
+        assert worker.statistics().saved_blocks == on_their_way * blocks
+
+
+async def test_that_values_are_too_large_for_the_store_is_logged_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    store = SlowStore()
+    store.gate.set()
+    store.refused, store.error = "r", EntryTooLarge("9 bytes", nbytes=9)
+    async with saving_to(store) as worker:
+        assert await store_all(worker, "r", 0, 3) == [False] * 3
+        await store_all(worker, "ra", 0, 1)
+        assert worker.statistics().unsaved_blocks == 4
+    (line,) = caplog.messages
+    assert "9 bytes" in line and "a smaller chunk_tokens" in line
+
+
 @pytest.mark.usefixtures("two_at_once")
 async def test_nothing_is_stored_behind_a_gap(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(store_saving, "_WAIT_S", 0.001)
@@ -324,6 +496,20 @@ async def test_nothing_is_stored_behind_a_gap(monkeypatch: pytest.MonkeyPatch) -
         assert worker.statistics().skipped_blocks == 6
         # Begun again from there, or before, it is stored.
         assert await store_all(worker, "r", 2, 7) == [True] * 7
+
+
+async def test_a_load_waits_for_no_save() -> None:
+    """A save may wait for room that only a load gives back."""
+    store = SlowStore()
+    store.gate.set()
+    async with saving_to(store) as worker:
+        await store_all(worker, "r", 0, 1)
+        store.gate.clear()
+        await save(worker, "s", 0, 16)
+        assert not (await load(worker, "r0")).failed_recving
+        assert worker.statistics().saving == 16
+        store.gate.set()
+        await worker.flush()
 
 
 async def test_nothing_follows_a_block_that_could_not_be_stored() -> None:
@@ -365,10 +551,10 @@ async def test_a_gap_is_that_of_its_request_and_of_none_that_has_its_id_later() 
 async def test_blocks_that_take_long_to_copy_are_saved_though_their_step_is_over() -> (
     None
 ):
-    engine = KVEngine(engine_id="E", block_size=4)
+    engine = KVEngine(engine_id="E", block_size=16)
     order = StoreRequest("r", ("one", "two", "three"), ((1, 2, 3),))
     async with StoreBuffer("16MiB") as store:
-        worker = StoreWorker(KVTransferConfig(kv_role="kv_both"), engine, store)
+        worker = StoreWorker(CONFIG, engine, store)
         worker.register_kv_caches({"layer": torch.ones(8, 65536)})
         async with worker:
             worker.bind_connector_metadata(StoreMetadata(saves=(order,)))
@@ -412,8 +598,7 @@ RANKS = KVEngine(engine_id="E", block_size=16, tp_size=2)
 
 
 async def rank_of(engine: KVEngine) -> StoreRank:
-    config = KVTransferConfig(kv_role="kv_both")
-    async with StoreBuffer() as store, StoreWorker(config, engine, store) as worker:
+    async with StoreBuffer() as store, StoreWorker(CONFIG, engine, store) as worker:
         rank = worker._loading._rank
         assert worker._saving._rank is rank
         return rank
@@ -423,7 +608,8 @@ async def test_each_rank_has_its_own_keys_of_a_block() -> None:
     order, name = StoreRequest("r", ("a", "b"), ((3, 4),)), namespace_of(RANKS)
     for number in range(2):
         rank = await rank_of(msgspec.structs.replace(RANKS, rank=number))
-        assert rank.keys_of(order) == [f"a/{name}/{number}", f"b/{name}/{number}"]
+        keys = [part.key for part in rank.parts_of(order)]
+        assert keys == [f"a/{name}/{number}", f"b/{name}/{number}"]
 
 
 async def test_ranks_of_another_shape_have_no_key_in_common() -> None:
@@ -431,114 +617,4 @@ async def test_ranks_of_another_shape_have_no_key_in_common() -> None:
     one, other = [
         await rank_of(msgspec.structs.replace(RANKS, tp_size=size)) for size in (1, 2)
     ]
-    assert one.keys_of(order) != other.keys_of(order)
-
-
-@pytest.fixture
-def gpu() -> Iterator[FakeDevice]:
-    with fake_device(seed=3, max_delay=2) as gpu:
-        yield gpu
-
-
-def spool_of(
-    pools: dict[str, torch.Tensor], groups: dict[str, int] | None = None
-) -> PackedBlocks:
-    return PackedBlocks(BlockMoves(PagedCaches(pools, None, groups), CopyPool()))
-
-
-async def test_a_block_of_all_layers_goes_out_and_in_again() -> None:
-    pools = {name: torch.randn(6, 3) for name in "abc"}
-    packed = spool_of(pools, {"c": 1})
-    before = {name: pool.clone() for name, pool in pools.items()}
-    value = await packed.gather(((4, 2), (1, 5)), 1)
-    assert value.nbytes == packed.block_nbytes == 64 + 3 * 12
-    for pool in pools.values():
-        pool.zero_()
-    await packed.scatter(value, ((0,), (3,)), 0)
-    assert torch.equal(pools["a"][0], before["a"][2])
-    assert torch.equal(pools["c"][3], before["c"][5])
-    assert not pools["c"][0].any()
-
-
-async def test_layers_of_several_lengths_and_dtypes_lie_one_behind_the_other() -> None:
-    pools = {
-        "a": torch.randn(6, 4),
-        "b": torch.randn(6, 5, dtype=torch.float64),
-        "c": torch.randn(6, 4, dtype=torch.bfloat16),
-    }
-    packed = spool_of(pools)
-    value = await packed.gather(((4,),), 0)
-    blocks = [pool[4].contiguous().view(torch.uint8) for pool in pools.values()]
-    assert torch.equal(value[64:], torch.cat(blocks))
-    before = {name: pool[4].clone() for name, pool in pools.items()}
-    await packed.scatter(value, ((1,),), 0)
-    assert all(torch.equal(pool[1], before[name]) for name, pool in pools.items())
-
-
-@pytest.mark.parametrize("length", [3, 2**18])
-async def test_blocks_that_lie_apart_are_copied_and_nothing_between_them(
-    length: int,
-) -> None:
-    cache = torch.randn(4, 3, length)
-    before = cache.clone()
-    packed = spool_of({"keys": cache[:, 0], "values": cache[:, 2]})
-    value = await packed.gather(((3,),), 0)
-    await packed.scatter(value, ((1,),), 0)
-    before[1, 0], before[1, 2] = before[3, 0], before[3, 2]
-    assert torch.equal(cache, before)
-
-
-@pytest.mark.parametrize("block_id", [-1, 6])
-async def test_a_block_that_is_none_is_neither_read_nor_written(block_id: int) -> None:
-    pools = {"a": torch.ones(6, 3), "b": torch.ones(7, 3)}
-    packed = spool_of(pools)
-    value = await packed.gather(((0,),), 0)
-    value[64:] = 0
-    with pytest.raises(IndexError, match="blocks"):
-        await packed.gather(((block_id,),), 0)
-    with pytest.raises(IndexError, match="blocks"):
-        await packed.scatter(value, ((block_id,),), 0)
-    assert all(pool.all() for pool in pools.values())
-
-
-async def test_a_value_of_another_size_is_refused() -> None:
-    packed = spool_of({"a": torch.zeros(6, 3)})
-    with pytest.raises(ValueError, match="no block of 76"):
-        await packed.scatter(torch.zeros(11, dtype=torch.uint8), ((0,),), 0)
-
-
-@pytest.mark.parametrize(
-    "others",
-    [
-        {"b": torch.ones(6, 2, 3)},
-        {"a": torch.ones(6, 3, 2)},
-        {"a": torch.ones(6, 2, 3, dtype=torch.int32)},
-    ],
-)
-async def test_a_value_of_other_caches_is_refused_although_it_is_as_large(
-    others: dict[str, torch.Tensor],
-) -> None:
-    pools = {"a": torch.zeros(6, 2, 3)}
-    value = await spool_of(others).gather(((0,),), 0)
-    packed = spool_of(pools)
-    assert value.nbytes == packed.block_nbytes
-    with pytest.raises(ValueError, match="other layers"):
-        await packed.scatter(value, ((0,),), 0)
-    assert not pools["a"].any()
-
-
-async def test_a_value_on_the_gpu_of_the_blocks_goes_to_them_there(
-    gpu: FakeDevice,
-) -> None:
-    host = {name: torch.randn(6, 256) for name in "ab"}
-    value = await spool_of(host).gather(((4,),), 0)
-    pools = {name: gpu.tensor(torch.zeros(6, 256)) for name in "ab"}
-    moves = BlockMoves(PagedCaches(pools, None), CopyPool(lanes=lanes_of(gpu)))
-    packed = PackedBlocks(moves)
-    await packed.scatter(gpu.tensor(value), ((2,),), 0)
-    assert all(torch.equal(pools[n].cpu()[2], host[n][4]) for n in "ab")
-    with pytest.raises(ValueError, match="other layers"):
-        await packed.scatter(gpu.tensor(torch.zeros_like(value)), ((0,),), 0)
-    moves.pool.close()
-    await until(lambda: not any("asynckv-" in t.name for t in threading.enumerate()))
-    assert all(one.device >= 0 for one in gpu.process.space.allocations())
+    assert one.parts_of(order) != other.parts_of(order)

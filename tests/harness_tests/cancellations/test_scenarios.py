@@ -124,7 +124,11 @@ def open_pushed_to_gpus() -> AbstractAsyncContextManager[Any]:
 
 
 def open_stored_from_a_gpu() -> AbstractAsyncContextManager[Any]:
-    return open_store_ground("unix", LARGE, on_gpus=True)
+    return open_store_ground("unix", LARGE, on_gpus=True, chunk_tokens=48)
+
+
+def open_stored_by_three_blocks() -> AbstractAsyncContextManager[Any]:
+    return open_store_ground("mem", LARGE, chunk_tokens=48)
 
 
 OF_CONNECTORS: list[tuple[Any, Open, Any]] = [
@@ -136,6 +140,14 @@ OF_CONNECTORS: list[tuple[Any, Open, Any]] = [
     (several.SEVERAL, lambda: several.open_several("mem"), TRUST),
     (stores.STORES, lambda: open_store_ground("mem"), ()),
     ([ConnectorScenario(stores.a_save_of_blocks, ())], open_stored_from_a_gpu, ()),
+    (
+        [
+            ConnectorScenario(scenario, ())
+            for scenario in (stores.a_save_of_blocks, stores.a_load_of_blocks)
+        ],
+        open_stored_by_three_blocks,
+        (),
+    ),
 ]
 
 

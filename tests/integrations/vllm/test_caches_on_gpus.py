@@ -51,7 +51,7 @@ def role(gpu: FakeDevice) -> Iterator[WorkerRole]:
     role = WorkerRole(
         "on a GPU",
         lambda: StoreWorker(
-            KVTransferConfig(kv_role="kv_both"),
+            KVTransferConfig(kv_connector_extra_config={"chunk_tokens": 4}),
             ENGINE,
             StoreBuffer("1MiB"),
             lanes=lanes_of(gpu),
@@ -171,7 +171,7 @@ def test_what_a_store_has_is_loaded_into_caches_on_a_gpu(gpu: FakeDevice) -> Non
     store = StoreBuffer("4MiB", fingerprint="m")
     bridge.enter(lambda: store, timeout_s=10)
     bridge.enter(lambda: serve(url, store=store), timeout_s=10)
-    extra: dict[str, object] = {"store": url, "fingerprint": "m"}
+    extra: dict[str, object] = {"store": url, "fingerprint": "m", "chunk_tokens": 4}
     config = KVTransferConfig(kv_role="kv_both", kv_connector_extra_config=extra)
     worker = StoreWorker(config, ENGINE, lanes=lanes_of(gpu))
     role = WorkerRole("of a store", lambda: worker, reports_saves=False)

@@ -227,26 +227,35 @@ def shared() -> Iterator[Shared]:
     bridge.shutdown()
 
 
+@pytest.mark.parametrize(("chunk_tokens", "ranks"), [(BLOCK, 1), (64, 2), (None, 1)])
 def test_what_one_engine_has_computed_another_need_not(
-    start_engine: StartEngine, shared: Shared
+    start_engine: StartEngine,
+    alone: Engine,
+    shared: Shared,
+    chunk_tokens: int | None,
+    ranks: int,
 ) -> None:
-    config = transfer("kv_both", "recompute", mode="store", store=shared.url)
-    prompt, other = random_prompt(200, seed=1), random_prompt(200, seed=2)
-    with (
-        start_engine() as alone,
-        start_engine(config) as first,
-        start_engine(config) as second,
-    ):
-        for engine in (alone, first, second):
+    extra = {"mode": "store", "store": shared.url, "chunk_tokens": chunk_tokens}
+    # Once it has not answered in time, on a busy machine, it is not asked for a while.
+    config = transfer("kv_both", "fail", lookup_timeout_s=10, **extra)
+    chunk, cut = chunk_tokens or 256, {"tensor_parallel_size": ranks}
+    prompt, other = random_prompt(600, seed=1), random_prompt(600, seed=2)
+    right = alone.ask(prompt).tokens
+    with start_engine(config, **cut) as first, start_engine(config, **cut) as second:
+        for engine in (first, second):
             engine.wait_ready()
-        right = alone.ask(prompt).tokens
         assert first.ask(prompt).tokens == right
         assert first.external_hits() == 0
-        shared.wait_for(200 // BLOCK)
+        shared.wait_for(600 // chunk * ranks + 1)  # and how they are cut
+        assert second.ask(prompt[:300]).tokens == alone.ask(prompt[:300]).tokens
+        hits = 300 // chunk * chunk
+        assert second.external_hits() == hits
+        # It has nine blocks now: of most chunks that ends within one.
         assert second.ask(prompt).tokens == right
-        assert second.external_hits() == 200 // BLOCK * BLOCK
+        hits += 600 // chunk * chunk - 300 // BLOCK * BLOCK
+        assert second.external_hits() == hits
         assert second.ask(other).tokens == alone.ask(other).tokens
-        assert second.external_hits() == 200 // BLOCK * BLOCK
+        assert second.external_hits() == hits
 
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "vllm_prefill_decode"

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from asynckv.connectors.caches import BlockMoves, PagedCaches
-from asynckv.connectors.store.worker import PackedBlocks
+from asynckv.connectors.store.packing import PackedBlocks
 from asynckv.devices.copying import CopyPool
 from asynckv.errors import ConfigError
 from asynckv.integrations.vllm.pages import pages_of
@@ -51,14 +51,15 @@ class Cache:
         storage = next(iter(self.views.values())).untyped_storage()
         return torch.empty(0, dtype=torch.uint8).set_(storage)
 
-    def packed(self) -> PackedBlocks:
+    def packed(self, num_blocks: int) -> PackedBlocks:
         groups = {
             layer: number
             for number, group in enumerate(self.config.kv_cache_groups)
             for layer in group.layer_names
         }
         pages = pages_of(self.config, self.views)
-        return PackedBlocks(BlockMoves(PagedCaches(pages, None, groups), CopyPool()))
+        moves = BlockMoves(PagedCaches(pages, None, groups), CopyPool())
+        return PackedBlocks(moves, num_blocks)
 
     def with_blocks_of(self, other: Cache, moved: list[dict[int, int]]) -> Cache:
         """Return what this must be once these blocks of each group have come."""
@@ -127,12 +128,11 @@ def _is_refused_here(layout: str, kind: str) -> bool:
 
 async def _move_exactly(*made_of: Any, moved: list[dict[int, int]]) -> None:
     there, here = Cache(*made_of), Cache(*made_of)
-    wanted, spools = here.with_blocks_of(there, moved), (there.packed(), here.packed())
+    wanted, count = here.with_blocks_of(there, moved), len(moved[0])
     sources = tuple(tuple(blocks) for blocks in moved)
     targets = tuple(tuple(blocks.values()) for blocks in moved)
-    for index in range(len(sources[0])):
-        value = await spools[0].gather(sources, index)
-        await spools[1].scatter(value, targets, index)
+    value = await there.packed(count).gather(sources)
+    await here.packed(count).scatter(value, targets)
     for layer, view in wanted.views.items():
         found = here.views[layer].view(torch.uint8)
         assert torch.equal(found, view.view(torch.uint8)), layer
@@ -151,7 +151,7 @@ async def test_every_byte_of_a_block_moves_or_the_layout_is_refused_by_name(
                 Cache(layout, kernel, spec)
         elif _is_refused_here(layout, kind):
             with pytest.raises(ConfigError, match=f"in the layout {layout} a block"):
-                Cache(layout, kernel, spec).packed()
+                Cache(layout, kernel, spec).packed(1)
         else:
             await _move_exactly(layout, kernel, spec, moved=[MOVED])
 

@@ -16,7 +16,7 @@ from asynckv.connectors.caches import BlockMoves, PagedCaches
 from asynckv.connectors.engine import KVEngine
 from asynckv.connectors.p2p.worker import P2PWorker
 from asynckv.connectors.requests import P2PMetadata
-from asynckv.connectors.store.worker import PackedBlocks
+from asynckv.connectors.store.packing import PackedBlocks
 from asynckv.devices.copying import CopyPool
 from asynckv.errors import ConfigError
 from asynckv.integrations.vllm.pages import attention_of, pages_of
@@ -116,11 +116,11 @@ async def test_whole_blocks_move_and_nothing_else_is_touched(toy: Toy) -> None:
     there, here = Cache(toy), Cache(toy)
     wanted = here.with_blocks_of(there, {5: 0, 1: 6, 7: 3})
     spools = [
-        PackedBlocks(BlockMoves(one.registered(), CopyPool())) for one in (there, here)
+        PackedBlocks(BlockMoves(one.registered(), CopyPool()), 3)
+        for one in (there, here)
     ]
-    for index in range(3):
-        value = await spools[0].gather(((5, 1, 7),), index)
-        await spools[1].scatter(value, ((0, 6, 3),), index)
+    value = await spools[0].gather(((5, 1, 7),))
+    await spools[1].scatter(value, ((0, 6, 3),))
     assert torch.equal(here.raw, wanted)
 
 

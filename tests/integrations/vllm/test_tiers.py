@@ -2,14 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
-import signal
-import subprocess
-import sys
-import threading
-import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -21,7 +13,7 @@ from harness.vllm_engines import (
     random_prompt,
     transfer,
 )
-from harness.vllm_engines.commands import get
+from harness.vllm_engines.stores import storing
 
 pytestmark = [
     pytest.mark.vllm,
@@ -30,64 +22,10 @@ pytestmark = [
     pytest.mark.timeout(300),
 ]
 
-BLOCK = 32
+CHUNK = 64
+"""Two blocks."""
 LENGTH = 200
-BLOCKS = LENGTH // BLOCK
-
-
-class StoreProcess:
-    """``asynckv serve`` at ``url``, with a disk below its memory."""
-
-    def __init__(self, url: str, folder: Path) -> None:
-        http = free_url().removeprefix("tcp://")
-        self._metrics = f"http://{http}/metrics"
-        self.process = subprocess.Popen(
-            [
-                *(sys.executable, "-m", "asynckv", "serve", "--listen", url),
-                *("--store", "16MiB", "--tier", f"disk:{folder}?max=256MiB"),
-                *("--http", http),
-            ],
-            stdout=subprocess.PIPE,
-        )
-
-    def wait_ready(self) -> None:
-        assert self.process.stdout is not None
-        assert self.process.stdout.readline()
-
-    def wait_for(self, blocks: int) -> int:
-        """Wait until its disk has taken so many, or not: return how many it has."""
-        deadline = time.monotonic() + 60
-        while self.count("accepted_total") + self._lost() < blocks:
-            assert time.monotonic() < deadline, "blocks are not stored"
-            threading.Event().wait(0.05)
-        return blocks - int(self._lost())
-
-    def _lost(self) -> float:
-        """A disk that is slow is not waited for."""
-        return self.count("dropped_total") + self.count("unwritten_total")
-
-    def count(self, name: str) -> float:
-        """Return what is counted of the disk."""
-        for line in get(self._metrics).splitlines():
-            if line.startswith(f'asynckv_tier_{name}{{tier="disk"}}'):
-                return float(line.split()[-1])
-        raise AssertionError(f"there is no {name}")
-
-    def signal(self, number: signal.Signals) -> None:
-        os.kill(self.process.pid, number)
-        if number == signal.SIGKILL:
-            self.process.wait()
-
-
-@contextlib.contextmanager
-def storing(url: str, folder: Path) -> Iterator[StoreProcess]:
-    store = StoreProcess(url, folder)
-    try:
-        store.wait_ready()
-        yield store
-    finally:
-        store.process.kill()
-        store.process.communicate()
+CHUNKS = LENGTH // CHUNK
 
 
 def prompts(first_seed: int) -> list[list[int]]:
@@ -98,45 +36,45 @@ def prompts(first_seed: int) -> list[list[int]]:
 def test_an_engine_started_cold_finds_what_was_computed_before_all_were_killed(
     start_engine: StartEngine, alone: Engine, tmp_path: Path, policy: str
 ) -> None:
-    url, asked = free_url(), prompts(100)
-    config = transfer("kv_both", policy, mode="store", store=url)
+    url, asked, disk = free_url(), prompts(100), f"disk:{tmp_path}?max=256MiB"
+    config = transfer("kv_both", policy, mode="store", store=url, chunk_tokens=CHUNK)
     right = [alone.ask(prompt).tokens for prompt in asked]
-    with storing(url, tmp_path) as store, start_engine(config) as first:
+    with storing(url, disk) as store, start_engine(config) as first:
         first.wait_ready()
         assert [first.ask(prompt).tokens for prompt in asked] == right
-        stored = store.wait_for(len(asked) * BLOCKS)
-        store.signal(signal.SIGKILL)
+        stored = store.wait_for(len(asked) * CHUNKS)
+        store.kill()
         first.kill()
-    with storing(url, tmp_path) as store, start_engine(config) as second:
+    with storing(url, disk) as store, start_engine(config) as second:
         second.wait_ready()
         assert [second.ask(prompt).tokens for prompt in asked] == right
         hits = second.external_hits()
-        assert 0 < hits <= stored * BLOCK
-        assert hits == stored * BLOCK or stored < len(asked) * BLOCKS
-        assert store.count("hits_total") >= hits // BLOCK
+        assert 0 < hits <= stored * CHUNK
+        assert hits == stored * CHUNK or stored < len(asked) * CHUNKS
+        assert store.count("hits_total") >= hits // CHUNK
 
 
 @pytest.mark.parametrize("policy", ["fail", "recompute"])
 def test_a_store_that_freezes_or_dies_between_requests_costs_no_request(
     start_engine: StartEngine, alone: Engine, tmp_path: Path, policy: str
 ) -> None:
-    url, asked = free_url(), prompts(200)
-    config = transfer("kv_both", policy, mode="store", store=url)
+    url, asked, disk = free_url(), prompts(200), f"disk:{tmp_path}?max=256MiB"
+    config = transfer("kv_both", policy, mode="store", store=url, chunk_tokens=CHUNK)
     right = [alone.ask(prompt).tokens for prompt in asked]
     # Its own blocks would answer for those of the store.
     with (
-        storing(url, tmp_path) as store,
+        storing(url, disk) as store,
         start_engine(config, enable_prefix_caching=False) as engine,
     ):
         engine.wait_ready()
         assert [engine.ask(prompt).tokens for prompt in asked[:4]] == right[:4]
-        store.wait_for(4 * BLOCKS)
+        store.wait_for(4 * CHUNKS)
         assert engine.ask(asked[0]).tokens == right[0]
-        assert engine.external_hits() == BLOCKS * BLOCK
-        store.signal(signal.SIGSTOP)
+        assert engine.external_hits() == CHUNKS * CHUNK
+        store.freeze()
         assert [engine.ask(prompt).tokens for prompt in asked[:8]] == right[:8]
-        store.signal(signal.SIGCONT)
+        store.thaw()
         assert [engine.ask(prompt).tokens for prompt in asked[4:8]] == right[4:8]
-        store.signal(signal.SIGKILL)
+        store.kill()
         assert [engine.ask(prompt).tokens for prompt in asked] == right
-        assert engine.external_hits() >= BLOCKS * BLOCK
+        assert engine.external_hits() >= CHUNKS * CHUNK

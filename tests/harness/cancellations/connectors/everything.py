@@ -59,8 +59,10 @@ _OPENING: Final[Mapping[str, Callable[[], Any]]] = {
     ),
     "on GPUs from two ranks": lambda: open_p2p("unix", "push", (2, 1), on_gpus=True),
     "store": lambda: open_store_ground("tcp", SMALL),
-    "store large": lambda: open_store_ground("tcp", LARGE),
-    "store on GPUs": lambda: open_store_ground("tcp", LARGE, on_gpus=True),
+    "store large": lambda: open_store_ground("tcp", LARGE, chunk_tokens=48),
+    "store on GPUs": lambda: open_store_ground(
+        "tcp", LARGE, on_gpus=True, chunk_tokens=48
+    ),
     "several": lambda: open_several("unix"),
 }
 

@@ -57,12 +57,14 @@ class StoreGround:
     store: StoreBuffer
     lookup: LookupBuffer
     server: Server
+    chunk_tokens: int
     gpu: FakeDevice | None = None
     tasks: frozenset[asyncio.Task[Any]] | None = None
 
     def new_keys(self) -> tuple[str, ...]:
         """Return keys of the prompt that are not stored."""
-        return prefix_block_keys(self.saved.tokens, 16, salt=f"{next(_salts)}")
+        salt = f"{next(_salts)}"
+        return prefix_block_keys(self.saved.tokens, self.chunk_tokens, salt=salt)
 
     def begin_save(self, keys: tuple[str, ...]) -> None:
         """Compute the prompt, and hand it over to be saved."""
@@ -88,7 +90,7 @@ class StoreGround:
         self.saver.clear_connector_metadata()
         await self.saver.flush()
         found = (await self.scheduler.ask(KVQuestion("q", keys))).num_keys
-        expect(found == len(keys), f"{found} of {len(keys)} blocks are stored")
+        expect(found == len(keys), f"{found} of {len(keys)} values are stored")
 
     def load_request(self, keys: tuple[str, ...]) -> StoreRequest:
         """Load it all."""
@@ -138,15 +140,18 @@ class StoreGround:
         return worker
 
 
-def config_of(url: str, **options: object) -> KVTransferConfig:
+def config_of(
+    url: str, *, chunk_tokens: int = 16, **options: object
+) -> KVTransferConfig:
     """Return the configuration of an engine that uses the store at ``url``.
 
     ``options`` are those of connectors.
     """
+    named = {"store": url, "fingerprint": "toy", "chunk_tokens": chunk_tokens}
     return KVTransferConfig(
         kv_connector="StoreConnector",
         kv_role="kv_both",
-        kv_connector_extra_config={"store": url, "fingerprint": "toy", **options},
+        kv_connector_extra_config={**named, **options},
     )
 
 
@@ -156,6 +161,7 @@ async def open_store_ground(
     model: ToyModel = SMALL,
     *,
     on_gpus: bool = False,
+    chunk_tokens: int = 16,
     **options: object,
 ) -> AsyncIterator[StoreGround]:
     """Open a store and two engines that use it, one of which has loaded once.
@@ -173,7 +179,7 @@ async def open_store_ground(
         lookup = await stack.enter_async_context(LookupBuffer("1MiB"))
         store = await stack.enter_async_context(StoreBuffer("16MiB", fingerprint="toy"))
         server = await stack.enter_async_context(serve(url, lookup=lookup, store=store))
-        config = config_of(url, **options)
+        config = config_of(url, chunk_tokens=chunk_tokens, **options)
         workers, caches = [], []
         for place, name in enumerate(("saver", "loader")):
             engine = KVEngine(engine_id=name, block_size=16, shape=shape)
@@ -194,6 +200,7 @@ async def open_store_ground(
             store=store,
             lookup=lookup,
             server=server,
+            chunk_tokens=chunk_tokens,
             gpu=gpu,
         )
         keys = ground.new_keys()

@@ -78,7 +78,7 @@ async def a_flush(ground: StoreGround, sweeper: Sweeper) -> None:
 async def a_question(ground: StoreGround, sweeper: Sweeper) -> None:
     """Leaves no trace."""
     keys = ground.new_keys()
-    question = KVQuestion("q", (*keys[:2], "nobody has this"))
+    question = KVQuestion("q", (*keys, "nobody has this"))
 
     async def before() -> None:
         await ground.save(keys)
@@ -86,7 +86,7 @@ async def a_question(ground: StoreGround, sweeper: Sweeper) -> None:
 
     async def check(outcome: Outcome[Any]) -> None:
         answer = outcome.value or await ground.scheduler.ask(question)
-        expect(answer.num_keys == 2, answer)
+        expect(answer.num_keys == len(keys), answer)
         await ground.check_quiet()
 
     await sweeper.sweep(
@@ -123,16 +123,17 @@ async def a_load_of_blocks(ground: StoreGround, sweeper: Sweeper) -> None:
 async def a_spool(ground: StoreGround, sweeper: Sweeper) -> None:
     """From the caches, and into them; cancelled, nothing touches them any more."""
     packed, caches = ground.loader._packed_blocks(), ground.loaded
-    ids = (caches.block_ids,)
+    order = StoreRequest("s", ground.new_keys(), (caches.block_ids,))
+    parts = list(order.parts(packed.num_blocks))
 
     async def before() -> None:
         caches.compute()
 
     async def there_and_back() -> None:
-        values = [await packed.gather(ids, index) for index in range(len(ids[0]))]
+        values = [await packed.gather(part.block_ids) for part in parts]
         caches.spoil()
-        for index, value in enumerate(values):
-            await packed.scatter(value, ids, index)
+        for part, value in zip(parts, values, strict=True):
+            await packed.scatter(value, part.block_ids)
         caches.expect_computed()
 
     async def check(outcome: Outcome[None]) -> None:
