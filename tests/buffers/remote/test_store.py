@@ -380,7 +380,8 @@ async def test_a_prefix_ends_at_the_first_key_that_is_missing() -> None:
 
 
 def read_in(local: StoreBuffer) -> int:
-    return sum(value.readers for value in local.values._values.values())
+    owned = local.values._values.values()
+    return sum(value.readers for values in owned for value in values.values())
 
 
 async def test_of_a_long_prefix_nothing_is_held_after_the_first_gap() -> None:
