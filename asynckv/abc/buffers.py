@@ -489,6 +489,16 @@ class KVStoreBuffer(KVCacheBuffer):
         """Forget ``key``, and say if it was there. If cancelled, it has or has not."""
 
     @abc.abstractmethod
+    async def clear(self) -> int:
+        """Forget all that was put with this fingerprint, and by this tenant.
+
+        Returns how many values memory had of it. From then on nothing of before is
+        found here, also where a lower tier still has it or is just sending it. What is
+        read or pinned goes when its readers go. A put that is under way counts as
+        later, as in :meth:`delete`. If cancelled, it has or has not.
+        """
+
+    @abc.abstractmethod
     async def contains(self, keys: Sequence[str]) -> tuple[bool, ...]:
         """Tell for each of ``keys`` whether it is stored; that is not a use of it.
 

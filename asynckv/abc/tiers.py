@@ -14,6 +14,7 @@ __all__ = (
     "StoreTier",
     "TierFacts",
     "TierMemory",
+    "TierPrefix",
     "TierResult",
     "TierValue",
     "WantedValue",
@@ -86,6 +87,20 @@ class TierValue:
     def nbytes(self) -> int:
         """Of header and memory together."""
         return len(self.header) + self.memory.nbytes
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class TierPrefix:
+    """All keys that begin with ``prefix``, which ends with ``/``, are to be deleted.
+
+    A tier adds to ``moved_nbytes``, if only 1, whenever it has got on: whoever gets on
+    is not given up, be it ever so much.
+    """
+
+    prefix: str
+    moved_nbytes: int = 0
+    is_held: ClassVar[bool] = False
+    lent_nbytes: ClassVar[int] = 0
 
 
 class WantedValue(abc.ABC):
@@ -172,6 +187,15 @@ class StoreTier(Closable):
     @abc.abstractmethod
     async def delete(self, keys: Sequence[str]) -> Sequence[TierResult]:
         """Forget ``keys``; ``DONE``: it is certain that the key has nothing now."""
+
+    async def clear(self, prefix: TierPrefix) -> TierResult:
+        """Forget all keys that begin so; ``DONE``: nothing of before is there now.
+
+        Nobody stores such a key meanwhile. ``REFUSED``, as here: it cannot, and is not
+        asked again. Then the store that asks finds nothing of before there, for as
+        long as it is open; any other one does, until the tier drops it.
+        """
+        return TierResult.REFUSED
 
     async def touch(self, keys: Sequence[str]) -> None:
         """These are in use: they should not be the next to go. May do nothing."""

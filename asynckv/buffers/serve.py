@@ -35,6 +35,7 @@ from asynckv.loops import LoopBound
 from asynckv.observability.latencies import Latencies
 from asynckv.observability.lines import as_line
 from asynckv.protocol.frames import (
+    Clear,
     Contains,
     Delete,
     Get,
@@ -328,7 +329,7 @@ def _not_served(frame: OpeningFrame, served: str) -> NotServed:
     if isinstance(frame, OpenPipe | JoinGroup):
         return NotServed(f"this peer serves {served}, no pipe: use connect()")
     missing, option = "lookup buffer", "lookup"
-    if isinstance(frame, Put | Get | Delete | Contains | Pin | Stat):
+    if isinstance(frame, Put | Get | Delete | Clear | Contains | Pin | Stat):
         missing = option = "store"
     # No hint: those of a peer's errors are not sent.
     return NotServed(

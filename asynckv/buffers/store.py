@@ -106,6 +106,9 @@ class StoreBuffer(InMemoryBuffer, KVStoreBuffer):
         self.values.check_usable(key)
         return await self.values.delete(key, self.fingerprint)
 
+    async def clear(self) -> int:
+        return self.values.clear(self.fingerprint)
+
     async def contains(self, keys: Sequence[str]) -> tuple[bool, ...]:
         nearest = await self.values.nearest(as_keys(keys), self.fingerprint)
         return tuple(tier is not None for tier in nearest)

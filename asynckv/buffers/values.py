@@ -7,32 +7,28 @@ come, first served; every other function is plain.
 
 from __future__ import annotations
 
-import abc
 import asyncio
 import contextlib
 import dataclasses
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from typing import Final, Generic, NamedTuple, TypeAlias, TypeVar
+from typing import Final, Generic, TypeVar
 
 from asynckv.abc import PrefixMatch, StoredValue
+from asynckv.buffers.lower_tiers import LowerTiers, Name, Owner
 from asynckv.buffers.statistics import StoreCounters
 from asynckv.errors import BufferClosed, EntryTooLarge
 from asynckv.tensors.arena import Arena, Region
 from asynckv.transfers.tokens import as_key
-from asynckv.types import KVFingerprint, TensorSpec
+from asynckv.types import TensorSpec
 from asynckv.waits.queue import FairQueue
 
 __all__ = (
     "EvictionOrder",
-    "LowerTiers",
-    "Name",
-    "Owner",
     "PendingPut",
     "PinnedValue",
     "StoredValues",
-    "TenantModel",
 )
 
 
@@ -83,55 +79,9 @@ _HERE: Final = "memory"
 _OWN: Final = "asynckv/"
 """With this begins what connectors say of themselves: it never leaves memory."""
 _FETCHED_AT_ONCE: Final = 16
+_SWEPT_AT_ONCE: Final = 256
 _MAX_KEYS: Final = 2**20
 """Keys cost memory too, which the arena does not count: a bound for tiny values."""
-
-
-class TenantModel(NamedTuple):
-    """A model of one tenant of a server."""
-
-    tenant: str
-    fingerprint: KVFingerprint | None
-
-
-Owner: TypeAlias = KVFingerprint | TenantModel | None
-"""Whose values these are: of one model, and of one tenant where there are several."""
-Name: TypeAlias = tuple[str, Owner]
-"""A key, and its owner: another owner's value is another value."""
-
-
-class LowerTiers(abc.ABC):
-    """Where values are that memory has no more, and what is told of those it has."""
-
-    @abc.abstractmethod
-    def stored(self, name: Name) -> None:
-        """A value was put; it can be held now. Never waits."""
-
-    @abc.abstractmethod
-    def used(self, name: Name) -> None:
-        """A value was found in memory. Never waits."""
-
-    @abc.abstractmethod
-    def deleted(self, name: Name) -> None:
-        """Nothing is to be found under that name any more. Never waits."""
-
-    @abc.abstractmethod
-    async def fetch(self, names: Sequence[Name]) -> None:
-        """Fetch into memory what is there of ``names``. What fails is not there.
-
-        A cancelled call leaves no trace: it is fetched for others, or not.
-        """
-
-    @abc.abstractmethod
-    async def where(self, names: Sequence[Name]) -> Sequence[Sequence[str]]:
-        """Tell of each which tiers have it, as far as is known soon, in their order."""
-
-    @abc.abstractmethod
-    async def touch(self, names: Sequence[Name]) -> None:
-        """They are soon to be used: tiers should not drop them next.
-
-        Waits for no tier. A cancelled call may have told of none.
-        """
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -202,11 +152,14 @@ class StoredValues:
         self._arena = arena
         self._check_loop = check_loop
         self._max_keys = max_keys
-        self._values: dict[Name, _StoredValue] = {}
-        self._idle: EvictionOrder[Name] = EvictionOrder()
+        self._values: dict[Owner, dict[str, _StoredValue]] = {}
+        self._count = 0
+        self._idle: EvictionOrder[_StoredValue] = EvictionOrder()
+        self._swept: list[dict[str, _StoredValue]] = []
+        """What nobody finds any more; its memory is given back step by step."""
 
     def __len__(self) -> int:
-        return len(self._values)
+        return self._count
 
     async def reserve(self, key: str, spec: TensorSpec, owner: Owner) -> PendingPut:
         """Take memory for a value to be written there, then committed.
@@ -272,15 +225,18 @@ class StoredValues:
         pending.is_open = False
         name = pending.name
         self._remove(name)
-        while len(self._values) >= self._max_keys:
+        while self._count >= self._max_keys:
             victim = self._idle.victim()
             if victim is None:
                 break
             self._evict(victim)
-        value = self._values[name] = _StoredValue(
+        value = _StoredValue(
             *(name, pending.spec, pending.region, digest, expires_at_s, is_pinned),
             is_unread=is_fetched,
         )
+        key, owner = name
+        self._values.setdefault(owner, {})[key] = value
+        self._count += 1
         self._now_idle(value)
         self.counters.puts += not is_fetched
         if self.lower is not None and not (is_fetched or name[0].startswith(_OWN)):
@@ -410,6 +366,24 @@ class StoredValues:
             is_lower = bool(tiers)
         return self.remove(key, owner) or is_lower
 
+    def clear(self, owner: Owner) -> int:
+        """Forget all that is the owner's; return how many values of it there were.
+
+        Whatever is on its way from lower tiers is void, too. What nobody reads gives
+        its memory back in this turn of the loop and the next ones. Never waits.
+        """
+        self._check_open()
+        if self.lower is not None:
+            self.lower.cleared(owner)
+        values = self._values.pop(owner, {})
+        count = len(values)
+        self._count -= count
+        self.counters.deletes += count
+        self._swept.append(values)
+        if len(self._swept) == 1:
+            self._sweep()
+        return count
+
     def has(self, keys: Sequence[str], owner: Owner) -> tuple[bool, ...]:
         """Tell of each key if its ``owner`` has it."""
         self._check_open()
@@ -489,8 +463,11 @@ class StoredValues:
     def close(self) -> None:
         """Forget everything; what is being read goes when its readers go."""
         self.closed = True
-        for name in list(self._values):
-            self._remove(name)
+        self._swept += self._values.values()
+        self._values = {}
+        self._count = 0
+        while self._swept:
+            self._sweep_some()
         self.room.change()
 
     def check_usable(self, key: str) -> None:
@@ -515,8 +492,8 @@ class StoredValues:
         many keys of which none may go. ``None`` also if the arena is about to grow: no
         more is dropped then than its bound asks for.
         """
-        old = self._values.get(name)
-        if old is None and len(self._values) >= self._max_keys and not self._idle:
+        old = self._find(name)
+        if old is None and self._count >= self._max_keys and not self._idle:
             return None
         droppable = self._idle.nbytes
         if old is not None and old.is_pinned and not old.readers:
@@ -526,9 +503,9 @@ class StoredValues:
         while (regions := self._arena.allocate([spec.nbytes])) is None:
             if self._is_growing_for(spec):
                 return None
-            victim = self._idle.victim(spare=name)
+            victim = self._idle.victim(spare=old)
             if victim is None and droppable and self._idle.nbytes < droppable:
-                victim, droppable = name, 0
+                victim, droppable = old, 0
             if victim is None:
                 return None
             self._evict(victim)
@@ -542,7 +519,7 @@ class StoredValues:
         return ticket.pending is not None or not could_fit
 
     def _live(self, name: Name) -> _StoredValue | None:
-        value = self._values.get(name)
+        value = self._find(name)
         if value is None or value.expires_at_s is None:
             return value
         if time.time() < value.expires_at_s:
@@ -555,26 +532,59 @@ class StoredValues:
 
     def _now_idle(self, value: _StoredValue, *, is_used: bool = True) -> None:
         if not value.is_pinned:
-            self._idle.add(value.name, value.region.nbytes, is_used=is_used)
+            self._idle.add(value, value.region.nbytes, is_used=is_used)
 
     def _hold(self, name: Name) -> PinnedValue | None:
         value = self._live(name)
         if value is None:
             return None
         value.readers += 1
-        self._idle.discard(name)
+        self._idle.discard(value)
         return PinnedValue(value.spec, value.region, value.digest, value)
 
-    def _evict(self, name: Name) -> None:
-        self._remove(name)
-        self.counters.evictions += 1
+    def _evict(self, value: _StoredValue) -> None:
+        if self._find(value.name) is value:
+            self._remove(value.name)
+            self.counters.evictions += 1
+        else:  # it is to be swept
+            self._drop(value)
+
+    def _find(self, name: Name) -> _StoredValue | None:
+        key, owner = name
+        values = self._values.get(owner)
+        return None if values is None else values.get(key)
 
     def _remove(self, name: Name) -> bool:
-        value = self._values.pop(name, None)
+        key, owner = name
+        values = self._values.get(owner, {})
+        value = values.pop(key, None)
         if value is None:
             return False
-        self._idle.discard(name)
+        if not values:
+            del self._values[owner]
+        self._count -= 1
+        self._drop(value)
+        return True
+
+    def _drop(self, value: _StoredValue) -> None:
+        """Give the memory of a value back, unless it is read. Again is nothing."""
+        if not value.is_stored:
+            return
+        self._idle.discard(value)
         value.is_stored = False
         if not value.readers:
             value.region.release()
-        return True
+
+    def _sweep(self) -> None:
+        if self._swept:  # else it was closed
+            self._sweep_some()
+            self.room.change()
+        if self._swept:
+            asyncio.get_running_loop().call_soon(self._sweep)
+
+    def _sweep_some(self) -> None:
+        values = self._swept[-1]
+        for _ in range(min(len(values), _SWEPT_AT_ONCE)):
+            self._drop(values.popitem()[1])
+        if not values:
+            self._swept.pop()

@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TypeAlias, TypeVar
 
+import msgspec
 from cyclopts import App, Parameter
 
 from asynckv.cli.keys import NO_KEY_OPTIONS, Fingerprint, KeyOptions
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from asynckv import Peer
     from asynckv.abc import StoredValue
 
-__all__ = ("get", "rm", "stat", "store")
+__all__ = ("clear", "get", "rm", "stat", "store")
 
 _T = TypeVar("_T")
 
@@ -37,6 +38,35 @@ _Fingerprint: TypeAlias = Annotated[
         help="The model whose values are meant: its name, or JSON of a fingerprint."
     ),
 ]
+
+
+@store.command
+def clear(
+    url: str,
+    /,
+    *,
+    fingerprint: _Fingerprint = None,
+    keys: KeyOptions = NO_KEY_OPTIONS,
+) -> int:
+    """Delete all values of a model, and say how many of them memory had.
+
+    Without --fingerprint, those that were put without one. Tiers delete theirs behind
+    it, as long as that takes; nobody finds them in this store meanwhile.
+
+    Parameters
+    ----------
+    url
+        Where the store is served.
+    """
+
+    def tell(count: int) -> int:
+        whose = "without a fingerprint"
+        if fingerprint is not None:
+            whose = f"of {as_line(_shown(fingerprint))}"
+        print(f"all values {whose} are deleted; memory had {count}")
+        return 0
+
+    return _run(url, fingerprint, keys, lambda peer: peer.store.clear(), tell)
 
 
 @store.command
@@ -149,6 +179,14 @@ def stat(
         return 1 if None in found else 0
 
     return _run(url, fingerprint, keys, look, tell)
+
+
+def _shown(fingerprint: KVFingerprint) -> str:
+    """Return it as --fingerprint takes it."""
+    fields = msgspec.structs.asdict(fingerprint)
+    said = {name: text for name, text in fields.items() if text}
+    is_plain = said.keys() == {"model"}
+    return fingerprint.model if is_plain else msgspec.json.encode(said).decode()
 
 
 def _described(value: StoredValue | None) -> str:

@@ -53,6 +53,7 @@ __all__ = (
     "Cancel",
     "Cancelled",
     "Challenge",
+    "Clear",
     "Commit",
     "Complete",
     "Contains",
@@ -287,6 +288,10 @@ class Delete(Request, frozen=True, tag="delete"):
     key: Name
 
 
+class Clear(Request, frozen=True, tag="clear"):
+    """Forget all names of this link's fingerprint and tenant."""
+
+
 class Contains(Request, frozen=True, tag="contains"):
     """Which of these names are stored?"""
 
@@ -497,6 +502,7 @@ OpeningFrame: TypeAlias = (
     | Put
     | Get
     | Delete
+    | Clear
     | Contains
     | Stat
     | Pin

@@ -17,11 +17,18 @@ from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from typing import Final, Generic, Protocol, TypeVar
 
-from asynckv.abc import StoreTier, TierFacts, TierResult, TierValue, WantedValue
+from asynckv.abc import (
+    StoreTier,
+    TierFacts,
+    TierPrefix,
+    TierResult,
+    TierValue,
+    WantedValue,
+)
 from asynckv.errors import ConfigError
 from asynckv.observability.latencies import Latencies, LatencyHistogram
 from asynckv.stores.health import Moving, TierCall, TierHealth
-from asynckv.stores.write_behind import TierChange, WriteBehind
+from asynckv.stores.write_behind import TierChange, TierClearing, WriteBehind
 from asynckv.waits.own_tasks import OwnTasks
 from asynckv.waits.replies import Watchers
 
@@ -38,6 +45,8 @@ _AFTER_LOADS_S: Final = 0.1
 """So long a store waits for loads that are under way."""
 _LEAST_TICK_S: Final = 0.001
 _RETRY_S: Final = 1.0
+_RESTS: Final = 30
+"""A clearing that has failed is tried again after so many times what it took."""
 _CLOSE_S: Final = 1.0
 
 
@@ -132,6 +141,7 @@ class TierClient(Generic[W]):
         self._late: dict[TierCall, asyncio.Future[None]] = {}
         self._watch: asyncio.TimerHandle | None = None
         self._retry: asyncio.TimerHandle | None = None
+        self._clear_again: asyncio.TimerHandle | None = None
         self._is_closed = False
 
     async def open(self) -> None:
@@ -155,6 +165,7 @@ class TierClient(Generic[W]):
             self._loads.open(self._loop.time())
             self._stores.open(self._loop.time())
         self._tasks.start(self._write_forever, f"writer to {self.name}")
+        self._tasks.start(self._clear_forever, f"clearing of {self.name}")
         self._tasks.start(self._probe_forever, f"probe of {self.name}")
 
     def may_have(self, key: str) -> bool:
@@ -246,6 +257,11 @@ class TierClient(Generic[W]):
         self.behind.delete(key, epoch)
         self._changed.wake()
 
+    def clear(self, prefix: str, epoch: int) -> None:
+        """Delete all keys that begin so, soon. Never waits."""
+        self.behind.clear(prefix, epoch)
+        self._changed.wake()
+
     async def flush(self, epoch: float = math.inf) -> None:
         """Wait until changes up to ``epoch`` are made, or came to nothing.
 
@@ -307,7 +323,7 @@ class TierClient(Generic[W]):
         self._is_closed = True
         self.behind.close()
         self._tasks.cancel()
-        for timer in (self._watch, self._retry):
+        for timer in (self._watch, self._retry, self._clear_again):
             if timer is not None:
                 timer.cancel()
         for late in self._late.values():
@@ -438,6 +454,46 @@ class TierClient(Generic[W]):
         )
         self._store_times.observe(time.perf_counter() - began_s)
 
+    async def _clear_forever(self) -> None:
+        while True:
+            if self.behind.forget_cleared():
+                await asyncio.sleep(0)
+                continue
+            can_tell = not self._stores.is_open
+            clearing = self.behind.take_clearing() if can_tell else None
+            if clearing is None:
+                await self._changed.next_change(self._loop)
+            else:
+                await self._tell_clearing(clearing)
+
+    async def _tell_clearing(self, clearing: TierClearing) -> None:
+        prefix, began_s = TierPrefix(clearing.prefix), self._loop.time()
+
+        async def clear() -> Sequence[TierResult]:
+            return [await self.tier.clear(prefix)]
+
+        def ended(results: Sequence[TierResult] | None) -> None:
+            (result,) = results or (TierResult.FAILED,)
+            self.behind.clearing_ended(clearing, result)
+            if result is TierResult.FAILED:
+                took_s = self._loop.time() - began_s
+                self._clear_later(max(_RETRY_S, _RESTS * took_s))
+            elif result is TierResult.REFUSED:
+                logger.warning("%s cannot delete all of a model: it stays", self.name)
+
+        await self._call(self._stores, clear, [prefix], ended)
+
+    def _clear_later(self, after_s: float) -> None:
+        if self._clear_again is None and not self._is_closed:
+            self._clear_again = self._loop.call_later(after_s, self._clear_now)
+
+    def _clear_now(self) -> None:
+        if self._clear_again is not None:
+            self._clear_again.cancel()
+            self._clear_again = None
+        self.behind.retry_clearings()
+        self._changed.wake()
+
     def _retry_later(self) -> None:
         if self._retry is None and not self._is_closed:
             self._retry = self._loop.call_later(_RETRY_S, self._retry_now)
@@ -477,6 +533,7 @@ class TierClient(Generic[W]):
             self._take_facts(found[0])
             self._absent.clear()
             self._retry_now()
+            self._clear_now()
             logger.info("%s is there again", self.name)
         else:
             await asyncio.wait({probe})

@@ -70,8 +70,12 @@ class ValueName(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         fingerprint's, so that those of one can be listed together, and 256 of the
         key's. The whole name is in the header.
         """
-        prefix = _prefix_of(self.namespace, self.fingerprint)
-        return prefix + _hexadecimal(self.key.encode(), 32)
+        return self.tier_prefix + _hexadecimal(self.key.encode(), 32)
+
+    @property
+    def tier_prefix(self) -> str:
+        """What the names of all keys of that model and namespace begin with."""
+        return _prefix_of(self.namespace, self.fingerprint)
 
 
 class ValueHeader(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

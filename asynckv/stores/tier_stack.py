@@ -18,14 +18,8 @@ from collections.abc import Hashable, Mapping, Sequence
 from typing import Final, Literal
 
 from asynckv.abc import StoreTier, TierMemory, TierResult, TierValue, WantedValue
-from asynckv.buffers.values import (
-    LowerTiers,
-    Name,
-    PendingPut,
-    PinnedValue,
-    StoredValues,
-    TenantModel,
-)
+from asynckv.buffers.lower_tiers import LowerTiers, Name, Owner, TenantModel
+from asynckv.buffers.values import PendingPut, PinnedValue, StoredValues
 from asynckv.devices.arena import place_of
 from asynckv.devices.copying import CopyPool
 from asynckv.errors import BufferClosed, EntryTooLarge
@@ -271,6 +265,12 @@ class TierStack(LowerTiers):
         epoch = self._next_epoch()
         for client in self.clients:
             client.delete(self.key_of(name), epoch)
+
+    def cleared(self, owner: Owner) -> None:
+        # What is on its way from a tier is void by its epoch.
+        prefix, epoch = self.full_name(("", owner)).tier_prefix, self._next_epoch()
+        for client in self.clients:
+            client.clear(prefix, epoch)
 
     async def fetch(self, names: Sequence[Name]) -> None:
         missing = list(names)

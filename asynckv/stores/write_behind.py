@@ -8,6 +8,11 @@ A tier that was not told of a change may hold an older value of that key: one of
 earlier epoch is void then. That is kept as long as it is so, of so many keys. Of a key
 that is forgotten the epoch alone is kept, in a table in which few keys share a place:
 what is older is void, of these keys too.
+
+Keys whose names begin alike, up to the last ``/``, can be cleared together. The epoch
+of that is kept in such a table, too, and whatever is older is void. The tier is told
+when nothing of those keys is under way; what is changed after that waits until it has
+ended, in a line of its own, so that others go on.
 """
 
 from __future__ import annotations
@@ -17,15 +22,19 @@ import itertools
 import mmap
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
-from typing import Final, Generic, NamedTuple, TypeVar
+from typing import Final, Generic, NamedTuple, TypeAlias, TypeVar
 
-__all__ = ("TierChange", "ValidFrom", "WriteBehind")
+from asynckv.abc.tiers import TierResult
+
+__all__ = ("TierChange", "TierClearing", "ValidFrom", "WriteBehind")
 
 T = TypeVar("T")
 
 _MAX_KEYS: Final = 65_536
 _PLACES: Final = 2**20
 _MAX_EPOCH: Final = 2**64 - 1
+_MAX_CLEARED: Final = 1024
+_FORGOTTEN_AT_ONCE: Final = 256
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -68,6 +77,31 @@ class _Key(Generic[T]):
     """The tier was told of the last change."""
 
 
+_Line: TypeAlias = "OrderedDict[str, TierChange[T]]"
+
+
+@dataclasses.dataclass(frozen=True)
+class TierClearing:
+    """All that begins with ``prefix``, and is older than ``epoch``, is to go."""
+
+    prefix: str
+    epoch: int
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class _Cleared(Generic[T]):
+    """The last clearing of a prefix, and what of that is still to be done."""
+
+    epoch: int
+    passes: int = 0
+    """After so many of them all that is older is forgotten."""
+    is_running: bool = False
+    result: TierResult | None = None
+    """What came of it; ``None``: it is still to end, and changes wait for that."""
+    line: _Line[T] = dataclasses.field(default_factory=OrderedDict)
+    """Changes of its keys that have come since."""
+
+
 class WriteBehind(Generic[T]):
     """The changes for one tier.
 
@@ -95,16 +129,23 @@ class WriteBehind(Generic[T]):
         self.deletes_old = deletes_old
         # Its 8 MiB take memory as they are written to.
         self._forgotten = memoryview(mmap.mmap(-1, 8 * _PLACES)).cast("Q")
+        self._void = memoryview(mmap.mmap(-1, 8 * _PLACES)).cast("Q")
+        """Of prefixes: what is older was cleared."""
+        self._cleared: dict[str, _Cleared[T]] = {}
+        self._unseen: list[str] = []
+        """Keys that the pass under way has not looked at: are they cleared?"""
+        self._passes = self._wanted_passes = 0
         self._keys: dict[str, _Key[T]] = {}
-        # Each key of those is in one of these, or running.
-        self._queued: OrderedDict[str, TierChange[T]] = OrderedDict()
+        # Each key of those is in one of these, in a line of its prefix, or running.
+        self._queued: _Line[T] = OrderedDict()
         self._unsure: OrderedDict[str, None] = OrderedDict()
         self._undeleted: OrderedDict[str, None] = OrderedDict()
         self._running: set[TierChange[T]] = set()
 
     def __len__(self) -> int:
         """How many changes wait, or are under way."""
-        return len(self._queued) + len(self._running)
+        wanted = sum(one.result is None for one in self._cleared.values())
+        return sum(map(len, self._lines())) + len(self._running) + wanted
 
     @property
     def is_full(self) -> bool:
@@ -113,9 +154,10 @@ class WriteBehind(Generic[T]):
 
     def is_behind(self, epoch: float) -> bool:
         """Does a change of ``epoch``, or an earlier one, wait or run?"""
-        first = next(iter(self._queued.values()), None)
-        changes = self._running if first is None else {first, *self._running}
-        return any(change.epoch <= epoch for change in changes)
+        epochs = [*map(_epoch_of_first, self._lines())]
+        epochs += [change.epoch for change in self._running]
+        epochs += [one.epoch for one in self._cleared.values() if one.result is None]
+        return any(one <= epoch for one in epochs)
 
     @property
     def known_keys(self) -> int:
@@ -127,7 +169,11 @@ class WriteBehind(Generic[T]):
     ) -> bool:
         """``value`` is to be written. ``False``: there is no room, it is dropped."""
         others = self._nbytes_without(key)
-        if others and others + nbytes > self._max_bytes:
+        cleared = self._cleared_of(key)
+        waits = cleared is not None and cleared.result is None
+        # What has to wait leaves room to those that go on.
+        most = self._max_bytes // 2 if waits else self._max_bytes
+        if others and others + nbytes > most:
             self.skip(key, epoch, identity)
             self._release(value)
             return False
@@ -147,14 +193,70 @@ class WriteBehind(Generic[T]):
 
     def drop_writes(self) -> None:
         """What waits to be written is not to be written any more."""
-        for key, change in list(self._queued.items()):
+        for change in self._waiting():
             if not change.is_delete:
-                self._unqueue(key)
-                self._leave_old(key, self._keys[key])
+                self._unqueue(change.key)
+                self._leave_old(change.key, self._keys[change.key])
 
     def delete(self, key: str, epoch: int) -> None:
         """The key is to be deleted."""
         self._queue(self._change(key, epoch, None), TierChange(key, epoch))
+
+    def clear(self, prefix: str, epoch: int) -> None:
+        """All keys that begin so are to be deleted; nothing of before is valid."""
+        place = hash(prefix) % _PLACES
+        self._void[place] = max(self._void[place], min(epoch, _MAX_EPOCH))
+        if self._passes == self._wanted_passes:
+            self._unseen = list(self._keys)
+            self._wanted_passes += 1
+        else:  # the pass under way has not looked for these
+            self._wanted_passes = self._passes + 2
+        cleared = self._cleared.setdefault(prefix, _Cleared(epoch))
+        cleared.epoch, cleared.passes = epoch, self._wanted_passes
+        cleared.result = None
+        if len(self._cleared) > _MAX_CLEARED:
+            for other, one in self._cleared.items():
+                if not (one.is_running or one.line):
+                    del self._cleared[other]
+                    break
+
+    def forget_cleared(self) -> bool:
+        """Let go of some of what was cleared; ``False``: there is nothing of it."""
+        if self._passes == self._wanted_passes:
+            return False
+        for key in self._unseen[-_FORGOTTEN_AT_ONCE:]:
+            cleared = self._cleared_of(key)
+            if cleared is not None:
+                self._forget_older(key, cleared.epoch)
+        del self._unseen[-_FORGOTTEN_AT_ONCE:]
+        if not self._unseen:
+            self._passes += 1
+            if self._passes < self._wanted_passes:
+                self._unseen = list(self._keys)
+        return True
+
+    def take_clearing(self) -> TierClearing | None:
+        """Begin a clearing, if one can begin now. It ends by :meth:`clearing_ended`."""
+        busy = {_prefix_of(change.key) for change in self._running}
+        for prefix, cleared in self._cleared.items():
+            is_due = cleared.result is None and cleared.passes <= self._passes
+            if is_due and not cleared.is_running and prefix not in busy:
+                cleared.is_running = True
+                return TierClearing(prefix, cleared.epoch)
+        return None
+
+    def clearing_ended(self, clearing: TierClearing, result: TierResult) -> None:
+        """Nothing is under way of it. If it has ``FAILED``, changes go on as well."""
+        cleared = self._cleared[clearing.prefix]
+        cleared.is_running = False
+        if cleared.epoch == clearing.epoch:
+            cleared.result = result
+
+    def retry_clearings(self) -> None:
+        """What the tier could not clear is to be cleared now, and what came since."""
+        for cleared in self._cleared.values():
+            if cleared.result is TierResult.FAILED:
+                cleared.result = None
 
     def take(self, max_changes: int, max_bytes: int) -> list[TierChange[T]]:
         """Begin changes, the oldest first: all of them writes, or all deletes.
@@ -162,8 +264,23 @@ class WriteBehind(Generic[T]):
         Of writes no more than ``max_bytes``, but for one. Each ends by :meth:`ended`.
         """
         taken: list[TierChange[T]] = []
+        for line in sorted(self._lines(is_ready=True), key=_epoch_of_first):
+            taken = self._take_of(line, max_changes, max_bytes)
+            if taken:
+                break
+        for change in taken:
+            state = self._keys[change.key]
+            state.queued, state.running = None, change
+            self._line_with(change.key).pop(change.key)
+            self._running.add(change)
+        return taken
+
+    def _take_of(
+        self, line: _Line[T], max_changes: int, max_bytes: int
+    ) -> list[TierChange[T]]:
+        taken: list[TierChange[T]] = []
         nbytes = 0
-        for change in itertools.islice(self._queued.values(), 4 * max_changes):
+        for change in itertools.islice(line.values(), 4 * max_changes):
             if self._keys[change.key].running is not None:
                 continue
             if taken and change.is_delete != taken[0].is_delete:
@@ -172,11 +289,6 @@ class WriteBehind(Generic[T]):
             if taken and (nbytes > max_bytes or len(taken) == max_changes):
                 break
             taken.append(change)
-        for change in taken:
-            state = self._keys[change.key]
-            state.queued, state.running = None, change
-            del self._queued[change.key]
-            self._running.add(change)
         return taken
 
     def ended(self, change: TierChange[T], *, is_done: bool) -> None:
@@ -192,8 +304,14 @@ class WriteBehind(Generic[T]):
             state.is_in_doubt = True  # what was not answered may be written yet
         if state.queued is not None:
             return
+        cleared = self._cleared_of(key)
+        is_cleared = cleared is None or cleared.result is TierResult.DONE
+        if cleared is not None and cleared.result is None:
+            if state.epoch <= cleared.epoch and not state.is_in_doubt:
+                del self._keys[key]  # it will be cleared
+                return
         if is_done and (change.is_delete or state.epoch == change.epoch):
-            if not state.is_in_doubt:
+            if not state.is_in_doubt and (is_cleared or change.is_delete):
                 del self._keys[key]  # it has this value, or none
                 return
             state.is_made = True
@@ -218,9 +336,12 @@ class WriteBehind(Generic[T]):
         What is read meanwhile may be of before a change that is known no more when it
         has been read: so ask before that, too.
         """
-        oldest_epoch = self._forgotten[hash(key) % _PLACES]
+        void_epoch = 0
+        if self._cleared:
+            void_epoch = self._void[hash(_prefix_of(key)) % _PLACES]
+        oldest_epoch = max(self._forgotten[hash(key) % _PLACES], void_epoch)
         state = self._keys.get(key)
-        if state is None:
+        if state is None or state.epoch < void_epoch:
             return ValidFrom(oldest_epoch, None)
         return ValidFrom(max(state.epoch, oldest_epoch), state.identity)
 
@@ -235,12 +356,34 @@ class WriteBehind(Generic[T]):
     def may_be_new(self, key: str) -> bool:
         """Was the tier told of the last change, as far as is known?"""
         state = self._keys.get(key)
-        return state is None or (state.is_made and state.identity is not None)
+        cleared = self._cleared_of(key)
+        if state is None or (cleared is not None and state.epoch < cleared.epoch):
+            return cleared is None or cleared.result is TierResult.DONE
+        return state.is_made and state.identity is not None
 
     def close(self) -> None:
         """Nothing more is to be written. What is under way ends as ever."""
-        while self._queued:
-            self._unqueue(next(iter(self._queued)))
+        for change in self._waiting():
+            self._unqueue(change.key)
+
+    def _cleared_of(self, key: str) -> _Cleared[T] | None:
+        return self._cleared.get(_prefix_of(key)) if self._cleared else None
+
+    def _lines(self, *, is_ready: bool = False) -> list[_Line[T]]:
+        """Return the lines in which changes wait, or only those that wait for none."""
+        lines = [self._queued]
+        lines += [
+            one.line for one in self._cleared.values() if not is_ready or one.result
+        ]
+        return [line for line in lines if line]
+
+    def _waiting(self) -> list[TierChange[T]]:
+        return [change for line in self._lines() for change in line.values()]
+
+    def _line_with(self, key: str) -> _Line[T]:
+        """Return the line that a change of that key waits in, or is to."""
+        cleared = self._cleared_of(key)
+        return self._queued if cleared is None or key in self._queued else cleared.line
 
     def _change(self, key: str, epoch: int, identity: Hashable) -> _Key[T]:
         """Note the last change of a key. What waited of it is void."""
@@ -254,15 +397,15 @@ class WriteBehind(Generic[T]):
         return state
 
     def _queue(self, state: _Key[T], change: TierChange[T]) -> None:
-        state.queued = self._queued[change.key] = change
+        state.queued = self._line_with(change.key)[change.key] = change
         self._bound()
 
     def _nbytes_without(self, key: str) -> int:
-        queued = self._queued.get(key)
+        queued = self._line_with(key).get(key)
         return self.nbytes - (0 if queued is None else queued.nbytes)
 
     def _unqueue(self, key: str) -> None:
-        change = self._queued.pop(key, None)
+        change = self._line_with(key).pop(key, None)
         if change is None:
             return
         self._keys[key].queued = None
@@ -287,20 +430,43 @@ class WriteBehind(Generic[T]):
     def _bound(self) -> None:
         """Know of no more keys than may be. What is known longest is forgotten."""
         while len(self._keys) > self._max_keys:
-            for known in (self._undeleted, self._unsure, self._queued):
-                if known:
-                    break
-            else:
+            lines = self._lines()
+            known = itertools.chain(self._undeleted, self._unsure, *lines)
+            key = next(known, None)
+            if key is None:
                 return  # all are under way
-            self._forget(next(iter(known)))
+            self._forget(key)
 
     def _forget(self, key: str) -> None:
         state = self._keys[key]
         place = hash(key) % _PLACES
         epoch = min(state.epoch, _MAX_EPOCH)
         self._forgotten[place] = max(self._forgotten[place], epoch)
+        self._drop(key, state)
+
+    def _forget_older(self, key: str, epoch: int) -> None:
+        """A key is cleared by ``epoch``: forget what is older of it."""
+        state = self._keys.get(key)
+        if state is None or state.epoch >= epoch:
+            return
+        if state.running is None and not state.is_in_doubt:
+            self._drop(key, state)
+            return
+        self._change(key, epoch, None)
+        if state.running is None:
+            self._unsure[key] = None
+
+    def _drop(self, key: str, state: _Key[T]) -> None:
         self._unqueue(key)
         self._unsure.pop(key, None)
         self._undeleted.pop(key, None)
         if state.running is None:
             del self._keys[key]
+
+
+def _prefix_of(key: str) -> str:
+    return key[: key.rfind("/") + 1]
+
+
+def _epoch_of_first(line: _Line[T]) -> int:
+    return next(iter(line.values())).epoch

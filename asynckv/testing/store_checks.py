@@ -37,6 +37,7 @@ __all__ = (
     "StoreCheck",
     "a_cancelled_get_leaves_into_alone",
     "a_cancelled_put_stores_all_or_nothing",
+    "a_clear_forgets_all_and_says_how_much",
     "a_closed_buffer_refuses",
     "a_prefix_ends_at_the_first_gap",
     "a_reader_never_sees_a_mix",
@@ -120,6 +121,25 @@ async def none_deletes(client: KVStoreBuffer, local: StoreBuffer) -> None:
     expect(await client.delete("key"), "delete says that it was there")
     expect(not await client.delete("key"), "delete says that it was not there")
     expect(local.statistics().used_bytes == 0, "its memory is free again")
+
+
+async def a_clear_forgets_all_and_says_how_much(
+    client: KVStoreBuffer, local: StoreBuffer
+) -> None:
+    """What is put with pin, too; what is held goes when it is let go."""
+    await client.put_many([(str(number), noise(64, 1)) for number in range(600)])
+    await client.put("pinned", large(local), pin=True)
+    async with client.pin(["0"]) as held:
+        count = await client.clear()
+        expect(count == 601 and held == (True,), f"{count} values were cleared")
+        expect(local.statistics().keys == 0, "there are keys")
+        expect(await client.get("0") is None, "what is held is found")
+        await client.put("0", torch.ones(3))
+    await until_only(local, "0")
+    expect_same(await client.get("0"), torch.ones(3))
+    expect(await client.clear() == 1, "what was put after that is cleared by the next")
+    expect(await client.clear() == 0, "there is nothing to clear")
+    await until(lambda: local.statistics().used_bytes == 0)
 
 
 async def the_last_put_wins(client: KVStoreBuffer, local: StoreBuffer) -> None:
@@ -283,6 +303,7 @@ async def a_closed_buffer_refuses(client: KVStoreBuffer, local: StoreBuffer) -> 
         client.put("key", torch.ones(3)),
         client.get("key"),
         client.delete("key"),
+        client.clear(),
         client.contains(["key"]),
         client.match_prefix(["key"]),
         client.stat("key"),
@@ -300,6 +321,7 @@ STORING_CHECKS: Final[tuple[StoreCheck, ...]] = (
     a_value_comes_back_as_it_was_put,
     what_was_never_put_is_none,
     none_deletes,
+    a_clear_forgets_all_and_says_how_much,
     the_last_put_wins,
     the_tensor_may_be_overwritten_after_a_put,
     a_value_lands_in_into,

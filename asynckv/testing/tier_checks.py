@@ -28,7 +28,14 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Final, TypeAlias
 
-from asynckv.abc import StoreTier, TierMemory, TierResult, TierValue, WantedValue
+from asynckv.abc import (
+    StoreTier,
+    TierMemory,
+    TierPrefix,
+    TierResult,
+    TierValue,
+    WantedValue,
+)
 from asynckv.protocol.wire import digest_of
 from asynckv.testing.blocked import until
 from asynckv.testing.expectations import expect
@@ -43,6 +50,7 @@ __all__ = (
     "OpenTier",
     "SomeValue",
     "TierCheck",
+    "a_clear_forgets_what_begins_so_or_says_that_it_cannot",
     "a_header_that_is_too_short_is_asked_for_again",
     "a_large_value_may_lie_in_pieces",
     "a_reader_never_sees_a_mix",
@@ -259,6 +267,27 @@ async def what_was_deleted_is_missing(make: OpenTier) -> None:
                 expect(list(results) == [MISSING], "it is gone")
 
 
+async def a_clear_forgets_what_begins_so_or_says_that_it_cannot(make: OpenTier) -> None:
+    """And nothing else; it may be stored again. A second time there is nothing."""
+    keys = [f"k1/{owner}/{number:064}" for owner in "ab" for number in range(70)]
+    there = [MISSING] * 70 + [DONE] * 70
+    async with open_tier(make) as tier:
+        for seed in range(2):
+            stored = [SomeValue(key, 100, seed).to_store() for key in keys]
+            await _store(tier, *stored)
+            prefix = TierPrefix("k1/a/")
+            result = await tier.clear(prefix)
+            if result is TierResult.REFUSED:
+                return
+            expect(result is DONE, f"cleared: {result}")
+            expect(prefix.moved_nbytes > 0, "it says that it gets on")
+            results = await _fetch(tier, *(SomeValue(key, 100) for key in keys))
+            expect(list(results) == there, "others are gone, or those are not")
+            expect(list(await tier.contains(keys[69:])) == there[69:], "it has them")
+            expect(await tier.clear(TierPrefix("k1/a/")) is DONE, "nothing is there")
+        expect(await tier.clear(TierPrefix("k1/never/")) is DONE, "nothing was there")
+
+
 async def it_tells_which_keys_it_has(make: OpenTier) -> None:
     """In the order of the question, each as often as it is asked."""
     async with open_tier(make) as tier:
@@ -359,6 +388,8 @@ async def a_reopened_tier_has_what_it_had(make: OpenTier) -> None:
             await _store(tier, SomeValue("k1/new", 5000, seed).to_store())
         await _store(tier, SomeValue("k1/gone", 5000).to_store())
         await tier.delete(["k1/gone"])
+        await _store(tier, SomeValue("k1/cleared/a", 5000).to_store())
+        is_cleared = await tier.clear(TierPrefix("k1/cleared/")) is DONE
     async with open_tier(make) as tier:
         for seed, nbytes in enumerate(SIZES):
             await until_it_has(tier, f"k1/{nbytes}")
@@ -367,7 +398,9 @@ async def a_reopened_tier_has_what_it_had(make: OpenTier) -> None:
         await _expect_value(tier, SomeValue("k1/new", 5000), 1)
         results = list(await tier.delete(["k1/gone"]))
         expect(results == [DONE], f"it is certain that it is gone: {results}")
-        expect(list(await tier.contains(["k1/gone"])) == [MISSING], "it is gone")
+        found = list(await tier.contains(["k1/gone", "k1/cleared/a"]))
+        expect(found[0] is MISSING, "it is gone")
+        expect(not is_cleared or found[1] is MISSING, "what was cleared is gone")
 
 
 async def until_it_has(tier: StoreTier, key: str) -> None:
@@ -398,6 +431,7 @@ TIER_CHECKS: Final[tuple[TierCheck, ...]] = (
     the_last_store_wins,
     what_was_never_stored_is_missing,
     what_was_deleted_is_missing,
+    a_clear_forgets_what_begins_so_or_says_that_it_cannot,
     it_tells_which_keys_it_has,
     every_item_of_a_call_has_its_result,
     what_is_not_wanted_is_refused,

@@ -10,6 +10,7 @@ from hypothesis import given, settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from hypothesis.strategies import integers, sampled_from
 
+from asynckv.buffers.lower_tiers import LowerTiers, Name, Owner
 from asynckv.buffers.values import EvictionOrder, PendingPut, PinnedValue, StoredValues
 from asynckv.errors import BufferClosed, EntryTooLarge
 from asynckv.tensors.arena import HeapArena, Region
@@ -263,6 +264,11 @@ class ValuesAsADict(RuleBasedStateMachine):
         assert self.stored.remove(key, None) == (key in self.values)
         self.values.pop(key, None)
 
+    @rule()
+    def clear(self) -> None:
+        assert self.stored.clear(None) == len(self.values)
+        self.values.clear()
+
     @invariant()
     def they_agree(self) -> None:
         assert keys_in(self.stored) == "".join(sorted(self.values))
@@ -272,6 +278,93 @@ class ValuesAsADict(RuleBasedStateMachine):
 ValuesAsADict.TestCase.settings = settings(max_examples=60, deadline=None)
 
 test_it_behaves_as_a_dict_with_an_order = ValuesAsADict.TestCase
+
+
+def fill(values: StoredValues, count: int) -> None:
+    """Store values, more than are swept at once, and clear them."""
+    for number in range(count):
+        store(values, f"{number}", 1 if number < _MAX_BYTES else 0)
+    assert values.clear(None) == count
+
+
+async def test_what_was_cleared_makes_room_before_its_turn_has_come() -> None:
+    values = make_values(1000)
+    fill(values, 700)
+    assert len(values) == 0
+    store(values, "a", _MAX_BYTES)
+    assert keys_in(values) == "a" and not values.counters.evictions
+    for _ in range(4):
+        await asyncio.sleep(0)
+    assert keys_in(values) == "a"
+    assert values.clear(None) == 1
+
+
+async def test_cleared_values_are_let_go_of_in_turns_and_all_of_them_at_the_end() -> (
+    None
+):
+    arena = HeapArena(_MAX_BYTES)
+    values = StoredValues(arena, lambda: None, 1000)
+    fill(values, 700)
+    store(values, "a", 0)
+    assert values.clear(None) == 1 and arena.used_bytes == _MAX_BYTES
+    for _ in range(4):
+        await asyncio.sleep(0)
+    assert arena.used_bytes == 0
+    fill(values, 700)
+    values.close()
+    assert arena.used_bytes == 0
+    await asyncio.sleep(0)
+
+
+async def test_one_owner_s_values_are_cleared_and_no_other_s(
+    values: StoredValues,
+) -> None:
+    store(values, "a", 10)
+    other = KVFingerprint("other")
+    assert values.clear(other) == 0 and keys_in(values) == "a"
+    assert values.clear(None) == 1 and keys_in(values) == ""
+
+
+class ToldTiers(LowerTiers):
+    """They have nothing, and remember what they are told."""
+
+    def __init__(self) -> None:
+        self.told: list[tuple[str, Name | Owner]] = []
+
+    def stored(self, name: Name) -> None:
+        self.told.append(("stored", name))
+
+    def used(self, name: Name) -> None:
+        self.told.append(("used", name))
+
+    def deleted(self, name: Name) -> None:
+        self.told.append(("deleted", name))
+
+    def cleared(self, owner: Owner) -> None:
+        self.told.append(("cleared", owner))
+
+    async def fetch(self, names: Sequence[Name]) -> None: ...
+
+    async def where(self, names: Sequence[Name]) -> Sequence[Sequence[str]]:
+        return [()] * len(names)
+
+    async def touch(self, names: Sequence[Name]) -> None: ...
+
+
+async def test_who_is_below_is_told_of_each_change_and_of_each_use(
+    values: StoredValues,
+) -> None:
+    values.lower = below = ToldTiers()
+    store(values, "a", 10)
+    pin(values, "a")
+    assert values.remove("a", None)
+    store(values, "b", 10)
+    assert values.clear(None) == 1 and values.clear(KVFingerprint("m")) == 0
+    a, b = ("a", None), ("b", None)
+    assert below.told == [
+        *(("stored", a), ("used", a), ("deleted", a), ("stored", b)),
+        *(("cleared", None), ("cleared", KVFingerprint("m"))),
+    ]
 
 
 def order_of(*keys: str) -> EvictionOrder[str]:

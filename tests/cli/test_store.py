@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from asynckv.buffers.lookup import LookupBuffer
+from asynckv.buffers.remote.peer import connect
 from asynckv.buffers.serve import Server, serve
 from asynckv.buffers.store import StoreBuffer
 from asynckv.cli import store as commands
@@ -19,6 +20,8 @@ from asynckv.stores.tiered import TieredStore
 from asynckv.testing.expectations import noise
 from asynckv.testing.pairs import free_port
 from harness.tiers import DictTier
+
+URL = "tcp://127.0.0.1:0"
 
 
 @pytest.fixture
@@ -85,6 +88,34 @@ async def test_values_are_removed_and_each_is_said(
     assert await status_of("rm", server.url, "key", "other", *options) == 1
     assert capsys.readouterr().out == "key: deleted\nother: was not there\n"
     assert await store.contains(["key"]) == (False,)
+
+
+async def test_all_values_of_a_model_are_deleted_and_no_others(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    async with StoreBuffer("1MiB") as store, serve(URL, store=store) as server:
+        async with connect(server.url, fingerprint="llama") as peer:
+            await peer.store.put_many([(str(n), torch.ones(3)) for n in range(20)])
+        await store.put("key", torch.ones(3))
+        llama = ("--fingerprint", "llama")
+        other = ("--fingerprint", '{"model": "llama", "dtype": "int8"}')
+        for options in (other, llama, llama, ()):
+            assert await status_of("clear", server.url, *options) == 0
+        assert store.statistics().keys == 0
+    assert capsys.readouterr().out.splitlines() == [
+        'all values of {"model":"llama","dtype":"int8"} are deleted; memory had 0',
+        "all values of llama are deleted; memory had 20",
+        "all values of llama are deleted; memory had 0",
+        "all values without a fingerprint are deleted; memory had 1",
+    ]
+
+
+async def test_what_others_may_not_see_they_may_not_clear(
+    server: Server, store: StoreBuffer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert await status_of("clear", server.url, "--fingerprint", "qwen") == 1
+    assert "fingerprints differ" in capsys.readouterr().err
+    assert await store.contains(["key"]) == (True,)
 
 
 async def test_it_is_said_what_is_stored_and_for_how_long(

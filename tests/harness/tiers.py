@@ -8,7 +8,14 @@ import math
 import time
 from collections.abc import Sequence
 
-from asynckv.abc import StoreTier, TierFacts, TierResult, TierValue, WantedValue
+from asynckv.abc import (
+    StoreTier,
+    TierFacts,
+    TierPrefix,
+    TierResult,
+    TierValue,
+    WantedValue,
+)
 
 __all__ = ("DictTier",)
 
@@ -16,7 +23,8 @@ __all__ = ("DictTier",)
 class DictTier(StoreTier):
     """Keeps values in ``values``, which outlives it: header and bytes of each key.
 
-    ``fails`` has the names of calls that fail, ``raises`` of those that raise.
+    ``fails`` has the names of calls that fail, ``raises`` of those that raise,
+    ``refuses`` has ``clear`` if it cannot do that.
     ``hold(name)`` keeps calls of that name from ending, until they are let go on;
     ``read`` is a fetch that has read what there is, and not said so.
     """
@@ -32,6 +40,7 @@ class DictTier(StoreTier):
         self.is_there = True
         self.fails: set[str] = set()
         self.raises: set[str] = set()
+        self.refuses: set[str] = set()
         self.calls: collections.Counter[str] = collections.Counter()
         self.asked: collections.Counter[str] = collections.Counter()
         self.touched: list[str] = []
@@ -99,6 +108,18 @@ class DictTier(StoreTier):
         for key in keys:
             self.values.pop(key, None)
         return [TierResult.DONE] * len(keys)
+
+    async def clear(self, prefix: TierPrefix) -> TierResult:
+        began = [key for key in self.values if key.startswith(prefix.prefix)]
+        await self._enter("clear")
+        if "clear" in self.fails:
+            return TierResult.FAILED
+        if "clear" in self.refuses:
+            return TierResult.REFUSED
+        for key in began:
+            self.values.pop(key, None)
+        prefix.moved_nbytes += 1
+        return TierResult.DONE
 
     async def touch(self, keys: Sequence[str]) -> None:
         self.touched += keys

@@ -16,7 +16,9 @@ from asynckv.stores.tiered import TieredStore
 from harness.tiers import DictTier
 
 NBYTES = 4096
-KINDS = ("put", "failed put", "delete", "get", "pin", "evict", "fetch", "let go")
+KINDS = (
+    *("put", "failed put", "delete", "clear", "get", "pin", "evict", "fetch", "let go"),
+)
 Step: TypeAlias = tuple[str, int]
 
 STEPS = st.lists(
@@ -75,6 +77,9 @@ class TwoStores:
             self.let_go(index)  # it asks the tier whether the key is there
             self.change(index, None)
             await store.delete("a")
+        elif what == "clear":
+            self.change(index, None)
+            await store.clear()
         elif what == "pin":
             async with store.pin(["a"], within_s=0):
                 await self.get(index)

@@ -9,11 +9,13 @@ import pytest
 from hypothesis import given, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from asynckv.stores.write_behind import TierChange, WriteBehind
+from asynckv.abc import TierResult
+from asynckv.stores.write_behind import TierChange, TierClearing, WriteBehind
 
 Value: TypeAlias = tuple[int, str]
 """What it was called by its writer: its epoch, and its bytes."""
-KEYS = ("a", "b", "c")
+KEYS = ("p/a", "p/b", "q/c")
+PREFIXES = ("p/", "q/")
 
 
 class AnyTier(RuleBasedStateMachine):
@@ -35,6 +37,9 @@ class AnyTier(RuleBasedStateMachine):
         self.unanswered: list[tuple[str, Value]] = []
         self.given: list[Value] = []
         self.last_accepted: dict[str, int] = {}
+        self.cleared: dict[str, int] = {}
+        self.clearing: list[TierClearing] = []
+        self.was_always_cleared = True
 
     def _release(self, value: Value) -> None:
         self.released[value] += 1
@@ -96,6 +101,43 @@ class AnyTier(RuleBasedStateMachine):
     @rule()
     def retry(self) -> None:
         self.behind.retry()
+        self.behind.retry_clearings()
+
+    @rule(prefix=st.sampled_from(PREFIXES))
+    def clear(self, prefix: str) -> None:
+        self.epoch += 1
+        self.cleared[prefix] = self.epoch
+        self.newest.update({key: None for key in KEYS if key.startswith(prefix)})
+        self.behind.clear(prefix, self.epoch)
+
+    @rule()
+    def let_go_of_what_was_cleared(self) -> None:
+        self.behind.forget_cleared()
+
+    @rule()
+    def begin_clearing(self) -> None:
+        clearing = self.behind.take_clearing()
+        if clearing is not None:
+            self.clearing.append(clearing)
+
+    @rule(data=st.data(), happens=st.booleans())
+    def end_clearing(self, data: st.DataObject, happens: bool) -> None:
+        if not self.clearing:
+            return
+        index = data.draw(st.integers(0, len(self.clearing) - 1))
+        clearing = self.clearing.pop(index)
+        results = (TierResult.FAILED, TierResult.REFUSED)
+        result = data.draw(st.sampled_from(results))
+        if happens:
+            self._clear_tier(clearing)
+            result = TierResult.DONE
+        self.was_always_cleared &= happens
+        self.behind.clearing_ended(clearing, result)
+
+    def _clear_tier(self, clearing: TierClearing) -> None:
+        for key in KEYS:
+            if key.startswith(clearing.prefix):
+                self.tier.pop(key, None)
 
     @invariant()
     def what_is_valid_is_the_last_that_was_put_or_of_somebody_else(self) -> None:
@@ -104,6 +146,19 @@ class AnyTier(RuleBasedStateMachine):
                 newest = self.newest[key]
                 is_right = newest is not None and newest[1] == what
                 assert is_right or not self.behind.is_valid(key, epoch, what)
+
+    @invariant()
+    def of_what_was_cleared_nothing_is_valid_whoever_put_it(self) -> None:
+        for key, (epoch, what) in self.tier.items():
+            newest = self.newest.get(key)
+            if epoch < self.cleared.get(key[:2], 0) and (newest or (0, ""))[1] != what:
+                assert not self.behind.is_valid(key, epoch, what)
+
+    @invariant()
+    def while_a_prefix_is_cleared_nothing_of_it_is_under_way(self) -> None:
+        clearing = [one.prefix for one in self.clearing]
+        assert len(set(clearing)) == len(clearing)
+        assert not any(change.key[:2] in clearing for change in self.running)
 
     @invariant()
     def it_knows_of_no_more_keys_than_are_under_way_and_its_bound(self) -> None:
@@ -117,6 +172,14 @@ class AnyTier(RuleBasedStateMachine):
     def teardown(self) -> None:
         """In the end all goes well: then nothing is kept, and each value let go."""
         for _ in range(100):
+            while self.behind.forget_cleared():
+                pass
+            clearing = self.behind.take_clearing()
+            for one in (*self.clearing, *([] if clearing is None else [clearing])):
+                self._clear_tier(one)
+                self.behind.clearing_ended(one, TierResult.DONE)
+            self.clearing.clear()
+            self.behind.retry_clearings()
             self.running += self.behind.take(3, 20)
             for change in self.running:
                 if change.value is not None:
@@ -130,7 +193,7 @@ class AnyTier(RuleBasedStateMachine):
         assert self.behind.nbytes == 0
         assert self.released == collections.Counter(self.given)
         self.what_is_valid_is_the_last_that_was_put_or_of_somebody_else()
-        if self.DELETES_OLD:
+        if self.DELETES_OLD and self.was_always_cleared:
             assert self.behind.known_keys == 0
 
 
@@ -267,3 +330,73 @@ def test_of_keys_that_are_never_written_nothing_is_deleted_that_others_put() -> 
     assert not any(tier.is_valid(f"{number}", 1, "w") for number in range(1000))
     others = [tier.is_valid(f"other {number}", 1, "w") for number in range(1000)]
     assert others.count(True) > 900
+
+
+def begin_clearing(tier: WriteBehind[str], prefix: str) -> TierClearing:
+    tier.clear(prefix, 1)
+    while tier.forget_cleared():
+        pass
+    clearing = tier.take_clearing()
+    assert clearing is not None
+    return clearing
+
+
+def test_what_waits_for_a_clearing_leaves_room_to_others() -> None:
+    tier = behind()
+    begin_clearing(tier, "p/")
+    assert tier.write("p/a", 2, "v", 5, "v")
+    assert not tier.write("p/b", 3, "v", 1, "v")
+    assert tier.write("q/a", 4, "v", 5, "v")
+
+
+def test_all_that_waited_of_several_models_is_let_go_of_before_they_are_cleared() -> (
+    None
+):
+    tier = WriteBehind[str](10**6, lambda value: None)
+    for number in range(900):
+        tier.write(f"{'pqr'[number % 3]}/{number}", 1 + number, "v", 1, "v")
+    tier.clear("p/", 1000)
+    assert tier.forget_cleared() and tier.take_clearing() is None
+    tier.clear("q/", 1001)
+    while tier.forget_cleared():
+        pass
+    assert (tier.known_keys, tier.nbytes, tier.dropped) == (300, 300, 600)
+    prefixes = [one and one.prefix for one in (tier.take_clearing() for _ in range(3))]
+    assert prefixes == ["p/", "q/", None]
+
+
+def test_while_a_model_is_cleared_the_changes_of_others_go_on() -> None:
+    tier = WriteBehind[str](1000, lambda value: None)
+    clearing = begin_clearing(tier, "p/")
+    for number in range(200):
+        tier.write(f"p/{number}", 2 + number, "v", 1, "v")
+    tier.delete("p/last", 300)
+    tier.write("q/a", 301, "v", 1, "v")
+    assert [change.key for change in tier.take(9, 99)] == ["q/a"]
+    assert not tier.take(9, 99) and tier.is_behind(1)
+    tier.clearing_ended(clearing, TierResult.DONE)
+    tier.write("q/b", 302, "v", 1, "v")
+    assert [change.key for change in tier.take(3, 99)] == ["p/0", "p/1", "p/2"]
+
+
+def test_a_key_that_was_written_where_nothing_could_be_cleared_may_be_new() -> None:
+    tier = WriteBehind[str](1000, lambda value: None)
+    clearing = begin_clearing(tier, "p/")
+    assert not tier.may_be_new("p/a")
+    tier.clearing_ended(clearing, TierResult.REFUSED)
+    tier.retry_clearings()
+    assert tier.take_clearing() is None and not tier.may_be_new("p/a")
+    tier.write("p/a", 2, "v", 1, "v")
+    (change,) = tier.take(9, 99)
+    tier.ended(change, is_done=True)
+    assert tier.may_be_new("p/a") and not tier.may_be_new("p/b")
+
+
+def test_of_ever_so_many_models_that_were_cleared_nothing_old_is_valid() -> None:
+    tier = WriteBehind[str](1000, lambda value: None)
+    clearing = begin_clearing(tier, "under way/")
+    for number in range(3000):
+        tier.clear(f"{number}/", 2 + number)
+    assert len(tier) <= 1024
+    assert not any(tier.is_valid(f"{n}/a", 1 + n, "v") for n in range(3000))
+    tier.clearing_ended(clearing, TierResult.DONE)

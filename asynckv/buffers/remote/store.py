@@ -28,6 +28,7 @@ from asynckv.protocol.failures import fail_by
 from asynckv.protocol.frames import (
     Cancel,
     Cancelled,
+    Clear,
     Contains,
     Delete,
     Frame,
@@ -300,6 +301,10 @@ class RemoteStoreBuffer(KVStoreBuffer):
         self._peer.check()
         key = as_key(key)
         return bool((await ask(self._peer, Delete(key))).value)
+
+    async def clear(self) -> int:
+        self._peer.check()
+        return (await ask(self._peer, Clear())).value
 
     async def contains(self, keys: Sequence[str]) -> tuple[bool, ...]:
         self._peer.check()

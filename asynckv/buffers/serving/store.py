@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any, Final
 
 from asynckv.abc import StoredValue
+from asynckv.buffers.lower_tiers import Owner, TenantModel
 from asynckv.buffers.serving.insert import answer
 from asynckv.buffers.serving.service import (
     REQUEST_NBYTES,
@@ -16,13 +17,7 @@ from asynckv.buffers.serving.service import (
     Service,
     answer_at_once,
 )
-from asynckv.buffers.values import (
-    Owner,
-    PendingPut,
-    PinnedValue,
-    StoredValues,
-    TenantModel,
-)
+from asynckv.buffers.values import PendingPut, PinnedValue, StoredValues
 from asynckv.errors import BufferClosed, ChecksumError, PeerLost, RemoteProtocolError
 from asynckv.links.link import Link, LinkStream
 from asynckv.links.streams import StreamHandler
@@ -30,6 +25,7 @@ from asynckv.protocol.failures import to_failure
 from asynckv.protocol.frames import (
     Cancel,
     Cancelled,
+    Clear,
     Contains,
     Delete,
     Frame,
@@ -314,10 +310,12 @@ class StoreService(Service):
     ) -> StreamHandler | None:
         """Answer a request; ``None`` if it is none of a store buffer's."""
         owner = self.owner
-        if not isinstance(frame, Put | Get | Delete | Contains | Pin | Stat):
+        if not isinstance(frame, Put | Get | Delete | Clear | Contains | Pin | Stat):
             return None
         if self.is_draining:
             raise BufferClosed("the server is leaving; it takes no new requests")
+        if isinstance(frame, Clear):
+            return answer_at_once(stream, Result(self.values.clear(owner)))
         if isinstance(frame, Put):
             if frame.spec is not None:
                 return ServedPut(self, stream, frame, body)

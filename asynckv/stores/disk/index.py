@@ -247,6 +247,18 @@ class SlotIndex:
         del self.segments[segment.number]
         self._leaving -= 1
 
+    def slots_with_values(self, most: int) -> Iterator[list[int]]:
+        """Yield the slots that have values just then, out of so many each time.
+
+        Those of files that are added meanwhile are left out.
+        """
+        for number, segment in list(self.segments.items()):
+            for start in range(0, segment.count, most):
+                if segment.is_leaving or self.segments.get(number) is not segment:
+                    break
+                kept = segment.kept(start, start + most)
+                yield (kept + (number << SLOT_BITS)).tolist()
+
     def add_found(
         self, number: int, slots: range, found: FoundSlots, unread: Sequence[int]
     ) -> list[int]:

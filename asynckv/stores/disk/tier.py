@@ -21,6 +21,7 @@ from asynckv.abc.tiers import (
     StoreTier,
     TierFacts,
     TierMemory,
+    TierPrefix,
     TierResult,
     TierValue,
     WantedValue,
@@ -58,6 +59,9 @@ _SPACES: Final = 16
 
 _VALUES_AT_ONCE: Final = 32
 """More would keep the loop for a millisecond, and no disk does more at once."""
+
+_LOOKED_AT_ONCE: Final = 32
+"""So many slots are looked at before anybody hears that it goes on."""
 
 _GENERATION_SHIFT: Final = 40
 
@@ -233,6 +237,56 @@ class DiskTier(LoopBound, StoreTier):
             # It may be where nobody could look, or could write.
             return [TierResult.FAILED] * len(keys)
         return results
+
+    async def clear(self, prefix: TierPrefix) -> TierResult:
+        """As of every tier. In memory there are hashes of keys alone: so the first page
+        of every value is read, whosever it is, behind all else that is to be done.
+        """
+        self._check_loop()
+        if self._room is None:
+            return TierResult.FAILED
+        await self._scanned.wait()
+        await asyncio.gather(*map(self._erase, self._index.retake_lost()))
+        is_read = True
+        for slots in self._index.slots_with_values(_LOOKED_AT_ONCE):
+            try:
+                is_read &= await self._clear_slots(prefix.prefix, slots)
+            except Exception as exc:  # noqa: BLE001 - also what only a bug would raise
+                return self._failed("looked at", exc)
+            prefix.moved_nbytes += 1
+        await self._room.settled()
+        if self._is_closed:
+            return TierResult.FAILED
+        # It may be where nobody can look, or can write; that is so the next time, too.
+        is_sure = is_read and not self._index.lost
+        return TierResult.DONE if is_sure else TierResult.REFUSED
+
+    async def _clear_slots(self, prefix: str, slots: Sequence[int]) -> bool:
+        """Erase those that have keys that begin so; say if all could be read."""
+        threads = self._threads
+        if threads is None or not slots:
+            await asyncio.sleep(0)
+            return True
+        places = [self._file_of(slot) for slot in slots]
+
+        def look(bounce: Bounce) -> list[str | None]:
+            threads.check()
+            return [_key_in(file, at, bounce) for file, at in places]
+
+        for slot in slots:
+            self._index.begin_read(slot)
+        try:
+            keys = await ask(threads, SCAN, look)
+        finally:
+            for slot in slots:
+                self._index.end_read(slot)
+        ours = [
+            self._index.remove(key, slot)
+            for slot, key in zip(slots, keys, strict=True)
+            if key is not None and key.startswith(prefix)
+        ]
+        await self._erase_all(ours)
+        return None not in keys
 
     async def aclose(self) -> None:
         self.abort()
@@ -499,6 +553,15 @@ class DiskTier(LoopBound, StoreTier):
             self._said.add("verified")
             logger.warning("a value in %s was not as it was written", self.path)
         self._erase_soon(slot, lambda result: None)
+
+
+def _key_in(file: OpenSlotFile, slot: int, bounce: Bounce) -> str | None:
+    """Return the key of a value, or ``""``: there is none; ``None``: who knows."""
+    try:
+        header = slot_io.read_header(file, slot, bounce)
+    except OSError:
+        return None
+    return "" if header is None else header.key
 
 
 async def _place(wanted: WantedValue, found: SlotHeader) -> TierMemory | None:

@@ -41,6 +41,7 @@ from asynckv.abc.tiers import (
     StoreTier,
     TierFacts,
     TierMemory,
+    TierPrefix,
     TierResult,
     TierValue,
     WantedValue,
@@ -69,6 +70,7 @@ _FIRST_NBYTES: Final = _PIECE_NBYTES + 4096
 """A piece, and room for the header: most values are one request."""
 _NO_KEY: Final = "asynckv"
 _KEYS_AT_ONCE: Final = 64
+_LISTED_AT_ONCE: Final = 1000
 _MAX_VALUE_NBYTES: Final = 5 * 2**30 - 2**20
 """So much takes one request of S3."""
 _REQUEST_S: Final = 120
@@ -182,6 +184,31 @@ class ObjectTier(LoopBound, StoreTier):
     async def delete(self, keys: Sequence[str]) -> Sequence[TierResult]:
         self._check_loop()
         return await asyncio.gather(*map(self._delete, keys))
+
+    async def clear(self, prefix: TierPrefix) -> TierResult:
+        """As of every tier. Names are listed, and each object is deleted by a request,
+        as many at once as are written: of a million objects that takes hours.
+        """
+        self._check_loop()
+        result = TierResult.DONE
+        try:
+            begin = self._path_of(prefix.prefix)
+            listing = obstore.list(self._open_store, begin, chunk_size=_LISTED_AT_ONCE)
+            while True:
+                some = await self._calls.call(listing.__anext__)
+                prefix.moved_nbytes += 1
+                keys = [one["path"].removeprefix(self._prefix) for one in some]
+                for start in range(0, len(keys), _WRITES):  # others write, too
+                    deleted = await self.delete(keys[start : start + _WRITES])
+                    prefix.moved_nbytes += 1
+                    if TierResult.FAILED in deleted:
+                        result = TierResult.FAILED
+        except StopAsyncIteration:
+            return result
+        except FileNotFoundError:  # there is no such folder, or there was one
+            return TierResult.FAILED if prefix.moved_nbytes else result
+        except Exception as exc:  # noqa: BLE001 - also what only a bug would raise
+            return self._failed("listed", exc)
 
     async def aclose(self) -> None:
         self.abort()

@@ -129,10 +129,20 @@ class Lane:
 
         :raises ServerError: an error comes instead
         """
-        line = self._line(_LINE_NBYTES)
+        return self._begin(b"$", _LINE_NBYTES)
+
+    def begin_array(self) -> int:
+        """Read how many answers come now.
+
+        :raises ServerError: an error comes instead
+        """
+        return self._begin(b"*", _BUFFER_NBYTES)
+
+    def _begin(self, kind: bytes, line_nbytes: int) -> int:
+        line = self._line(line_nbytes)
         if line[:1] == b"-":
             raise ServerError(line[1:].decode(errors="replace"))
-        if line[:1] != b"$":
+        if line[:1] != kind:
             raise NotRedis(f"an answer that begins with {line[:1]!r}")
         return _number(line[1:])
 

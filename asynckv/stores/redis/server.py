@@ -98,6 +98,20 @@ class RedisServer:
             raise OSError("nobody has this part of the cluster now")
         return address
 
+    def addresses(self) -> list[Address]:
+        """Return all who have keys.
+
+        :raises OSError: nobody knows who has some of them
+        """
+        client = self._client
+        if client is None:
+            raise OSError(f"{self._place.shown} was never there")
+        if not self._place.is_cluster:
+            return [client.address]
+        if not self._slots or None in self._slots:
+            raise OSError("nobody has some part of the cluster now")
+        return [one for one in dict.fromkeys(self._slots) if one is not None]
+
     def note_moved(self, error: ServerError) -> None:
         """``MOVED 3999 host:port``: that one has the slot now."""
         with contextlib.suppress(ValueError, IndexError):

@@ -15,6 +15,7 @@ import dataclasses
 import functools
 import logging
 import os
+import re
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -26,6 +27,7 @@ from asynckv.abc.tiers import (
     StoreTier,
     TierFacts,
     TierMemory,
+    TierPrefix,
     TierResult,
     TierValue,
     WantedValue,
@@ -50,6 +52,7 @@ _ALONE_NBYTES: Final = 4 * 2**20
 _PIECE_NBYTES: Final = 2**20
 """What is longer than the one is read in pieces of the other."""
 _KEYS_AT_ONCE: Final = 64
+_SCANNED_AT_ONCE: Final = 512
 _MAX_NBYTES: Final = 512 * 2**20 - 64 * 1024
 """Redis takes no more in one value, if it is not told to."""
 _STALL_S: Final = 1.0
@@ -192,6 +195,29 @@ class RedisTier(LoopBound, StoreTier):
             TierResult.DONE if isinstance(one, int) else self._failed(one)
             for one in answers
         ]
+
+    async def clear(self, prefix: TierPrefix) -> TierResult:
+        """As of every tier. All keys of the database are looked through, 512 at once;
+        in a cluster those of each master.
+        """
+        self._check_loop()
+        if not self._threads:
+            return TierResult.FAILED
+        begin = prefix.prefix.encode()
+        try:
+            for address in self._server.addresses():
+                cursor = b""
+                while cursor != b"0":
+                    delete = functools.partial(_delete_some, begin, cursor or b"0")
+                    cursor = await ask(
+                        *(self._threads["probe"], READ),
+                        lambda own: self._lanes.use(address, delete),  # noqa: B023
+                    )
+                    prefix.moved_nbytes += 1
+        except Exception as exc:  # noqa: BLE001 - also what only a bug would raise
+            self._failed(exc)
+            return TierResult.FAILED
+        return TierResult.DONE
 
     async def fetch(self, wanted: Sequence[WantedValue]) -> Sequence[TierResult]:
         results: list[TierResult] = []
@@ -533,6 +559,27 @@ class RedisTier(LoopBound, StoreTier):
         if kind not in self._said:
             self._said.add(kind)
             logger.warning("%s: %s", self._place.shown, text % what, exc_info=exc_info)
+
+
+def _delete_some(begin: bytes, cursor: bytes, lane: Lane) -> bytes:
+    """Delete some keys that begin so; return the cursor of the next ones."""
+    # What means something in a pattern is meant as it is.
+    pattern = re.sub(rb"[][*?^\\-]", rb"\\\g<0>", begin) + b"*"
+    count = b"%d" % _SCANNED_AT_ONCE
+    lane.send([command(b"SCAN", cursor, b"MATCH", pattern, b"COUNT", count)])
+    if lane.begin_array() != 2:
+        raise NotRedis("an answer that is none of a scan")
+    following = lane.read_reply()
+    keys = [lane.read_reply() for _ in range(lane.begin_array())]
+    if not isinstance(following, bytes):
+        raise NotRedis("a scan without a cursor")
+    ours = [key for key in keys if isinstance(key, bytes) and key.startswith(begin)]
+    # One by one, as those of a cluster have to be.
+    lane.send([command(b"UNLINK", key) for key in ours])
+    for answer in [lane.read_reply() for _ in ours]:
+        if isinstance(answer, ServerError):
+            raise answer
+    return following
 
 
 def _forget(looked: asyncio.Future[set[str]]) -> None:

@@ -330,7 +330,7 @@ async def test_what_is_pinned_is_not_dropped_for_room() -> None:
                     assert found == (True, False)
                     await fill(client, 9)
                     assert await client.contains(["a"]) == (True,)
-                await until(lambda: not local.values._values[("a", None)].readers)
+                await until(lambda: not local.values._values[None]["a"].readers)
                 await fill(client, 9)
                 assert await client.contains(["a"]) == (False,)
 
@@ -343,7 +343,7 @@ async def test_a_hold_ends_with_its_link() -> None:
                 async with peer.store.pin(["a"]):
                     peer.abort()
                     await until(lambda: not peer.is_connected)
-                    await until(lambda: not local.values._values[("a", None)].readers)
+                    await until(lambda: not local.values._values[None]["a"].readers)
 
 
 async def test_a_hold_that_is_refused_holds_nothing() -> None:
@@ -357,9 +357,9 @@ async def test_a_hold_that_is_refused_holds_nothing() -> None:
             with pytest.raises(Overloaded):
                 async with peer.store.pin(["a", "b"]):
                     raise AssertionError
-            assert local.values._values[("a", None)].readers == 1
+            assert local.values._values[None]["a"].readers == 1
         await until(lambda: not server.waiting_bytes)
-        assert not local.values._values[("a", None)].readers
+        assert not local.values._values[None]["a"].readers
 
 
 async def test_a_prefix_ends_at_the_first_key_that_is_missing() -> None:
@@ -380,7 +380,8 @@ async def test_a_prefix_ends_at_the_first_key_that_is_missing() -> None:
 
 
 def read_in(local: StoreBuffer) -> int:
-    return sum(value.readers for value in local.values._values.values())
+    owned = local.values._values.values()
+    return sum(value.readers for values in owned for value in values.values())
 
 
 async def test_of_a_long_prefix_nothing_is_held_after_the_first_gap() -> None:

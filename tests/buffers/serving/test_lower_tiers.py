@@ -115,6 +115,15 @@ async def test_so_does_the_store_itself(ask: Ask, tier: DictTier) -> None:
         await ask(store)
 
 
+async def test_what_only_a_tier_has_is_cleared_too(tier: DictTier) -> None:
+    async with served(tier) as (peer, store):
+        await put_far(peer, store)
+        assert await peer.store.clear() == 0
+        assert await peer.store.get("a") is None
+        await store.flush()
+        assert tier.values == {}
+
+
 @pytest.mark.parametrize("end", ENDS)
 async def test_a_delete_of_what_is_far_may_be_cancelled_anywhere(
     end: Ask, tier: DictTier

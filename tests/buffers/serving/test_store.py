@@ -8,10 +8,10 @@ from collections.abc import AsyncIterator, Callable, Sequence
 import pytest
 import torch
 
+from asynckv.buffers.lower_tiers import LowerTiers, Name, Owner
 from asynckv.buffers.remote.peer import connect
 from asynckv.buffers.serve import Server, serve
 from asynckv.buffers.store import StoreBuffer
-from asynckv.buffers.values import LowerTiers, Name
 from asynckv.errors import BufferClosed
 from asynckv.links.dial import dial
 from asynckv.links.link import Link, LinkStream
@@ -368,10 +368,10 @@ async def test_whoever_says_what_does_not_belong_there_holds_nothing_any_more() 
         hearer = Hearer()
         stream = link.open_stream(hearer, Pin(("a",)))
         assert await hearer.next() == (Pinned((True,)), b"")
-        assert local.values._values[("a", None)].readers == 1
+        assert local.values._values[None]["a"].readers == 1
         stream.send(Grant(1))
         assert "no Grant belongs here" in str((await hearer.loss()).__cause__)
-        await until(lambda: not local.values._values[("a", None)].readers)
+        await until(lambda: not local.values._values[None]["a"].readers)
         assert not server.waiting_bytes
         await link.aclose()
 
@@ -399,6 +399,8 @@ class SilentTiers(LowerTiers):
     def used(self, name: Name) -> None: ...
 
     def deleted(self, name: Name) -> None: ...
+
+    def cleared(self, owner: Owner) -> None: ...
 
     async def fetch(self, names: Sequence[Name]) -> None:
         self.asked += names

@@ -81,6 +81,9 @@ async def test_nobody_but_a_tenant_finds_what_it_has(
             await mine.delete("filler")
         assert await theirs.delete("a")
         await expect_nothing(theirs)
+        await theirs.put("a", THEIRS)
+        assert await theirs.clear() == 1
+        await expect_nothing(theirs)
         assert torch.equal(await found(mine), MINE)
 
 

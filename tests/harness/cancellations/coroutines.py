@@ -42,6 +42,7 @@ ONE_STEP: Final = frozenset(
         "LookupBuffer.peek",
         "LookupBuffer.withdraw",
         "LookupByRole.withdraw",
+        "StoreBuffer.clear",
         "StoreBuffer.contains",
         "StoreBuffer.delete",
         "StoreBuffer.match_prefix",

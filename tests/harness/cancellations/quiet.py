@@ -94,7 +94,8 @@ def _of_buffers(local: LookupBuffer, store: StoreBuffer) -> Iterator[tuple[str, 
     yield "inserts", lookup.waiting_inserts
     yield "selects", lookup.waiting_selects
     now = store.statistics()
-    stored = sum(value.region.nbytes for value in store.values._values.values())
+    owned = store.values._values.values()
+    stored = sum(value.region.nbytes for values in owned for value in values.values())
     yield "bytes of no value", now.used_bytes - stored
     yield "puts", now.waiting_puts
 

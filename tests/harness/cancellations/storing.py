@@ -145,6 +145,23 @@ async def a_delete(ground: Ground, sweeper: Sweeper, nbytes: int) -> None:
     )
 
 
+async def a_clear(ground: Ground, sweeper: Sweeper, nbytes: int) -> None:
+    """Forgets all keys or does not."""
+    value = noise(nbytes, 9)
+
+    async def before() -> None:
+        for key in (_KEY, "other"):
+            await ground.store.put(key, value)
+
+    async def check(outcome: Outcome[int]) -> None:
+        found = await ground.client.contains([_KEY, "other"])
+        expect(found in ((True, True), (False, False)), f"all or none: {found}")
+        expect(outcome.cancelled or not any(found), "all were forgotten")
+        await ground.check_quiet()
+
+    await sweeper.sweep("a clear", ground.client.clear, check, before)
+
+
 async def a_contains(ground: Ground, sweeper: Sweeper, nbytes: int) -> None:
     """Leaves no trace."""
     await ground.store.put(_KEY, noise(nbytes, 5))
@@ -267,6 +284,7 @@ STORING: Final = (
     Scenario(a_put_that_waits_for_room, ("KVStoreBuffer.put",)),
     Scenario(a_get, ("KVStoreBuffer.get",)),
     Scenario(a_delete, ("KVStoreBuffer.delete", "KVStoreBuffer.put"), sizes=(SMALL,)),
+    Scenario(a_clear, ("KVStoreBuffer.clear",), sizes=(SMALL,)),
     Scenario(a_contains, ("KVStoreBuffer.contains",), sizes=(SMALL,)),
     Scenario(a_match_prefix, ("KVStoreBuffer.match_prefix",), sizes=(SMALL,)),
     Scenario(a_stat, ("KVStoreBuffer.stat",), sizes=(SMALL,)),

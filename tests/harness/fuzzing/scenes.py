@@ -166,6 +166,7 @@ async def _store_and_get(producer: Peer, consumer: Peer) -> None:
     async with consumer.store.pin(["small", "missing"]):
         await consumer.store.get("small")
     await producer.store.delete("small")
+    await producer.store.clear()
 
 
 # Pipes.

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from asynckv.abc.tiers import TierResult
+from asynckv.abc.tiers import TierPrefix, TierResult
 from asynckv.errors import ConfigError
 from asynckv.stores.disk import DiskTier
 from asynckv.stores.disk.calls import PAGE_NBYTES
@@ -145,6 +145,38 @@ async def test_a_delete_that_cannot_be_written_has_failed_until_it_can(
         assert not tier.statistics().lost_slots
     async with open_disk(calls=calls) as tier:
         assert await fetch(tier, "k1/a") is MISSING
+
+
+async def test_a_clear_says_that_it_cannot_read_or_write_and_then_does(
+    calls: FaultyCalls, open_disk: OpenDisk
+) -> None:
+    async with open_disk(calls=calls) as tier:
+        for key in ("k1/a/1", "k1/b/1"):
+            assert await store(tier, key) is DONE
+        calls.read_error = errno.EIO
+        assert await tier.clear(TierPrefix("k1/a/")) is REFUSED
+        calls.read_error, calls.write_error = 0, errno.EIO
+        assert await tier.clear(TierPrefix("k1/a/")) is REFUSED
+        assert await tier.contains(["k1/a/1", "k1/b/1"]) == [MISSING, DONE]
+        calls.write_error = 0
+        assert await tier.clear(TierPrefix("k1/a/")) is DONE
+    async with open_disk() as tier:
+        assert await tier.contains(["k1/a/1", "k1/b/1"]) == [MISSING, DONE]
+
+
+async def test_values_that_are_read_while_they_are_cleared_are_read_whole(
+    calls: FaultyCalls, open_disk: OpenDisk
+) -> None:
+    async with open_disk(calls=calls) as tier:
+        assert await store(tier, "k1/a/1") is DONE
+        calls.hangs = 1
+        reading = asyncio.create_task(fetch(tier, "k1/a/1"))
+        await until(lambda: calls.hangs == 0)
+        assert await tier.clear(TierPrefix("k1/a/")) is DONE
+        assert await store(tier, "k1/b/1") is DONE
+        calls.let_go()
+        assert await reading in (DONE, MISSING)
+        assert await fetch(tier, "k1/a/1") is MISSING
 
 
 async def test_what_a_broken_disk_has_lost_is_tried_again_by_a_probe(

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import redis.asyncio
 
-from asynckv.abc.tiers import TierMemory, TierResult
+from asynckv.abc.tiers import TierMemory, TierPrefix, TierResult
 from asynckv.errors import ConfigError
 from asynckv.stores.redis import RedisTier
 from asynckv.testing.blocked import until
@@ -318,6 +318,7 @@ async def test_answers_that_are_none_have_failed(
             assert await fetch(tier, "k1/a") in (FAILED, MISSING)
             assert await store(tier, "k1/a") is FAILED
             assert list(await tier.delete(["k1/a"])) == [FAILED]
+            assert await tier.clear(TierPrefix("k1/")) is FAILED
             line.says = None
             assert await store(tier, "k1/a") is DONE
             assert await fetch(tier, "k1/a") is DONE
@@ -341,6 +342,7 @@ async def test_errors_of_a_server_have_failed(code: str, server: RedisProcess) -
             assert list(await tier.contains(["k1/a"])) == [FAILED]
             assert list(await tier.delete(["k1/a"])) == [FAILED]
             assert await store(tier, "k1/a", 100) is FAILED
+            assert await tier.clear(TierPrefix("k1/")) is FAILED
             line.says = None
             assert await fetch(tier, "k1/a") is DONE
 

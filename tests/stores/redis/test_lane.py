@@ -53,6 +53,16 @@ def test_answers_are_read_one_after_the_other_however_they_come(ends: Ends) -> N
     assert read == [1, b"OK", b"a\r\nbc", None, b""]
 
 
+def test_an_array_is_how_many_answers_come_then(ends: Ends) -> None:
+    ends.there.send(b"*2\r\n$1\r\n0\r\n*0\r\n-NOPERM no scan\r\n:1\r\n")
+    assert ends.lane.begin_array() == 2
+    assert (ends.lane.read_reply(), ends.lane.begin_array()) == (b"0", 0)
+    with pytest.raises(ServerError, match="no scan"):
+        ends.lane.begin_array()
+    with pytest.raises(NotRedis):
+        ends.lane.begin_array()
+
+
 @pytest.mark.parametrize("pieces", [1, 3, 200])
 def test_payload_lands_where_it_stays_and_is_counted(pieces: int, ends: Ends) -> None:
     data = bytes(range(256)) * 6000

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import pytest
+import redis.asyncio
 
-from asynckv.abc.tiers import TierResult
+from asynckv.abc.tiers import TierPrefix, TierResult
 from asynckv.stores.redis import RedisTier
 from asynckv.testing.tier_checks import TIER_CHECKS, SomeValue, TierCheck, open_tier
 from harness.redis_servers import (
@@ -50,3 +51,20 @@ async def test_a_prefix_of_2048_keys_is_asked_for_at_once(server: RedisProcess) 
         assert [one is TierResult.DONE for one in found] == [
             number < 300 and number % 3 == 0 for number in range(2048)
         ]
+
+
+@pytest.mark.parametrize("prefix", ["k1/a/", "k*[a-z]?^\\/"])
+async def test_many_keys_among_those_of_others_are_cleared(
+    prefix: str, server: RedisProcess
+) -> None:
+    async with (
+        open_tier(lambda: RedisTier(server.url)) as tier,
+        redis.asyncio.Redis.from_url(server.url) as client,
+    ):
+        await client.mset({f"{prefix}{number}": "x" for number in range(3000)})
+        await client.mset({f"k1/b/{number}": "x" for number in range(3000)})
+        await client.sadd("kkaz/", "another type")
+        cleared = TierPrefix(prefix)
+        assert await tier.clear(cleared) is TierResult.DONE
+        assert cleared.moved_nbytes > 5
+        assert await client.dbsize() == 3001

@@ -117,8 +117,7 @@ class StoreGround:
         :raises AssertionError: something is left, and what
         """
         await self.scheduler.finder.holds.release()
-        for key, _ in list(self.store.values._values):
-            await self.store.delete(key)
+        await self.store.clear()
         lines = self.saver._line, self.loader._line, self.scheduler.finder.line
         peers = tuple(
             line._line._peer for line in lines if line._line._peer is not None
