@@ -115,7 +115,7 @@ class _Engines:
         until_s = time.monotonic() + 30
         name = "vllm:asynckv_store_reachable"
         # It looks for the store when it is asked.
-        self.sharing.ask([5] * (_BLOCK_TOKENS + 1), max_tokens=1)
+        self.sharing.ask([5] * (_CHUNK_TOKENS + 1), max_tokens=1)
         while not self.sharing.state()["metrics"].get(name):
             if time.monotonic() > until_s:
                 raise TimeoutError("the store is not found")
