@@ -122,9 +122,12 @@ def chaos(session: nox.Session) -> None:
 
 @nox.session
 def stores(session: nox.Session) -> None:
-    """Test every tier of a store with its faults. Arguments go to pytest."""
-    install(session, ".[test]")
-    what = session.posargs or ("tests/stores",)
+    """Test every tier of a store with its faults. Arguments go to pytest.
+
+    Also the example tier, with a real Mooncake: its wheel needs Debian's libibverbs1.
+    """
+    install(session, ".[test]", *PEERS["mooncake"])
+    what = session.posargs or ("tests/stores", "tests/mooncake_tier")
     session.run("pytest", *PROCESSES, "--dist", "worksteal", *what)
 
 

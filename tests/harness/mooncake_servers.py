@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import functools
 import importlib.util
+import os
 import signal
 import subprocess
 import sys
@@ -86,13 +87,18 @@ class MooncakeServers:
                 raise RuntimeError(f"mooncake_client has ended: {said.decode()}")
             said += line
 
-    def freeze(self) -> None:
-        """Stop the master where it is, until it is thawed."""
-        self._signal(signal.SIGSTOP)
+    async def freeze(self) -> None:
+        """Stop the master where it is, all of its threads, until it is thawed."""
+        if self.master is not None:
+            self.master.send_signal(signal.SIGSTOP)
+            # Some of its threads go on until one of them has had its turn.
+            what = os.WSTOPPED | os.WNOWAIT
+            await asyncio.to_thread(os.waitid, os.P_PID, self.master.pid, what)
 
     def thaw(self) -> None:
         """Let it go on."""
-        self._signal(signal.SIGCONT)
+        if self.master is not None:
+            self.master.send_signal(signal.SIGCONT)
 
     async def kill_master(self) -> None:
         """End it now. Again is nothing."""
@@ -106,10 +112,6 @@ class MooncakeServers:
         if self.master is None or self.master.returncode is not None:
             raise RuntimeError("mooncake_master has ended")
         return True
-
-    def _signal(self, number: int) -> None:
-        if self.master is not None:
-            self.master.send_signal(number)
 
 
 @contextlib.asynccontextmanager

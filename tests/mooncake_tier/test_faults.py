@@ -60,14 +60,19 @@ async def until_stored(tier: StoreTier, key: str) -> None:
             await tier.probe()
 
 
-def client_pids() -> list[int]:
+async def client_pids() -> list[int]:
     """Return the processes that have Mooncake's client for a tier here."""
-    pids = []
-    for children in Path("/proc/self/task").glob("*/children"):
-        for pid in children.read_text().split():
-            if b"mooncake_tier/client.py" in Path(f"/proc/{pid}/cmdline").read_bytes():
-                pids.append(int(pid))
-    return pids
+    return await asyncio.to_thread(_client_pids)
+
+
+def _client_pids() -> list[int]:
+    children = Path("/proc/self/task").glob("*/children")
+    pids = [int(pid) for one in children for pid in one.read_text().split()]
+    return [pid for pid in pids if b"mooncake_tier/client.py" in _command_of(pid)]
+
+
+def _command_of(pid: int) -> bytes:
+    return Path(f"/proc/{pid}/cmdline").read_bytes()
 
 
 class Meddled(SomeValue):
@@ -78,7 +83,7 @@ class Meddled(SomeValue):
         self._servers = servers
 
     async def place(self, header: bytes | memoryview) -> TierMemory | None:
-        self._servers.freeze()
+        await self._servers.freeze()
         return await super().place(header)
 
 
@@ -110,7 +115,7 @@ async def test_a_master_that_is_killed_while_bytes_move_ends_the_calls(
     wanted = [SomeValue("k1/a", LARGE_NBYTES) for _ in keys]
     storing = asyncio.ensure_future(tier.store(stored))
     fetching = asyncio.ensure_future(tier.fetch(wanted))
-    await until(lambda: any(one.moved_nbytes for one in [*stored, *wanted]))
+    await until(lambda: any(one.moved_nbytes for one in wanted))
     await servers.kill_master()
     async with asyncio.timeout(30):
         assert set(await storing) <= {DONE, FAILED, REFUSED}
@@ -124,7 +129,7 @@ async def test_calls_of_a_frozen_master_end_with_the_next_probe(
 ) -> None:
     source, wanted = SomeValue("k1/b", NBYTES, 1), SomeValue("k1/a", NBYTES)
     assert await store(tier, "k1/a") == [DONE]
-    servers.freeze()
+    await servers.freeze()
     calls = [
         asyncio.ensure_future(one)
         for one in (
@@ -140,7 +145,7 @@ async def test_calls_of_a_frozen_master_end_with_the_next_probe(
     servers.thaw()
     await tier.probe()
     assert not any(wanted.data)
-    assert not await fetch(tier, "k1/b") == [DONE]
+    assert await fetch(tier, "k1/b") in ([MISSING], [DONE])  # a put is not undone
     await until_stored(tier, "k1/c")
     assert await fetch(tier, "k1/c") == [DONE]
 
@@ -160,7 +165,7 @@ async def test_slots_that_hang_are_free_after_the_next_probe(
     tier: StoreTier, servers: MooncakeServers
 ) -> None:
     await store(tier, "k1/a")
-    servers.freeze()
+    await servers.freeze()
     calls = [asyncio.ensure_future(fetch(tier, "k1/a")) for _ in range(9)]
     await asyncio.sleep(0)
     servers.thaw()
@@ -174,15 +179,13 @@ async def test_slots_that_hang_are_free_after_the_next_probe(
 async def test_closing_does_not_wait_for_a_frozen_master(
     tier: StoreTier, servers: MooncakeServers
 ) -> None:
-    servers.freeze()
-    calls = [
-        asyncio.ensure_future(one) for one in (fetch(tier, "a"), store(tier, "a"))
-    ]
+    await servers.freeze()
+    calls = [asyncio.ensure_future(one) for one in (fetch(tier, "a"), store(tier, "a"))]
     async with asyncio.timeout(2):
         await asyncio.sleep(0)
         await tier.aclose()
         assert [list(await one) for one in calls] == [[FAILED], [FAILED]]
-    assert not client_pids()
+    assert not await client_pids()
 
 
 async def test_a_store_misses_while_the_master_is_frozen_and_goes_on_then(
@@ -193,7 +196,7 @@ async def test_a_store_misses_while_the_master_is_frozen_and_goes_on_then(
         await store.flush()
         await store.put("b", noise(3 * MIB, 2))  # "a" has to make room
         await store.flush()
-        servers.freeze()
+        await servers.freeze()
         async with asyncio.timeout(10):
             assert await store.get("a") is None
             assert await store.get("b") is not None
@@ -241,9 +244,8 @@ async def test_a_client_that_was_killed_is_started_anew_by_a_probe(
     tier: StoreTier,
 ) -> None:
     assert await store(tier, "k1/a") == [DONE]
-    (pid,) = client_pids()
+    (pid,) = await client_pids()
     os.kill(pid, signal.SIGKILL)
-    await until(lambda: not client_pids())
     assert await fetch(tier, "k1/a") == [FAILED]
     assert await tier.delete(["k1/a"]) == [FAILED]
     await tier.probe()
@@ -252,7 +254,7 @@ async def test_a_client_that_was_killed_is_started_anew_by_a_probe(
 
 async def test_a_client_that_hangs_is_replaced_by_a_probe(tier: StoreTier) -> None:
     assert await store(tier, "k1/a") == [DONE]
-    (pid,) = client_pids()
+    (pid,) = await client_pids()
     os.kill(pid, signal.SIGSTOP)
     fetching = asyncio.ensure_future(fetch(tier, "k1/a"))
     with pytest.raises(OSError):

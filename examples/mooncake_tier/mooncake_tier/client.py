@@ -20,11 +20,20 @@ from typing import Any, Final
 
 import msgspec
 
-__all__ = ("MISSING", "NO_ANSWER", "NO_ROOM", "Place", "Question", "REPLACED")
+__all__ = (
+    "MISSING",
+    "NO_ANSWER",
+    "NO_ROOM",
+    "OUT_OF_TIME",
+    "REPLACED",
+    "Place",
+    "Question",
+)
 
 MISSING: Final = -704
 NO_ROOM: Final = -200
 NO_ANSWER: Final = -900
+OUT_OF_TIME: Final = -901
 REPLACED: Final = -600
 """The value is longer than its size was when that was asked for."""
 _PR_SET_PDEATHSIG: Final = 1
@@ -129,6 +138,18 @@ def _start(place: Place, staging: mmap.mmap) -> _Client | int:
     return client.set_up(place, own_address, len(staging)) or client
 
 
+def _answer_all(client: _Client, answer: Callable[[int, Any], None]) -> None:
+    def work(number: int, what: str, *asked: list[Any]) -> None:
+        try:
+            answer(number, client.calls[what](*asked))
+        except Exception as exc:  # noqa: BLE001 - who has asked hears of it
+            answer(number, f"{type(exc).__name__}: {exc}")
+
+    for line in sys.stdin.buffer:
+        question = msgspec.json.decode(line, type=Question)
+        threading.Thread(target=work, args=question, daemon=True).start()
+
+
 def main() -> None:
     """Answer until nobody asks any more."""
     # Also while it hangs somewhere: who has asked is gone.
@@ -141,24 +162,17 @@ def main() -> None:
         with writing, open(answers, "wb", closefd=False) as pipe:
             pipe.write(msgspec.json.encode((number, codes)) + b"\n")
 
-    def work(number: int, what: str, *asked: list[Any]) -> None:
-        try:
-            answer(number, client.calls[what](*asked))
-        except Exception as exc:  # noqa: BLE001 - who has asked hears of it
-            answer(number, f"{type(exc).__name__}: {exc}")
-
     place = msgspec.json.decode(sys.argv[1], type=Place)
     try:
         client = _start(place, mmap.mmap(int(sys.argv[2]), place.staging_nbytes))
     except ImportError as exc:
         answer(0, str(exc))
         return
-    answer(0, [client if isinstance(client, int) else 0])
     if isinstance(client, int):
-        os._exit(1)
-    for line in sys.stdin.buffer:
-        question = msgspec.json.decode(line, type=Question)
-        threading.Thread(target=work, args=question, daemon=True).start()
+        answer(0, [client])
+    else:
+        answer(0, [0])
+        _answer_all(client, answer)
     os._exit(0)  # it need not wait for what hangs
 
 

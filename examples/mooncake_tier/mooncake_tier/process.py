@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import Final
 
 import msgspec
-from asynckv.errors import ConfigError
 
-from mooncake_tier.client import Place
+from asynckv.errors import ConfigError
+from mooncake_tier.client import NO_ANSWER, OUT_OF_TIME, Place
 
 __all__ = ("SLOTS", "ClientProcess", "Slot")
 
@@ -30,6 +30,7 @@ logger = logging.getLogger(__name__)
 
 SLOTS: Final = 4
 """So many calls move bytes at a time."""
+_NO_ANSWER: Final = frozenset({NO_ANSWER, OUT_OF_TIME})
 _START_S: Final = 10.0
 _LONGEST_ANSWER_NBYTES: Final = 16 * 2**20
 _PROGRAM: Final = Path(__file__).with_name("client.py")
@@ -102,7 +103,7 @@ class ClientProcess:
     ) -> Sequence[int]:
         """Return the client's code for each key. That may take for ever.
 
-        :raises OSError: the process has ended
+        :raises OSError: the process has ended, or has no answer from the master
         :raises RuntimeError: the client says something else than a code
         """
         if self.has_ended:
@@ -111,7 +112,10 @@ class ClientProcess:
         line = msgspec.json.encode((number, what, keys, places, sizes))
         if self._process.stdin is not None:
             self._process.stdin.write(line + b"\n")
-        return await self._answer(number, answered)
+        codes = await self._answer(number, answered)
+        if not _NO_ANSWER.isdisjoint(codes):
+            raise ConnectionResetError("the master does not answer")
+        return codes
 
     @contextlib.asynccontextmanager
     async def slot(self) -> AsyncIterator[Slot]:

@@ -21,10 +21,10 @@ import concurrent.futures
 import logging
 import urllib.parse
 from collections.abc import Callable, Iterator, Sequence
-from typing import Final
+from typing import Final, TypeVar
 
-import msgspec
 import numpy
+
 from asynckv.abc import (
     StoreTier,
     TierFacts,
@@ -34,11 +34,12 @@ from asynckv.abc import (
     WantedValue,
 )
 from asynckv.errors import ConfigError
-
 from mooncake_tier.client import MISSING, NO_ROOM, REPLACED, Place
 from mooncake_tier.process import SLOTS, ClientProcess
 
 __all__ = ("MooncakeTier", "open_tier")
+
+_T = TypeVar("_T")
 
 logger = logging.getLogger(__name__)
 
@@ -95,26 +96,32 @@ class MooncakeTier(StoreTier):
         client = self._client
         if client is not None and client.is_full:
             await client.aclose()  # a call hangs, or nobody would probe
+        if client is None or client.has_ended:
+            client = await ClientProcess.start(self._place)
         try:
-            if client is None or client.has_ended:
-                client = await ClientProcess.start(self._place)
-                self._client = client
-                await client.open()
+            await self._see_to(client)
             async with asyncio.timeout(self._place.patience_s):
-                (code,) = await client.ask("contains", ["asynckv"])
+                await client.ask("contains", ["asynckv"])
         except BaseException as exc:
-            # All that hangs hangs there: what it holds is free when it is dead.
-            if client is not None:
-                client.kill()
+            # What hangs hangs there: when that is dead, all that it holds is free.
+            client.kill()
             if isinstance(exc, TimeoutError):
-                raise OSError("the master does not answer") from None
+                raise OSError("the master does not answer in time") from None
+            if isinstance(exc, RuntimeError):
+                raise OSError(f"the master cannot be asked: {exc}") from None
             raise
-        if code < 0:
-            raise OSError(f"the master cannot be asked: {code}")
         return TierFacts(
             max_value_nbytes=self._place.staging_nbytes // SLOTS - _HEADER_NBYTES,
             patience_s=self._place.patience_s,
         )
+
+    async def _see_to(self, client: ClientProcess) -> None:
+        """Use this one from now on, if it is a new one, once it is connected."""
+        if client is not self._client:
+            if self._is_closed:
+                raise OSError("the tier was closed meanwhile")
+            self._client = client
+            await client.open()
 
     async def contains(self, keys: Sequence[str]) -> Sequence[TierResult]:
         codes = await self._ask("contains", keys)
@@ -145,14 +152,16 @@ class MooncakeTier(StoreTier):
         return [results[value.key] for value in values]
 
     async def aclose(self) -> None:
+        client = self._client
         self.abort()
-        if self._client is not None:
-            await self._client.aclose()
+        if client is not None:
+            await client.aclose()
 
     def abort(self) -> None:
         self._is_closed = True
-        if self._client is not None:
-            self._client.kill()
+        client, self._client = self._client, None  # and with it its memory
+        if client is not None:
+            client.kill()
         self._copies.shutdown(wait=False)
 
     async def _ask(self, what: str, keys: Sequence[str]) -> Sequence[int]:
@@ -168,27 +177,26 @@ class MooncakeTier(StoreTier):
         client = self._running
         async with client.slot() as (start, staging):
             sizes = await client.ask("sizes", [one.key for one in wanted])
-            for at, (one, size) in enumerate(zip(wanted, sizes, strict=True)):
-                one.coming_nbytes = max(size, 0)
-                results[at] = _result_of(size)
-                if size > len(staging):
+            fitting = []
+            for at, size in enumerate(sizes):
+                if size < 0:
+                    results[at] = _result_of(size)
+                elif size > len(staging):
                     results[at] = TierResult.REFUSED
-            fitting = [
-                (at, size) for at, size in enumerate(sizes) if 0 < size <= len(staging)
-            ]
-            for group in _packed(fitting, len(staging)):
-                codes = await client.ask(
-                    "get",
-                    [wanted[at].key for at, _, _ in group],
-                    [start + begin for _, begin, _ in group],
-                    [size for _, _, size in group],
-                )
-                for (at, begin, _), code in zip(group, codes, strict=True):
-                    results[at] = _result_of(code)
-                    if code > 0:
-                        wanted[at].moved_nbytes += code
-                        data = staging[begin : begin + code]
-                        results[at] = await self._land(wanted[at], data)
+                else:
+                    fitting.append((at, size))
+                    wanted[at].coming_nbytes = size
+            for numbers, places, nbytes in _packed(fitting, len(staging)):
+                keys = [wanted[at].key for at in numbers]
+                there = [start + place for place in places]
+                codes = await client.ask("get", keys, there, nbytes)
+                for at, place, code in zip(numbers, places, codes, strict=True):
+                    if code < 0:
+                        results[at] = _result_of(code)
+                        continue
+                    wanted[at].moved_nbytes += code
+                    data = staging[place : place + code]
+                    results[at] = await self._land(wanted[at], data)
 
     async def _land(self, wanted: WantedValue, data: memoryview) -> TierResult:
         """Copy what has come to where the store wants it."""
@@ -201,7 +209,7 @@ class MooncakeTier(StoreTier):
         value = data[wanted.header_nbytes :]
         if len(value) != memory.nbytes:
             return TierResult.MISSING
-        await self._copy(lambda: _copy_out(value, memory))
+        await self._copy(_copy_out, memory, value)
         return TierResult.DONE
 
     async def _store(
@@ -215,24 +223,22 @@ class MooncakeTier(StoreTier):
                     fitting.append((at, value.nbytes))
                 else:
                     results[value.key] = TierResult.REFUSED
-            for group in _packed(fitting, len(staging)):
-                for at, begin, size in group:
-                    room = staging[begin : begin + size]
-                    value = values[at]
-                    await self._copy(lambda room=room, value=value: _copy_in(value, room))
-                keys = [values[at].key for at, _, _ in group]
-                codes = await client.ask(
-                    "put",
-                    keys,
-                    [start + begin for _, begin, _ in group],
-                    [size for _, _, size in group],
-                )
-                for (at, _, size), code in zip(group, codes, strict=True):
+            for numbers, places, nbytes in _packed(fitting, len(staging)):
+                for at, place in zip(numbers, places, strict=True):
+                    await self._copy(_copy_in, values[at], staging[place:])
+                keys = [values[at].key for at in numbers]
+                there = [start + place for place in places]
+                codes = await client.ask("put", keys, there, nbytes)
+                for at, code in zip(numbers, codes, strict=True):
                     results[values[at].key] = _result_of(code)
-                    values[at].moved_nbytes += 0 if code else size
+                    if code >= 0:
+                        values[at].moved_nbytes += values[at].nbytes
 
-    async def _copy(self, copy: Callable[[], None]) -> None:
-        await asyncio.get_running_loop().run_in_executor(self._copies, copy)
+    async def _copy(
+        self, copy: Callable[[_T, memoryview], None], memory: _T, staging: memoryview
+    ) -> None:
+        loop = asyncio.get_running_loop()
+        await loop.run_in_executor(self._copies, copy, memory, staging)
 
     @property
     def _running(self) -> ClientProcess:
@@ -258,18 +264,22 @@ def _result_of(code: int) -> TierResult:
 
 def _packed(
     sizes: Sequence[tuple[int, int]], room: int
-) -> Iterator[list[tuple[int, int, int]]]:
-    """Yield groups that fit: of each its number, where it begins, and its size."""
-    group: list[tuple[int, int, int]] = []
+) -> Iterator[tuple[list[int], list[int], list[int]]]:
+    """Yield groups that fit: their numbers, where each begins, and its size."""
+    numbers: list[int] = []
+    places: list[int] = []
+    nbytes: list[int] = []
     end = 0
     for number, size in sizes:
         if end + size > room:
-            yield group
-            group, end = [], 0
-        group.append((number, end, size))
+            yield numbers, places, nbytes
+            numbers, places, nbytes, end = [], [], [], 0
+        numbers.append(number)
+        places.append(end)
+        nbytes.append(size)
         end += size
-    if group:
-        yield group
+    if numbers:
+        yield numbers, places, nbytes
 
 
 async def _place(wanted: WantedValue, data: memoryview) -> TierMemory | None:
@@ -285,18 +295,18 @@ def _copy_in(value: TierValue, staging: memoryview) -> None:
     end = len(value.header)
     staging[:end] = value.header
     for piece in value.memory.pieces:
-        _copy(piece, staging[end : end + len(piece)])
+        _move(piece, staging[end : end + len(piece)])
         end += len(piece)
 
 
-def _copy_out(staging: memoryview, memory: TierMemory) -> None:
+def _copy_out(memory: TierMemory, staging: memoryview) -> None:
     end = 0
     for piece in memory.pieces:
-        _copy(staging[end : end + len(piece)], piece)
+        _move(staging[end : end + len(piece)], piece)
         end += len(piece)
 
 
-def _copy(source: memoryview, target: memoryview) -> None:
+def _move(source: memoryview, target: memoryview) -> None:
     # numpy lets the GIL go where a slice assignment keeps it.
     if len(source):
         numpy.copyto(
