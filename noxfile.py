@@ -126,7 +126,11 @@ def stores(session: nox.Session) -> None:
 
     Also the example tier, with a real Mooncake: its wheel needs Debian's libibverbs1.
     """
-    install(session, ".[test]", *PEERS["mooncake"])
+    install(session, ".[test]")
+    try:
+        install(session, *PEERS["mooncake"])
+    except nox.command.CommandFailed:
+        session.warn("no wheel of Mooncake's here: its tests will be skipped")
     what = session.posargs or ("tests/stores", "tests/mooncake_tier")
     session.run("pytest", *PROCESSES, "--dist", "worksteal", *what)
 

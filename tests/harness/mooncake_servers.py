@@ -89,16 +89,16 @@ class MooncakeServers:
 
     async def freeze(self) -> None:
         """Stop the master where it is, all of its threads, until it is thawed."""
-        if self.master is not None:
-            self.master.send_signal(signal.SIGSTOP)
-            # Some of its threads go on until one of them has had its turn.
-            what = os.WSTOPPED | os.WNOWAIT
-            await asyncio.to_thread(os.waitid, os.P_PID, self.master.pid, what)
+        await _freeze(self.master)
 
     def thaw(self) -> None:
         """Let it go on."""
         if self.master is not None:
             self.master.send_signal(signal.SIGCONT)
+
+    async def freeze_owner(self) -> None:
+        """Stop who has the memory, for good."""
+        await _freeze(self.owner)
 
     async def kill_master(self) -> None:
         """End it now. Again is nothing."""
@@ -132,6 +132,14 @@ async def _run(program: str, *options: str, says: int) -> Process:
     return await asyncio.create_subprocess_exec(
         *(str(path), *options), stdin=DEVNULL, stdout=says, stderr=STDOUT
     )
+
+
+async def _freeze(process: Process | None) -> None:
+    if process is not None:
+        process.send_signal(signal.SIGSTOP)
+        # Some of its threads go on until one of them has had its turn.
+        what = os.WSTOPPED | os.WNOWAIT
+        await asyncio.to_thread(os.waitid, os.P_PID, process.pid, what)
 
 
 async def _kill(process: Process | None) -> None:
