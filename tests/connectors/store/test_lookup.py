@@ -22,6 +22,10 @@ from asynckv.connectors.engine import (
     rank_block_keys,
 )
 from asynckv.connectors.store.lookup import PrefixLookup, StorePins
+from asynckv.errors import PeerLost
+from asynckv.testing.blocked import until
+
+ENGINE = KVEngine(engine_id="E", block_size=4, tp_size=2)
 
 
 class StalledStore(StoreBuffer):

@@ -102,7 +102,7 @@ class Versions:
         expect(len(found) == _COUNT_OF[key], f"{key} has {len(found)} numbers")
         version = int(found[0])
         if not _is_all(found, version):
-            raise AssertionError(f"{key} is torn: {torch.unique(found)}")
+            raise AssertionError(f"{key} is torn: {set(found.tolist())}")
         return version
 
 

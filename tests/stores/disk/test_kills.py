@@ -103,6 +103,7 @@ async def kill_writers(path: Path, max_bytes: int, kills: int) -> set[int]:
 
 @pytest.mark.multiprocess
 @pytest.mark.slow
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("kept", BOUNDS)
 async def test_a_killed_writer_leaves_what_was_accepted_and_nothing_wrong(
     tmp_path: Path, kept: str
