@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import itertools
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Sequence
@@ -79,6 +80,7 @@ _HERE: Final = "memory"
 _OWN: Final = "asynckv/"
 """With this begins what connectors say of themselves: it never leaves memory."""
 _FETCHED_AT_ONCE: Final = 16
+_HELD_A_TURN: Final = 64
 _SWEPT_AT_ONCE: Final = 256
 _MAX_KEYS: Final = 2**20
 """Keys cost memory too, which the arena does not count: a bound for tiny values."""
@@ -301,9 +303,14 @@ class StoredValues:
             for start in range(0, len(keys), _FETCHED_AT_ONCE):
                 if is_prefix and held and held[-1] is None:
                     return held + [None] * (len(keys) - start)
-                if start:  # of thousands others have their turn in between
-                    await asyncio.sleep(0)
+                if start and not start % _HELD_A_TURN:
+                    await asyncio.sleep(0)  # others have their turn
                 some = keys[start : start + _FETCHED_AT_ONCE]
+                here = self.hold(some, owner, is_prefix=True)
+                held += itertools.takewhile(lambda one: one is not None, here)
+                if here[-1] is not None:
+                    continue
+                some = some[len(held) - start :]
                 left_s = None if until_s is None else until_s - time.monotonic()
                 if left_s is None or left_s > 0:
                     await self.fetch(some, owner, within_s=left_s)
