@@ -107,7 +107,7 @@ async def use_store(store: asynckv.KVStoreBuffer, tensor: torch.Tensor) -> None:
     if (told := await store.stat("key")) is not None and told.spec is not None:
         use(told.spec.shape, told.tiers[0], told.ttl_s, told.is_pinned)
     async with store.pin(keys[:match], within_s=2.0) as there:
-        use(flags == there, await store.delete("key"))
+        use(flags == there, await store.delete("key"), await store.clear())
     now: abc.KVStoreStatistics = store.statistics()
     use(now.hits / (now.hits + now.misses), now.waiting_puts, now.used_bytes)
 

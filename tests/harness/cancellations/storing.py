@@ -20,6 +20,7 @@ from harness.cancellations.sweeper import Sweeper
 
 __all__ = (
     "STORING",
+    "a_clear",
     "a_contains",
     "a_delete",
     "a_get",

@@ -20,6 +20,7 @@ from asynckv.integrations.transformers import (
     load_prefix,
     store_prefix,
 )
+from asynckv.stores.disk import DiskTier
 from asynckv.testing.cancellation import CancelMode, Outcome, sweep_cancellation
 from asynckv.testing.expectations import CANCEL_MODES
 
@@ -121,11 +122,13 @@ async def test_what_is_stored_is_found_by_the_same_model_tomorrow(
     async with asynckv.TieredStore("16MiB", [tier]) as store:
         await store_prefix(model, prompt, filled(model, prompt), store, chunk_tokens=8)
         await store.flush()
+    disk = DiskTier.from_url(tier)
     async with (
-        asynckv.TieredStore("16MiB", [tier]) as store,
+        asynckv.TieredStore("16MiB", [disk]) as store,
         asynckv.serve("tcp://127.0.0.1:0", store=store) as server,
         asynckv.connect(server.url) as peer,
     ):
+        await disk.scanned()
         _, matched = await generated(model, prompt, peer.store)
         assert matched == 40
         for other, name, salt in (
