@@ -36,6 +36,7 @@ __all__ = ("Quarantine", "TierClient", "TierStatistics", "Written")
 
 logger = logging.getLogger(__name__)
 
+_KEYS_AT_ONCE: Final = 1024
 _CHANGES_AT_ONCE: Final = 16
 _BYTES_AT_ONCE: Final = 32 * 2**20
 _PROBE_S: Final = 5.0
@@ -185,16 +186,17 @@ class TierClient(Generic[W]):
         """Say of each whether it is there, as new as it should be, as far as known."""
         asked = [key for key in keys if self.behind.may_be_new(key)]
         asked = [key for key in asked if self.may_have(key)]
-        if not asked:
-            return [False] * len(keys)
-        results = await self._call(
-            self._loads, lambda: self.tier.contains(asked), [_NoBytes()]
-        )
-        has = {
-            key
-            for key, one in zip(asked, results or (), strict=False)
-            if one is TierResult.DONE
-        }
+        has: set[str] = set()
+        # A call of more would be taken for one that is late.
+        for start in range(0, len(asked), _KEYS_AT_ONCE):
+            if self._loads.is_open or self._is_closed:
+                break
+            some = asked[start : start + _KEYS_AT_ONCE]
+            ask = partial(self.tier.contains, some)
+            results = await self._call(self._loads, ask, [_NoBytes()])
+            for key, one in zip(some, results or (), strict=False):
+                if one is TierResult.DONE:
+                    has.add(key)
         return [key in has for key in keys]
 
     async def fetch(
@@ -223,14 +225,20 @@ class TierClient(Generic[W]):
 
     def touch(self, keys: Sequence[str]) -> None:
         """They are in use. Never waits."""
-        if keys and not self._loads.is_open and not self._is_closed:
-            touched = [_NoBytes()]
-            work = partial(self._call, self._loads, partial(self._touch, keys), touched)
-            self._calls.start(work, f"touch in {self.name}")
+        if keys:
+            self._calls.start(partial(self._touch, keys), f"touch in {self.name}")
 
-    async def _touch(self, keys: Sequence[str]) -> Sequence[TierResult]:
-        await self.tier.touch(keys)
-        return ()
+    async def _touch(self, keys: Sequence[str]) -> None:
+        for start in range(0, len(keys), _KEYS_AT_ONCE):
+            if self._loads.is_open or self._is_closed:
+                break
+            some = keys[start : start + _KEYS_AT_ONCE]
+
+            async def touch(some: Sequence[str] = some) -> Sequence[TierResult]:
+                await self.tier.touch(some)
+                return ()
+
+            await self._call(self._loads, touch, [_NoBytes()])
 
     def write(
         self, key: str, epoch: int, value: W, nbytes: int, identity: object

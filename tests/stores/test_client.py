@@ -79,6 +79,21 @@ async def test_changes_of_one_key_arrive_one_after_the_other(
     assert list(tier.values) == ["b"]
 
 
+async def test_of_many_keys_some_are_asked_for_at_once_while_there_are_answers(
+    client: TierClient[Value], tier: DictTier
+) -> None:
+    keys = [f"{number}" for number in range(3000)]
+    tier.values.update(dict.fromkeys(keys[1::2], b""))
+    assert await client.contains(keys) == [False, True] * 1500
+    client.touch(keys)
+    await until(lambda: len(tier.touched) == 3000)
+    assert tier.calls["contains"] == 3
+    tier.raises.add("contains")
+    assert not any(await client.contains(keys))
+    assert tier.calls["contains"] == 6
+    assert not any(await client.contains(keys))
+
+
 async def test_writes_wait_for_loads_that_are_under_way(
     client: TierClient[Value], tier: DictTier
 ) -> None:
