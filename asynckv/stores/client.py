@@ -36,7 +36,8 @@ __all__ = ("Quarantine", "TierClient", "TierStatistics", "Written")
 
 logger = logging.getLogger(__name__)
 
-_KEYS_AT_ONCE: Final = 1024
+_KEYS_AT_ONCE: Final = 512
+_QUESTIONS_AT_ONCE: Final = 4
 _CHANGES_AT_ONCE: Final = 16
 _BYTES_AT_ONCE: Final = 32 * 2**20
 _PROBE_S: Final = 5.0
@@ -139,6 +140,7 @@ class TierClient(Generic[W]):
         self._tasks = OwnTasks()
         self._calls = OwnTasks()
         self._changed = Watchers()
+        self._asking = asyncio.Semaphore(_QUESTIONS_AT_ONCE)
         self._late: dict[TierCall, asyncio.Future[None]] = {}
         self._watch: asyncio.TimerHandle | None = None
         self._retry: asyncio.TimerHandle | None = None
@@ -187,13 +189,14 @@ class TierClient(Generic[W]):
         asked = [key for key in keys if self.behind.may_be_new(key)]
         asked = [key for key in asked if self.may_have(key)]
         has: set[str] = set()
-        # A call of more would be taken for one that is late.
+        # More of them would be taken for calls that are late.
         for start in range(0, len(asked), _KEYS_AT_ONCE):
-            if self._loads.is_open or self._is_closed:
-                break
-            some = asked[start : start + _KEYS_AT_ONCE]
-            ask = partial(self.tier.contains, some)
-            results = await self._call(self._loads, ask, [_NoBytes()])
+            async with self._asking:
+                if self._loads.is_open or self._is_closed:
+                    break
+                some = asked[start : start + _KEYS_AT_ONCE]
+                ask = partial(self.tier.contains, some)
+                results = await self._call(self._loads, ask, [_NoBytes()])
             for key, one in zip(some, results or (), strict=False):
                 if one is TierResult.DONE:
                     has.add(key)
