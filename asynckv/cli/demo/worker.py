@@ -17,13 +17,15 @@ import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import torch
-from transformers import DynamicCache, PreTrainedModel
 
 from asynckv.cli.demo.messages import Failed, Note, Order, decode_order, encode_line
 from asynckv.cli.demo.place import HOST, Place
+
+if TYPE_CHECKING:  # it takes seconds to import
+    from transformers import DynamicCache, PreTrainedModel
 
 __all__ = (
     "MAX_NEW_TOKENS",

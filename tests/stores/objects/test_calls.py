@@ -21,7 +21,7 @@ from asynckv.testing.tier_checks import SomeValue
 from harness.moto_server import MotoServer
 
 DONE, FAILED = TierResult.DONE, TierResult.FAILED
-CANCELS = 200
+CANCELS = 50
 NBYTES = 2**19
 
 
