@@ -6,7 +6,7 @@ stay; what redis-py brings is left in the ``bytes`` that it makes, and not looke
 Rounds alternate; a ratio is the median of those of each round, and the A/A is of
 redis-py with itself. How late the loop is stands beside how late a process is at the
 same time that does nothing: on a busy machine both are. Then the same by TLS, and 2,048
-keys that are asked for at once.
+keys that are asked for at once, also by valkey-glide where that is installed.
 
     python -m benchmarks.redis_tier [--rounds 7] [--only 16MiB] [--lanes 4]
 """
@@ -17,6 +17,8 @@ import argparse
 import asyncio
 import concurrent.futures
 import contextlib
+import importlib
+import importlib.util
 import itertools
 import mmap
 import os
@@ -27,7 +29,7 @@ import tempfile
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import redis.asyncio
 
@@ -307,14 +309,14 @@ async def _prefix(tier: RedisTier, client: redis.asyncio.Redis, rounds: int) -> 
     async def by_tier() -> list[bool]:
         return [one is TierResult.DONE for one in await tier.contains(keys)]
 
+    sides: dict[str, Callable[[], Awaitable[list[bool]]]]
+    sides = {"client": by_client, "tier": by_tier, "again": by_client}
+    if importlib.util.find_spec("glide") is not None:
+        sides["glide"] = await _by_glide(client, keys)
     took: dict[str, list[float]] = {}
     lags_s: list[float] = []
     for _ in range(rounds + 1):
-        for label, ask in (
-            ("client", by_client),
-            ("tier", by_tier),
-            ("again", by_client),
-        ):
+        for label, ask in sides.items():
             async with _lag(lags_s if label == "tier" else []):
                 began = time.perf_counter()
                 found = await ask()
@@ -328,6 +330,28 @@ async def _prefix(tier: RedisTier, client: redis.asyncio.Redis, rounds: int) -> 
         f"{1e3 * statistics.median(took['tier'][1:]):.1f} ms; most lag "
         f"{1e3 * statistics.median(lags_s[1:]):.1f} ms"
     )
+    if "glide" in took:
+        part = 1 / _ratio(took["glide"][1:], took["tier"][1:])
+        is_met = "ok" if part <= 0.5 else "NO"
+        _say(f"prefix of {_PREFIX}: {part:.3f} of glide's batch, bar 0.5: {is_met}")
+
+
+async def _by_glide(
+    client: redis.asyncio.Redis, keys: Sequence[str]
+) -> Callable[[], Awaitable[list[bool]]]:
+    """Return what asks the same server by valkey-glide."""
+    glide: Any = importlib.import_module("glide")
+    port = client.connection_pool.connection_kwargs["port"]
+    address = glide.NodeAddress("127.0.0.1", port)
+    other = await glide.GlideClient.create(glide.GlideClientConfiguration([address]))
+
+    async def ask() -> list[bool]:
+        batch = glide.Batch(is_atomic=False)
+        for key in keys:
+            batch.exists([key])
+        return list(map(bool, await other.exec(batch, raise_on_error=True)))
+
+    return ask
 
 
 def _ratio(one: Sequence[float], other: Sequence[float]) -> float:
