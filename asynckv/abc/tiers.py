@@ -186,7 +186,10 @@ class StoreTier(Closable):
 
     @abc.abstractmethod
     async def delete(self, keys: Sequence[str]) -> Sequence[TierResult]:
-        """Forget ``keys``; ``DONE``: it is certain that the key has nothing now."""
+        """Forget ``keys``; ``DONE``: it is certain that the key has nothing now.
+
+        ``REFUSED``: not yet; it is asked again in a second or so.
+        """
 
     async def clear(self, prefix: TierPrefix) -> TierResult:
         """Forget all keys that begin so; ``DONE``: nothing of before is there now.

@@ -7,6 +7,7 @@ may block is done by the tier's threads. Nothing is promised if the power fails.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import logging
 import mmap
@@ -51,6 +52,7 @@ logger = logging.getLogger(__name__)
 _THREADS: Final = 4
 _CLOSE_GRACE_S: Final = 1.0
 _KEYS_AT_ONCE: Final = 1024
+_SCAN_WAIT_S: Final = 0.2
 """More are looked up with a pause for others in between."""
 
 _WHOLE_NBYTES: Final = 65 * PAGE_NBYTES
@@ -165,6 +167,13 @@ class DiskTier(LoopBound, StoreTier):
             is_direct=self._directory.is_direct,
         )
 
+    async def _is_scanned_soon(self) -> bool:
+        """Wait for that, for much less than a call may be silent."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_SCAN_WAIT_S):
+                await self._scanned.wait()
+        return self._scanned.is_set()
+
     async def scanned(self) -> None:
         """Wait until all slots were looked at, or it is closed."""
         await self._scanned.wait()
@@ -226,7 +235,8 @@ class DiskTier(LoopBound, StoreTier):
         slots = [(self._index.remove(k), *self._index.retake_lost(k)) for k in keys]
         results = await asyncio.gather(*map(self._erase_all, slots))
         if was_scanning:
-            await self._scanned.wait()
+            if not await self._is_scanned_soon():
+                return [TierResult.REFUSED] * len(keys)
             late = [self._index.retake_lost(key) for key in keys]
             again = await asyncio.gather(*map(self._erase_all, late))
             results = [
@@ -245,7 +255,8 @@ class DiskTier(LoopBound, StoreTier):
         self._check_loop()
         if self._room is None:
             return TierResult.FAILED
-        await self._scanned.wait()
+        while not await self._is_scanned_soon():
+            prefix.moved_nbytes += 1
         await asyncio.gather(*map(self._erase, self._index.retake_lost()))
         is_read = True
         for slots in self._index.slots_with_values(_LOOKED_AT_ONCE):
