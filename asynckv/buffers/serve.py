@@ -286,7 +286,8 @@ class Server(LoopBound, AsyncWithOnly):
             if name in self._tenants:
                 return self._tenants[name]
         if self._tenants:
-            logger.warning(_NO_TENANT, as_line(", ".join(link.certified_names)))
+            names = ", ".join(link.certified_names) or link.peer.id
+            logger.warning(_NO_TENANT, as_line(names))
         return ""
 
     def _lookup_service(

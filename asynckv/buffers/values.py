@@ -180,9 +180,11 @@ class StoredValues:
         who = f"put of {key!r} ({spec.nbytes} bytes)"
         try:
             self.room.join(ticket)
-            await self.room.until_through(
-                ticket, who, "room", "the end of a get or put, or aclose"
-            )
+            what, ends = "room", "the end of a get or put, or aclose"
+            if len(self._values) >= self._max_keys:
+                what = f"one of {self._max_keys} keys, all of them in use or pinned"
+                ends = "a delete, the end of a get or pin, or aclose"
+            await self.room.until_through(ticket, who, what, ends)
             if self.closed:
                 raise BufferClosed("the buffer was closed while the put waited")
         except BaseException:
@@ -295,8 +297,6 @@ class StoredValues:
         The first ones come first, as far as there is room, and for ``within_s`` at
         most. A cancelled call holds none.
         """
-        if self.lower is None:
-            return self.hold(keys, owner, is_prefix=is_prefix)
         held: list[PinnedValue | None] = []
         until_s = None if within_s is None else time.monotonic() + within_s
         try:

@@ -62,6 +62,7 @@ __all__ = (
 
 
 _BUSY_BYTES = 4 * 2**20
+_HELD_AT_ONCE = 64
 """With so much unwritten for a peer, the next value waits its turn."""
 
 
@@ -321,11 +322,9 @@ class StoreService(Service):
                 return ServedPut(self, stream, frame, body)
             frame = Delete(frame.key)
         keys = frame.keys if isinstance(frame, Contains | Pin) else (frame.key,)
-        has_lower = self.values.lower is not None
-        # Of a pin of many keys others have their turn in between.
-        is_far = has_lower and (
-            isinstance(frame, Pin) or not all(self.values.has(keys, owner))
-        )
+        is_far = self.values.lower is not None and not all(self.values.has(keys, owner))
+        if isinstance(frame, Pin):  # of many keys: others have their turn in between
+            is_far |= len(keys) > _HELD_AT_ONCE
         if not (is_far or isinstance(frame, Stat)):
             return self._answer(stream, frame)
         return ServedFromTiers(

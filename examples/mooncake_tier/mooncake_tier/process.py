@@ -155,18 +155,26 @@ class ClientProcess:
         finally:
             self._asked.pop(number, None)
 
-    async def _read(self) -> None:
+    async def _read_answers(self) -> None:
         decoder = msgspec.json.Decoder(tuple[int, list[int] | str])
-        if self._process.stdout is not None:
-            async for line in self._process.stdout:
-                number, codes = decoder.decode(line)
-                answered = self._asked.get(number)
-                if answered is None or answered.done():
-                    continue
-                if isinstance(codes, str):
-                    answered.set_exception(RuntimeError(codes))
-                else:
-                    answered.set_result(codes)
+        if self._process.stdout is None:
+            return
+        async for line in self._process.stdout:
+            number, codes = decoder.decode(line)
+            answered = self._asked.get(number)
+            if answered is None or answered.done():
+                continue
+            if isinstance(codes, str):
+                answered.set_exception(RuntimeError(codes))
+            else:
+                answered.set_result(codes)
+
+    async def _read(self) -> None:
+        try:
+            await self._read_answers()
+        except (msgspec.MsgspecError, ValueError):
+            logger.warning("Mooncake's client says what is no answer: it is ended")
+            self.kill()
         # Not before it is gone: until then it may write to what it shares.
         await self._process.wait()
         self.has_ended = True

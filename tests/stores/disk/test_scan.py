@@ -7,7 +7,7 @@ import contextlib
 from collections.abc import AsyncIterator
 from pathlib import Path
 
-from asynckv.abc.tiers import TierResult
+from asynckv.abc.tiers import TierPrefix, TierResult
 from asynckv.stores.disk import DiskTier
 from asynckv.testing.blocked import until, until_blocked
 from asynckv.testing.tier_checks import SomeValue
@@ -119,6 +119,21 @@ async def test_a_delete_is_certain_once_all_is_known(
         assert await seed_of(tier, "k1/never") == 3
     async with open_disk(MAX_BYTES) as tier:
         assert [await seed_of(tier, f"k1/{number}") for number in range(2)] == [None, 1]
+
+
+async def test_a_clear_is_not_silent_until_all_is_known(
+    open_disk: OpenDisk, tmp_path: Path
+) -> None:
+    await fill(open_disk, 3)
+    async with scanning(tmp_path) as (tier, calls):
+        prefix = TierPrefix("k1/")
+        clearing = asyncio.ensure_future(tier.clear(prefix))
+        await until(lambda: prefix.moved_nbytes > 1)
+        calls.let_go()
+        assert await clearing is DONE
+        assert [await seed_of(tier, f"k1/{number}") for number in range(3)] == [
+            None
+        ] * 3
 
 
 async def test_a_tier_may_be_closed_before_all_is_known(
