@@ -144,8 +144,8 @@ async def test_it_ends_in_time_though_a_read_of_the_disk_never_returns(
         await seconds_to_end(served)
     tier = f"stuck://{place}?how=disk&call=preadv"
     async with serving("--store", "8MiB", "--tier", tier, path=path) as served:
-        lines = {await served.line(), await served.line()}  # it is scanned meanwhile
-        assert "stuck" in lines
+        lines = await served.line(), await served.line()  # it is scanned meanwhile
+        assert any("stuck" in line for line in lines)  # two threads write it
         assert await seconds_to_end(served) < 2.5
 
 
