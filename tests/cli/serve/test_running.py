@@ -57,7 +57,7 @@ async def test_a_process_of_its_own_holds_what_others_put() -> None:
 async def test_what_was_put_is_on_disk_after_a_signal_and_in_the_next_process(
     tmp_path: Path,
 ) -> None:
-    options = ("--store", "8MiB", "--tier", f"disk://{tmp_path}/kv?max=64MiB")
+    options = ("--store", "32MiB", "--tier", f"disk://{tmp_path}/kv?max=64MiB")
     async with serving(*options) as served:
         async with asynckv.connect(await served.until_serving()) as peer:
             for number in range(8):
