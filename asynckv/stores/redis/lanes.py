@@ -7,20 +7,53 @@ credentials were changed: then what was asked is asked again, on a new one, once
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Final, TypeAlias, TypeVar
 
+from asynckv.errors import ConfigError
 from asynckv.stores.redis.lane import Lane, Reply, ServerError
 from asynckv.stores.redis.server import Address
+from asynckv.stores.redis.url import MAX_LANES
 
-__all__ = ("Lanes",)
+__all__ = ("Lanes", "process_lanes")
 
 _T = TypeVar("_T")
 
 _NOT_OURS: Final = frozenset(("NOAUTH", "WRONGPASS", "NOPERM"))
 
 _Answers: TypeAlias = "Sequence[Reply] | Exception"
+
+
+class ProcessLanes:
+    """The threads of all Redis tiers of this process."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._pid = os.getpid()
+        self._taken = 0
+
+    def take(self, count: int) -> None:
+        """:raises ConfigError: there are not so many left"""
+        with self._lock:
+            if self._pid != os.getpid():  # a child has none of its parent's
+                self._pid, self._taken = os.getpid(), 0
+            if self._taken + count > MAX_LANES:
+                raise ConfigError(
+                    f"{count} lanes for a Redis tier, beside {self._taken} of others",
+                    hint=f"a process has {MAX_LANES}: ?lanes=3 takes fewer for a tier",
+                )
+            self._taken += count
+
+    def give_back(self, count: int) -> None:
+        """Others may take so many again."""
+        with self._lock:
+            if self._pid == os.getpid():
+                self._taken -= count
+
+
+process_lanes: Final = ProcessLanes()
 
 
 class Lanes:

@@ -14,7 +14,6 @@ import contextlib
 import dataclasses
 import functools
 import logging
-import os
 import re
 import threading
 import time
@@ -32,12 +31,11 @@ from asynckv.abc.tiers import (
     TierValue,
     WantedValue,
 )
-from asynckv.errors import ConfigError
 from asynckv.loops import LoopBound
 from asynckv.stores.redis.lane import Lane, NotRedis, Reply, ServerError, command
-from asynckv.stores.redis.lanes import Lanes
+from asynckv.stores.redis.lanes import Lanes, process_lanes
 from asynckv.stores.redis.server import Address, Credentials, RedisServer
-from asynckv.stores.redis.url import MAX_LANES, parse_redis_url
+from asynckv.stores.redis.url import parse_redis_url
 from asynckv.stores.threads import READ, Stopped, TierThreads, ask
 
 __all__ = ("RedisStatistics", "RedisTier")
@@ -79,34 +77,6 @@ class RedisStatistics:
 
 class _Replaced(Exception):
     """The pieces of a value do not fit together."""
-
-
-class _ProcessLanes:
-    """The threads of all Redis tiers of this process."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._pid = os.getpid()
-        self._taken = 0
-
-    def take(self, count: int) -> None:
-        with self._lock:
-            if self._pid != os.getpid():  # a child has none of its parent's
-                self._pid, self._taken = os.getpid(), 0
-            if self._taken + count > MAX_LANES:
-                raise ConfigError(
-                    f"{count} lanes for a Redis tier, beside {self._taken} of others",
-                    hint=f"a process has {MAX_LANES}: ?lanes=3 takes fewer for a tier",
-                )
-            self._taken += count
-
-    def give_back(self, count: int) -> None:
-        with self._lock:
-            if self._pid == os.getpid():
-                self._taken -= count
-
-
-_process_lanes: Final = _ProcessLanes()
 
 
 class RedisTier(LoopBound, StoreTier):
@@ -261,7 +231,7 @@ class RedisTier(LoopBound, StoreTier):
 
     def _start(self, loop: asyncio.AbstractEventLoop) -> None:
         lanes = self._place.lanes
-        _process_lanes.take(lanes)
+        process_lanes.take(lanes)
         stores = (lanes - 1) // 2
         counts = {"small": 1, "stores": stores, "loads": lanes - 1 - stores, "probe": 1}
         self._left = len(counts)
@@ -280,7 +250,7 @@ class RedisTier(LoopBound, StoreTier):
                 return
         self._lanes.close()
         self._server.close()
-        _process_lanes.give_back(self._place.lanes)
+        process_lanes.give_back(self._place.lanes)
         if self._loop is not None:
             with contextlib.suppress(RuntimeError):  # the loop may be closed
                 self._loop.call_soon_threadsafe(self._is_over.set)
