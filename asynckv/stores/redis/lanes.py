@@ -17,7 +17,7 @@ from asynckv.stores.redis.lane import Lane, Reply, ServerError
 from asynckv.stores.redis.server import Address
 from asynckv.stores.redis.url import MAX_LANES
 
-__all__ = ("Lanes", "process_lanes")
+__all__ = ("Lanes", "ProcessLanes", "process_lanes")
 
 _T = TypeVar("_T")
 
