@@ -199,8 +199,8 @@ class PrefixLookup:
     async def find(self, keys: tuple[str, ...], number: int = 0) -> int:
         """Say how many of these values, from the first on, are there for every rank.
 
-        They are held until :meth:`let_go` of ``number``, or for 10 s. A cancelled call
-        holds nothing.
+        They are held until :meth:`let_go` of ``number``, or for 10 s. A call that is
+        cancelled, or fails, holds nothing.
 
         :raises AsyncKVError: the store does not answer, or has not since it was silent
         :raises OSError: so it is too
@@ -211,7 +211,11 @@ class PrefixLookup:
         self._let_go()
         try:
             async with asyncio.timeout(self._answer_s) as limit:
-                found = await self._find(keys, limit, number)
+                try:
+                    found = await self._find(keys, limit, number)
+                except BaseException:
+                    self.holds.let_go(number)
+                    raise
         except TimeoutError:
             self._is_silent = True
             self._on_lost(f"no answer within {self._answer_s:g} s (lookup_timeout_s)")
