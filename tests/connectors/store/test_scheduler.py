@@ -484,6 +484,11 @@ def test_it_is_said_in_what_engines_differ(other: KVEngine, difference: str) -> 
     assert (namespace_of(other) == namespace_of(engine())) == (not difference)
 
 
+def test_an_older_engine_s_values_are_said_to_be_of_one_block() -> None:
+    said = StoredShape.of(engine(), 0).differs_from(StoredShape.of(engine(), 64))
+    assert said == "chunk_tokens=one block there and 64 here"
+
+
 def test_engines_of_other_blocks_have_no_key_in_common() -> None:
     one, other = (KVEngine(engine_id="E", block_size=size) for size in (16, 32))
     assert namespace_of(one) != namespace_of(other)
