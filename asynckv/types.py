@@ -176,6 +176,14 @@ class KVFingerprint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         except (msgspec.ValidationError, UnicodeError) as exc:
             raise ValueError(f"not a fingerprint: {exc}") from exc
 
+    def as_text(self) -> str:
+        """Return it as ``--fingerprint`` takes it: a model's name, or JSON."""
+        fields = msgspec.structs.asdict(self)
+        said = {name: text for name, text in fields.items() if text}
+        if said.keys() == {"model"} and not self.model.startswith("{"):
+            return self.model
+        return msgspec.json.encode(said).decode()
+
     def difference(self, other: KVFingerprint) -> str | None:
         """Name the first field that differs, or ``None`` if they are equal."""
         for field in self.__struct_fields__:

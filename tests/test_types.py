@@ -111,6 +111,21 @@ def test_a_fingerprint_is_written_as_a_name_a_mapping_or_itself() -> None:
     assert KVFingerprint.of(fingerprint) is fingerprint
 
 
+@pytest.mark.parametrize(
+    ("fingerprint", "text"),
+    [
+        (KVFingerprint(model="m"), "m"),
+        (KVFingerprint(model="{m"), '{"model":"{m"}'),
+        (KVFingerprint(model="m", dtype="int8"), '{"model":"m","dtype":"int8"}'),
+        (KVFingerprint(), "{}"),
+    ],
+)
+def test_a_fingerprint_is_shown_as_commands_take_it(
+    fingerprint: KVFingerprint, text: str
+) -> None:
+    assert fingerprint.as_text() == text
+
+
 def test_a_fingerprint_has_no_unknown_fields() -> None:
     with pytest.raises(ValueError, match="colour"):
         KVFingerprint.of({"colour": "red"})

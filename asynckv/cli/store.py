@@ -11,7 +11,6 @@ from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TypeAlias, TypeVar
 
-import msgspec
 from cyclopts import App, Parameter
 
 from asynckv.cli.keys import NO_KEY_OPTIONS, Fingerprint, KeyOptions
@@ -35,7 +34,8 @@ store = App(name="store", help="Look into a store that is served.")
 _Fingerprint: TypeAlias = Annotated[
     Fingerprint,
     Parameter(
-        help="The model whose values are meant: its name, or JSON of a fingerprint."
+        help="What the values were put with, exactly: a model's name, or JSON of a "
+        "fingerprint. An engine of vLLM logs its own when it starts."
     ),
 ]
 
@@ -48,7 +48,7 @@ def clear(
     fingerprint: _Fingerprint = None,
     keys: KeyOptions = NO_KEY_OPTIONS,
 ) -> int:
-    """Delete all values of a model, and say how many of them memory had.
+    """Delete all values put with exactly this fingerprint; say how many memory had.
 
     Without --fingerprint, those that were put without one. Tiers delete theirs behind
     it, as long as that takes; nobody finds them in this store meanwhile.
@@ -62,8 +62,8 @@ def clear(
     def tell(count: int) -> int:
         whose = "without a fingerprint"
         if fingerprint is not None:
-            whose = f"of {as_line(_shown(fingerprint))}"
-        print(f"all values {whose} are deleted; memory had {count}")
+            whose = f"with exactly the fingerprint {as_line(fingerprint.as_text())}"
+        print(f"all values put {whose} are deleted; memory had {count}")
         return 0
 
     return _run(url, fingerprint, keys, lambda peer: peer.store.clear(), tell)
@@ -179,14 +179,6 @@ def stat(
         return 1 if None in found else 0
 
     return _run(url, fingerprint, keys, look, tell)
-
-
-def _shown(fingerprint: KVFingerprint) -> str:
-    """Return it as --fingerprint takes it."""
-    fields = msgspec.structs.asdict(fingerprint)
-    said = {name: text for name, text in fields.items() if text}
-    is_plain = said.keys() == {"model"}
-    return fingerprint.model if is_plain else msgspec.json.encode(said).decode()
 
 
 def _described(value: StoredValue | None) -> str:

@@ -85,12 +85,13 @@ class PeerConnection:
     @property
     def connected(self) -> Peer | None:
         """The peer, if a request could leave now."""
-        return self._peer if self.is_connected else None
+        peer = self._peer  # read once: another thread may ask
+        return peer if peer is not None and peer.is_connected else None
 
     @property
     def is_connected(self) -> bool:
         """Whether a request could leave now."""
-        return self._peer is not None and self._peer.is_connected
+        return self.connected is not None
 
     def may_lead_to_gpu(self, device: str) -> bool:
         """Whether what is put may go from ``device`` to a GPU; it may until dialled."""
@@ -388,12 +389,15 @@ class StoreConnection:
         return self._line.is_connected
 
     @property
-    def link(self) -> object:
-        """By what a question would leave now: what was held by another is so no more.
+    def connected(self) -> KVStoreBuffer | None:
+        """The store, if a question could leave now: each link has another object.
 
-        ``None``: by nothing. A store that was given is always the same.
+        One that was given is always the same. From any thread.
         """
-        return self._line.connected if self._store is None else self._store
+        if self._store is not None:
+            return self._store
+        peer = self._line.connected
+        return None if peer is None else peer.store
 
     @property
     def is_reachable(self) -> bool:

@@ -365,8 +365,11 @@ class StoredShape(msgspec.Struct, frozen=True, kw_only=True):
         """Say in what; nothing if its blocks can be loaded by who says ``ours``."""
         if self == ours:
             return ""
+        # Engines from before there were chunks say 0.
+        there = msgspec.structs.asdict(self)
+        there["chunk_tokens"] = self.chunk_tokens or "one block"
         named = [
-            f"{name}={getattr(self, name)} there and {getattr(ours, name)} here"
+            f"{name}={there[name]} there and {getattr(ours, name)} here"
             for name in ("tp_size", "block_size", "chunk_tokens")
             if getattr(self, name) != getattr(ours, name)
         ]

@@ -95,7 +95,7 @@ class ConnectorOptions(_Common, frozen=True, kw_only=True):
     ``pull`` keeps it here until that engine fetches it. ``consumer_tp_size`` is how
     many ranks a stage of the engine has that decodes, ``consumer_pp_size`` how many
     stages, if not as many as this one. ``lookup_timeout_s`` is how long a lookup waits
-    for each answer of a store, ``fetch_timeout_s`` how long beside that for blocks that
+    for the first answer of a store, ``fetch_timeout_s`` how much longer for blocks that
     it has in a lower tier alone. ``push_buffer_bytes``: how much of a GPU a rank
     that pushes has for each rank that it pushes to, ``kv_buffer_size`` at the most.
     ``chunk_tokens`` is how many tokens' KV is one value of a store.

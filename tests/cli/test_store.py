@@ -103,10 +103,13 @@ async def test_all_values_of_a_model_are_deleted_and_no_others(
             assert await status_of("clear", server.url, *options) == 0
         assert store.statistics().keys == 0
     assert capsys.readouterr().out.splitlines() == [
-        'all values of {"model":"llama","dtype":"int8"} are deleted; memory had 0',
-        "all values of llama are deleted; memory had 20",
-        "all values of llama are deleted; memory had 0",
-        "all values without a fingerprint are deleted; memory had 1",
+        f"all values put with{whose} are deleted; memory had {count}"
+        for whose, count in (
+            (' exactly the fingerprint {"model":"llama","dtype":"int8"}', 0),
+            (" exactly the fingerprint llama", 20),
+            (" exactly the fingerprint llama", 0),
+            ("out a fingerprint", 1),
+        )
     ]
 
 

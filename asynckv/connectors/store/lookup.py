@@ -47,12 +47,17 @@ class StorePins:
         self._seconds = seconds
         self._at_most = at_most
         self._tasks: set[asyncio.Task[None]] = set()
-        self._held: dict[int, asyncio.Task[None]] = {}
+        self._held: dict[int, tuple[asyncio.Task[None], KVStoreBuffer]] = {}
         self._is_closing = False
 
     def __len__(self) -> int:
         """How many are held, and not about to be let go."""
         return len(self._held)
+
+    def store_of(self, number: int) -> KVStoreBuffer | None:
+        """Return where that is held; ``None`` if it is not. From any thread."""
+        held = self._held.get(number)
+        return None if held is None else held[1]
 
     async def hold(
         self, store: KVStoreBuffer, keys: Sequence[str], within_s: float, number: int
@@ -84,8 +89,8 @@ class StorePins:
 
     def let_go(self, number: int) -> None:
         """Let what is held by this number go soon; of another, nothing. Never waits."""
-        if (task := self._held.pop(number, None)) is not None:
-            task.cancel()  # it takes its time to end
+        if (held := self._held.pop(number, None)) is not None:
+            held[0].cancel()  # it takes its time to end
 
     async def release(self) -> None:
         """Let all go. A cancellation is held back until then."""
@@ -116,7 +121,7 @@ class StorePins:
         try:
             async with store.pin(keys, within_s=within_s, prefix=True) as there:
                 if not found.done():
-                    self._make_room(number)
+                    self._make_room(number, store)
                     found.set_result(there)
                     await asyncio.sleep(self._seconds)
         except (AsyncKVError, OSError) as exc:
@@ -125,10 +130,10 @@ class StorePins:
             else:
                 logger.debug("what was found is held no longer: %s", exc)
 
-    def _make_room(self, number: int) -> None:
+    def _make_room(self, number: int, store: KVStoreBuffer) -> None:
         """The task that calls this holds something now: let the oldest go for it."""
         if (task := asyncio.current_task()) is not None:
-            self._held[number] = task
+            self._held[number] = task, store
         while len(self._held) > self._at_most:
             self.let_go(next(iter(self._held)))
 
@@ -139,7 +144,7 @@ class StorePins:
         number: int,
     ) -> None:
         self._tasks.discard(task)
-        if self._held.get(number) is task:
+        if number in self._held and self._held[number][0] is task:
             del self._held[number]
         if not found.done():  # it was cancelled before it had an answer
             found.set_exception(PeerLost(_NOT_HELD))
@@ -183,11 +188,19 @@ class PrefixLookup:
         """
         self._unneeded.append(number)
 
+    def is_held(self, number: int) -> bool:
+        """Whether what a lookup found is still held, by the link that is up now.
+
+        From any thread.
+        """
+        store = self.holds.store_of(number)
+        return store is not None and store is self.line.connected
+
     async def find(self, keys: tuple[str, ...], number: int = 0) -> int:
         """Say how many of these values, from the first on, are there for every rank.
 
-        They are held until :meth:`let_go` of ``number``, or for 10 s. A cancelled call
-        holds nothing.
+        They are held until :meth:`let_go` of ``number``, or for 10 s. A call that is
+        cancelled, or fails, holds nothing.
 
         :raises AsyncKVError: the store does not answer, or has not since it was silent
         :raises OSError: so it is too
@@ -198,7 +211,11 @@ class PrefixLookup:
         self._let_go()
         try:
             async with asyncio.timeout(self._answer_s) as limit:
-                found = await self._find(keys, limit, number)
+                try:
+                    found = await self._find(keys, limit, number)
+                except BaseException:
+                    self.holds.let_go(number)
+                    raise
         except TimeoutError:
             self._is_silent = True
             self._on_lost(f"no answer within {self._answer_s:g} s (lookup_timeout_s)")

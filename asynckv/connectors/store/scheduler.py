@@ -61,18 +61,12 @@ class _Known:
     is_asked: bool = False
     stored: int | None = None
     answered_s: float = 0.0
-    link: object = None
     held: int | None = None
     times_asked: int = 0
     question: int = -1
     is_loaded: bool = False
     has_load: bool = False
     saved: int = 0
-
-    def is_held(self, link: object) -> bool:
-        """Whether what was found still is: not long ago, and by this link."""
-        is_fresh = time.monotonic() - self.answered_s <= _FRESH_S
-        return is_fresh and self.link is link
 
     def forget_answer(self) -> None:
         """What was found is held no longer: ask again, but not for ever."""
@@ -137,7 +131,7 @@ class StoreScheduler(
         self._is_producer = config.is_kv_producer
         self.finder = PrefixLookup(config, engine, store)
         self._requests: dict[str, _Known] = {}
-        self._found: dict[int, tuple[object, float]] = {}
+        self._found_s: dict[int, float] = {}
         self._questions: list[KVQuestion] = []
         self._pending_loads: list[StoreRequest] = []
         self._loads = ExpectedLoads()
@@ -162,7 +156,7 @@ class StoreScheduler(
             return None, False  # an older load of that id is not quiet yet
         if known.is_loaded or not self._is_consumer or not known.keys:
             return 0, False
-        if known.stored and not known.is_held(self.finder.line.link):
+        if known.stored and not self._is_held(known):
             known.forget_answer()
         self._ask_for(known)
         if known.stored is None:
@@ -180,8 +174,8 @@ class StoreScheduler(
         num_keys = 0
         try:
             num_keys = await self.finder.find(question.keys, question.number)
-            # The answer may be taken long after, or when the link is gone.
-            self._found[question.number] = self.finder.line.link, time.monotonic()
+            # The answer may be taken long after.
+            self._found_s[question.number] = time.monotonic()
         except (AsyncKVError, OSError, TimeoutError) as exc:
             self._unanswered += 1
             logger.debug("the store does not answer: %s", exc)
@@ -190,14 +184,13 @@ class StoreScheduler(
     def take_answer(self, answer: KVAnswer) -> None:
         self._check_thread()
         known = self._requests.get(answer.request_id)
-        now = self.finder.line.link, time.monotonic()
-        link, answered_s = self._found.pop(answer.number, now)
+        answered_s = self._found_s.pop(answer.number, 0.0)
         if known is None or known.question != answer.number:
             self.finder.let_go(answer.number)
             return  # it was asked for a request of that id before
         if known.stored is None:
             known.stored = max(0, min(answer.num_keys, len(known.keys)))
-            known.link, known.answered_s = link, answered_s
+            known.answered_s = answered_s
             self._let_go(known)  # what was found before stays until now
             known.held = answer.number
             self._hit_blocks += known.stored * self._value_blocks
@@ -279,7 +272,7 @@ class StoreScheduler(
 
     def shutdown(self) -> None:
         self._requests.clear()
-        self._found.clear()
+        self._found_s.clear()
         self._pending_loads.clear()
         self._questions.clear()
         self._loads.clear()
@@ -299,6 +292,11 @@ class StoreScheduler(
             self._requests[request.request_id] = known
             self._seen += 1
         return known
+
+    def _is_held(self, known: _Known) -> bool:
+        """Whether what was found for it still is, and will be until it is loaded."""
+        is_fresh = time.monotonic() - known.answered_s <= _FRESH_S
+        return is_fresh and known.held is not None and self.finder.is_held(known.held)
 
     def _let_go(self, known: _Known) -> None:
         """What was found need not stay for it any more."""

@@ -10,6 +10,8 @@ import collections
 import dataclasses
 import functools
 import logging
+import math
+import time
 from collections.abc import Callable, Coroutine
 from typing import Any, Final, NamedTuple
 
@@ -89,6 +91,7 @@ _STAGED_BLOCKS: Final = 64
 _STAGED_BYTES: Final = 256 * 2**20
 _WAIT_S: Final = 0.2
 _MOST_CUT: Final = 4096
+_TOLD_S: Final = 10.0
 
 logger = logging.getLogger(__name__)
 
@@ -121,7 +124,8 @@ class StoreSaving:
         self._staging = Staging(0)
         self._at_once = asyncio.Semaphore(rank.at_once)
         self._is_stalled = False
-        self._is_told = self._is_refused = False
+        self._told_s = -math.inf
+        self._is_refused = False
 
     def bind(self, step: StoreMetadata) -> None:
         """A step begins, with these saves. Never waits."""
@@ -200,9 +204,7 @@ class StoreSaving:
                     is_skipped = True
                     return
                 async with asyncio.timeout(self._rank.options.save_timeout_s):
-                    if not self._is_told:
-                        await store.put(SHAPE_KEY, self._rank.shape.tensor())
-                        self._is_told = True
+                    await self._tell_shape(store)
                     await store.put(save.part.key, values[0])
             is_stored = True
             self._is_stalled = False
@@ -224,6 +226,13 @@ class StoreSaving:
                 self._end(save)
             self._staging.release(nbytes)
             self._rank.packed().moves.pool.free(values)
+
+    async def _tell_shape(self, store: KVStoreBuffer) -> None:
+        """Say how values are cut, and again later: who clears a store deletes that."""
+        now_s = time.monotonic()
+        if now_s - self._told_s > _TOLD_S:
+            await store.put(SHAPE_KEY, self._rank.shape.tensor())
+            self._told_s = now_s
 
     def _note_refused(self, error: EntryTooLarge) -> None:
         """Say in the log that values are too large for the store, once."""

@@ -7,6 +7,7 @@ between engines only whose fingerprints say that a block means the same to both.
 from __future__ import annotations
 
 import hashlib
+import logging
 import sys
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final, Literal
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
 __all__ = ("Settings",)
+
+logger = logging.getLogger("vllm.asynckv")  # vLLM shows only what is below "vllm"
 
 _GRACE_S: Final = 30.0
 _EXPERTS: Final = "; only models without experts may have more"
@@ -104,7 +107,9 @@ class Settings:
         return ConnectorOptions.of(self.config).save_timeout_s + _GRACE_S
 
     def make_scheduler(self) -> KVConnectorScheduler:
-        """Return the side that decides."""
+        """Return the side that decides, and log what its KV is put with."""
+        if (fingerprint := self.config.fingerprint) is not None:
+            logger.info("the fingerprint of KV here is %s", fingerprint.as_text())
         return make_scheduler(self.config, self.engine)
 
     def make_worker(self) -> KVConnectorWorker:

@@ -124,6 +124,24 @@ async def test_what_is_not_needed_is_let_go_although_nobody_asks_again() -> None
         assert await finder.find(KEYS) == 0
 
 
+async def test_a_lookup_that_is_cancelled_as_it_finds_something_holds_nothing() -> None:
+    async with finding() as (finder, store):
+        for key in (*keys_of(0, 1), *keys_of(1, 1)):
+            await store.put(key, torch.ones(1))
+        was_held = 0
+        for turns in range(20):
+            lookup = asyncio.create_task(finder.find(KEYS, turns))
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            was_held += len(finder.holds) and not lookup.done()
+            if not lookup.cancel():
+                assert await lookup == 1
+                finder.holds.let_go(turns)
+            await asyncio.wait({lookup})
+            assert not len(finder.holds)
+        assert was_held
+
+
 async def test_all_is_asked_at_once() -> None:
     async with StalledStore() as store:
         for rank in range(2):

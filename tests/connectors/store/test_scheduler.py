@@ -1,9 +1,11 @@
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import time
 import types
 from collections.abc import AsyncIterator, Callable
+from typing import Any
 
 import pytest
 import torch
@@ -25,7 +27,10 @@ from asynckv.connectors.engine import (
     rank_block_keys,
 )
 from asynckv.connectors.requests import StoreMetadata
-from asynckv.connectors.store import scheduler as store_scheduler
+from asynckv.connectors.store import (
+    lookup as store_lookup,
+    scheduler as store_scheduler,
+)
 from asynckv.connectors.store.scheduler import StoreScheduler
 from asynckv.testing.blocked import until
 from harness.engines.toy_model import ToyModel
@@ -35,11 +40,11 @@ REQUEST = KVRequest("r", tuple(range(10)))
 ENGINE = KVEngine(engine_id="E", block_size=4, tp_size=2)
 
 
-def make(chunk_tokens: int = 4) -> StoreScheduler:
+def make(chunk_tokens: int = 4, url: str = "mem://no-such-store") -> StoreScheduler:
     config = KVTransferConfig(
         kv_role="kv_both",
         kv_connector_extra_config={
-            "store": "mem://no-such-store",
+            "store": url,
             "fingerprint": "toy",
             "chunk_tokens": chunk_tokens,
         },
@@ -50,6 +55,35 @@ def make(chunk_tokens: int = 4) -> StoreScheduler:
 @pytest.fixture
 def scheduler() -> StoreScheduler:
     return make()
+
+
+@contextlib.asynccontextmanager
+async def storing(
+    chunk_tokens: int = 4,
+) -> AsyncIterator[tuple[StoreScheduler, StoreBuffer]]:
+    config = KVTransferConfig(
+        kv_role="kv_both",
+        kv_connector_extra_config={"chunk_tokens": chunk_tokens},
+    )
+    async with StoreBuffer("2MiB") as store:
+        async with StoreScheduler(config, ENGINE, store) as scheduler:
+            yield scheduler, store
+
+
+async def put(store: StoreBuffer, keys: tuple[str, ...]) -> None:
+    for rank in range(2):
+        for key in rank_block_keys(keys, namespace_of(ENGINE), rank):
+            await store.put(key, torch.zeros(2**16, dtype=torch.uint8))
+
+
+async def find(
+    scheduler: StoreScheduler, store: StoreBuffer, count: int
+) -> tuple[str, ...]:
+    """Let the store have so many chunks of what is asked for, and say so."""
+    (question,) = scheduler.take_questions()
+    await put(store, question.keys[:count])
+    scheduler.take_answer(await scheduler.ask(question))
+    return question.keys
 
 
 def orders(scheduler: StoreScheduler, *scheduled: KVScheduled) -> StoreMetadata:
@@ -67,32 +101,37 @@ def loading() -> StoreScheduler:
     return scheduler
 
 
-def test_until_its_question_is_answered_a_request_is_ask_again(
-    scheduler: StoreScheduler,
-) -> None:
-    for _ in range(2):
-        assert scheduler.get_num_new_matched_tokens(REQUEST, 0) == (None, False)
-    (question,) = scheduler.take_questions()
-    assert len(question.keys) == 2
-    assert scheduler.take_questions() == ()
-    scheduler.take_answer(KVAnswer("stranger", 7))
-    scheduler.take_answer(KVAnswer("r", 99))
-    assert scheduler.get_num_new_matched_tokens(REQUEST, 4) == (4, True)
-    assert scheduler.get_num_new_matched_tokens(REQUEST, 8) == (0, False)
+async def test_until_its_question_is_answered_a_request_is_ask_again() -> None:
+    async with storing() as (scheduler, store):
+        for _ in range(2):
+            assert scheduler.get_num_new_matched_tokens(REQUEST, 0) == (None, False)
+        (question,) = scheduler.take_questions()
+        assert len(question.keys) == 2
+        assert scheduler.take_questions() == ()
+        scheduler.take_answer(KVAnswer("stranger", 7))
+        await put(store, question.keys)
+        await scheduler.ask(question)
+        scheduler.take_answer(question.answered(99))
+        assert scheduler.get_num_new_matched_tokens(REQUEST, 4) == (4, True)
+        assert scheduler.get_num_new_matched_tokens(REQUEST, 8) == (0, False)
 
 
-def test_an_answer_to_an_older_request_of_the_same_id_says_nothing(
-    scheduler: StoreScheduler,
-) -> None:
+def test_what_was_never_found_is_not_believed(scheduler: StoreScheduler) -> None:
     scheduler.on_new_request(REQUEST)
-    (old,) = scheduler.take_questions()
-    scheduler.request_finished(REQUEST, ())
-    scheduler.on_new_request(REQUEST)
-    (question,) = scheduler.take_questions()
-    scheduler.take_answer(old.answered(2))
+    scheduler.take_answer(KVAnswer("r", 2))
     assert scheduler.get_num_new_matched_tokens(REQUEST, 0) == (None, False)
-    scheduler.take_answer(question.answered(1))
-    assert scheduler.get_num_new_matched_tokens(REQUEST, 0) == (4, True)
+
+
+async def test_an_answer_to_an_older_request_of_the_same_id_says_nothing() -> None:
+    async with storing() as (scheduler, store):
+        scheduler.on_new_request(REQUEST)
+        (old,) = scheduler.take_questions()
+        scheduler.request_finished(REQUEST, ())
+        scheduler.on_new_request(REQUEST)
+        scheduler.take_answer(old.answered(2))
+        assert scheduler.get_num_new_matched_tokens(REQUEST, 0) == (None, False)
+        await find(scheduler, store, 1)
+        assert scheduler.get_num_new_matched_tokens(REQUEST, 0) == (4, True)
 
 
 async def test_a_store_that_is_not_there_has_nothing(scheduler: StoreScheduler) -> None:
@@ -158,29 +197,28 @@ def test_a_chunk_is_saved_once_by_the_step_that_completes_it() -> None:
     ("computed", "first", "num_keys"),
     [(0, 0, 2), (4, 1, 2), (28, 7, 2), (32, 8, 1), (36, 9, 1), (60, 15, 1)],
 )
-def test_of_a_chunk_that_the_engine_has_begun_the_other_blocks_are_loaded(
+async def test_of_a_chunk_that_the_engine_has_begun_the_other_blocks_are_loaded(
     computed: int, first: int, num_keys: int
 ) -> None:
-    scheduler = make(32)
-    scheduler.on_new_request(LONG)
-    (question,) = scheduler.take_questions()
-    scheduler.take_answer(question.answered(2))
-    missing = 64 - computed
-    assert scheduler.get_num_new_matched_tokens(LONG, computed) == (missing, True)
-    scheduler.update_state_after_alloc(LONG, (BLOCKS,), missing)
-    (load,) = orders(scheduler).loads
-    assert load.keys == question.keys[-num_keys:]
-    assert (load.first_block, load.block_ids) == (first, (BLOCKS[first:16],))
-    assert not load.refusal and len(list(load.parts(8))) == num_keys
+    async with storing(32) as (scheduler, store):
+        scheduler.on_new_request(LONG)
+        keys = await find(scheduler, store, 2)
+        missing = 64 - computed
+        assert scheduler.get_num_new_matched_tokens(LONG, computed) == (missing, True)
+        scheduler.update_state_after_alloc(LONG, (BLOCKS,), missing)
+        (load,) = orders(scheduler).loads
+        assert load.keys == keys[-num_keys:]
+        assert (load.first_block, load.block_ids) == (first, (BLOCKS[first:16],))
+        assert not load.refusal and len(list(load.parts(8))) == num_keys
 
 
-def test_what_the_engine_has_of_all_chunks_that_are_stored_is_not_loaded() -> None:
-    scheduler = make(32)
-    scheduler.on_new_request(LONG)
-    scheduler.take_answer(KVAnswer("r", 2))
-    for computed in (64, 68):
-        assert scheduler.get_num_new_matched_tokens(LONG, computed) == (0, False)
-    assert scheduler.statistics().hit_blocks == 16
+async def test_what_the_engine_has_of_all_stored_chunks_is_not_loaded() -> None:
+    async with storing(32) as (scheduler, store):
+        scheduler.on_new_request(LONG)
+        await find(scheduler, store, 2)
+        for computed in (64, 68):
+            assert scheduler.get_num_new_matched_tokens(LONG, computed) == (0, False)
+        assert scheduler.statistics().hit_blocks == 16
 
 
 def test_chunks_of_another_size_have_other_keys() -> None:
@@ -232,21 +270,39 @@ def test_what_failed_to_load_is_saved_again_when_it_is_computed() -> None:
     assert scheduler.get_num_new_matched_tokens(REQUEST, 0) == (0, False)
 
 
-def test_an_old_answer_is_asked_for_again_but_not_for_ever_and_never_believed(
+async def test_an_old_answer_is_asked_for_again_but_not_for_ever_and_never_believed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    scheduler, now_s = make(), 0.0
-    monkeypatch.setattr("time.monotonic", lambda: now_s)
-    scheduler.on_new_request(REQUEST)
-    asked = 0
-    while questions := scheduler.take_questions():
-        asked += len(questions)
-        scheduler.take_answer(questions[0].answered(2))
-        assert scheduler.get_num_new_matched_tokens(REQUEST, 0) == (8, True)
-        now_s += 60
-        again = scheduler.get_num_new_matched_tokens(REQUEST, 0)
-        assert again == ((None, False) if asked < 8 else (0, False))
-    assert asked == 8
+    now_s = 0.0
+    clock = types.SimpleNamespace(monotonic=lambda: now_s)
+    monkeypatch.setattr(store_scheduler, "time", clock)
+    async with storing() as (scheduler, store):
+        scheduler.on_new_request(REQUEST)
+        for asked in range(8):
+            await find(scheduler, store, 2)
+            assert scheduler.get_num_new_matched_tokens(REQUEST, 0) == (8, True)
+            now_s += 60
+            again = scheduler.get_num_new_matched_tokens(REQUEST, 0)
+            assert again == ((None, False) if asked < 7 else (0, False))
+        assert not scheduler.take_questions()
+
+
+async def test_what_had_to_be_let_go_for_others_is_asked_for_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(store_lookup, "_MOST_HELD", 2)
+    requests = [KVRequest(name, (*range(8), ord(name))) for name in "abc"]
+    async with storing() as (scheduler, store):
+        for request in requests:
+            scheduler.on_new_request(request)
+        questions = scheduler.take_questions()
+        await put(store, questions[0].keys)
+        for question in questions:
+            scheduler.take_answer(await scheduler.ask(question))
+        said = [scheduler.get_num_new_matched_tokens(one, 0) for one in requests]
+        assert said == [(None, False), (8, True), (8, True)]
+        scheduler.take_answer(await scheduler.ask(*scheduler.take_questions()))
+        assert scheduler.get_num_new_matched_tokens(requests[0], 0) == (8, True)
 
 
 def test_a_block_is_stored_once_all_of_it_is_computed(
@@ -323,14 +379,10 @@ def end_it_before(scheduler: StoreScheduler, answer: KVAnswer) -> None:
 async def test_what_was_found_is_held_no_longer_than_it_is_needed(
     what: Callable[[StoreScheduler, KVAnswer], None],
 ) -> None:
-    extra: dict[str, object] = {"chunk_tokens": 4}
-    config = KVTransferConfig(kv_role="kv_both", kv_connector_extra_config=extra)
-    async with StoreBuffer() as store, StoreScheduler(config, ENGINE, store) as asking:
+    async with storing() as (asking, store):
         asking.on_new_request(REQUEST)
         (question,) = asking.take_questions()
-        for rank in range(2):
-            for key in rank_block_keys(question.keys, namespace_of(ENGINE), rank):
-                await store.put(key, torch.ones(1))
+        await put(store, question.keys)
         answer = await asking.ask(question)
         assert (answer.num_keys, len(asking.finder.holds)) == (2, 1)
         what(asking, answer)
@@ -344,11 +396,9 @@ async def found(scheduler: StoreScheduler) -> AsyncIterator[KVAnswer]:
         async with serve("mem://no-such-store", store=store):
             scheduler.on_new_request(REQUEST)
             (question,) = scheduler.take_questions()
-            for rank in range(2):
-                for key in rank_block_keys(question.keys, namespace_of(ENGINE), rank):
-                    await store.put(key, torch.ones(1))
+            await put(store, question.keys)
             yield await scheduler.ask(question)
-    await until(lambda: scheduler.finder.line.link is None)
+    await until(lambda: scheduler.finder.line.connected is None)
 
 
 @pytest.mark.parametrize("taken", ["before", "after"])
@@ -364,6 +414,39 @@ async def test_what_was_found_at_a_store_that_is_gone_is_not_believed(
     scheduler.take_answer(await scheduler.ask(*scheduler.take_questions()))
     assert scheduler.get_num_new_matched_tokens(REQUEST, 0) == (0, False)
     await scheduler.aclose()
+
+
+@pytest.mark.parametrize("turns", range(5))
+async def test_what_a_store_found_that_died_as_it_answered_is_not_believed(
+    turns: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with (
+        StoreBuffer(fingerprint="toy") as store,
+        serve("tcp://127.0.0.1:0", store=store) as server,
+    ):
+        scheduler, hold = make(url=server.url), store.values.hold
+        await scheduler.start()
+        await until(lambda: scheduler.finder.line.is_reachable)
+        scheduler.on_new_request(REQUEST)
+        (question,) = scheduler.take_questions()
+        await put(store, question.keys)
+
+        def die_later(turns: int) -> None:
+            if turns:
+                asyncio.get_running_loop().call_soon(die_later, turns - 1)
+            else:
+                server.abort()
+
+        def hold_and_die(*args: Any, **options: Any) -> Any:
+            die_later(turns)
+            return hold(*args, **options)
+
+        monkeypatch.setattr(store.values, "hold", hold_and_die)
+        scheduler.take_answer(await scheduler.ask(question))
+        await until(lambda: scheduler.finder.line.connected is None)
+        said = scheduler.get_num_new_matched_tokens(REQUEST, 0)
+        assert said in ((None, False), (0, False))
+        await scheduler.aclose()
 
 
 async def test_an_answer_is_as_old_as_what_was_found_whenever_it_is_taken(
@@ -399,6 +482,11 @@ def test_it_is_said_in_what_engines_differ(other: KVEngine, difference: str) -> 
     ours = StoredShape.of(engine(), 64)
     assert stored is not None and stored.differs_from(ours) == difference
     assert (namespace_of(other) == namespace_of(engine())) == (not difference)
+
+
+def test_an_older_engine_s_values_are_said_to_be_of_one_block() -> None:
+    said = StoredShape.of(engine(), 0).differs_from(StoredShape.of(engine(), 64))
+    assert said == "chunk_tokens=one block there and 64 here"
 
 
 def test_engines_of_other_blocks_have_no_key_in_common() -> None:

@@ -7,6 +7,8 @@ import contextlib
 import itertools
 import logging
 import random
+import time
+import types
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Literal
@@ -26,6 +28,7 @@ from asynckv.buffers.serve import serve
 from asynckv.buffers.store import StoreBuffer
 from asynckv.config import KVRole, KVTransferConfig
 from asynckv.connectors.engine import (
+    SHAPE_KEY,
     KVEngine,
     namespace_of,
     prefix_block_keys,
@@ -173,6 +176,19 @@ async def test_chunks_of_another_size_are_not_found_and_it_is_said_why(
         # Beside each other both find their own.
         assert await loaded_by(one, tokens) == 288
         assert await loaded_by(two, tokens) == 300 // other * other
+
+
+async def test_how_an_engine_cuts_values_is_said_again_after_a_store_was_cleared(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    later_s = 0.0
+    clock = types.SimpleNamespace(monotonic=lambda: time.monotonic() + later_s)
+    monkeypatch.setattr(store_saving, "time", clock)
+    async with engines_of() as (one, _, store):
+        for later_s, is_said in ((0.0, True), (0.0, False), (60.0, True)):
+            await stored_by(one, prompt(70 + int(later_s) + is_said))
+            assert await store.contains([SHAPE_KEY]) == (is_said,)
+            await store.clear()
 
 
 async def test_blocks_that_were_dropped_meanwhile_are_computed(

@@ -1,12 +1,19 @@
 from __future__ import annotations
 
+import asyncio
 import dataclasses
+import logging
 import sys
 import types
 from typing import Any
 
 import pytest
+import torch
 
+from asynckv.buffers.remote.peer import connect
+from asynckv.buffers.serve import serve
+from asynckv.buffers.store import StoreBuffer
+from asynckv.cli.main import main
 from asynckv.errors import ConfigError
 from asynckv.integrations.vllm.settings import Settings
 
@@ -259,3 +266,24 @@ def test_a_store_sees_all_requests_and_tells_of_no_saves(
     config = vllm_config(extra={"mode": mode, "store": "mem://s"})
     settings = settings_of(config, side="scheduler")
     assert (settings.sees_all, settings.reports_saves) == (is_store, not is_store)
+
+
+async def test_what_is_logged_of_the_fingerprint_clears_what_was_put_with_it(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO, "vllm.asynckv")
+    config = vllm_config(extra={"mode": "store", "store": "mem://s"})
+    settings = settings_of(config, side="scheduler")
+    settings.make_scheduler()
+    (line,) = caplog.messages
+    _, _, logged = line.partition(" is ")
+
+    def clear(url: str) -> None:
+        with pytest.raises(SystemExit, match="^0$"):
+            main(["store", "clear", url, "--fingerprint", logged])
+
+    async with StoreBuffer() as store, serve("tcp://127.0.0.1:0", store=store) as at:
+        async with connect(at.url, fingerprint=settings.config.fingerprint) as peer:
+            await peer.store.put("key", torch.ones(1))
+            await asyncio.to_thread(clear, at.url)
+            assert await peer.store.contains(["key"]) == (False,)
