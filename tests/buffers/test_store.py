@@ -182,3 +182,10 @@ async def test_a_put_that_finds_no_memory_leaves_nothing() -> None:
             await store.put("a", torch.zeros(1, dtype=torch.uint8).expand(2**48))
         await store.put("a", value_of(1))
         assert store.statistics().used_bytes == _MIB
+
+
+async def test_a_clear_says_how_many_values_there_were() -> None:
+    async with StoreBuffer("1MiB") as store:
+        await store.put_many([("a", torch.ones(3)), ("b", torch.ones(3))])
+        assert [await store.clear(), await store.clear()] == [2, 0]
+        assert await store.contains(["a", "b"]) == (False, False)

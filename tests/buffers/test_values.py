@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Sequence
 
 import pytest
@@ -145,6 +146,21 @@ def test_while_all_keys_are_in_use_there_is_no_room_for_another_one() -> None:
     values.release(pinned)
     store(values, "b", 0)
     assert keys_in(values) == "b"
+
+
+async def test_who_waits_as_all_keys_are_in_use_says_so(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.DEBUG)
+    values = make_values(max_keys=1)
+    store(values, "a", 0)
+    pinned = pin(values, "a")
+    waiting = asyncio.create_task(values.reserve("b", spec_of(0), None))
+    await until_blocked(waiting)
+    assert "one of 1 keys, all of them in use or pinned" in caplog.text
+    values.release(pinned)
+    values.discard(await waiting)
+    await values.room.aclose()
 
 
 def test_who_has_room_already_may_exceed_the_number_of_keys() -> None:
