@@ -145,6 +145,7 @@ class TierClient(Generic[W]):
         self._watch: asyncio.TimerHandle | None = None
         self._retry: asyncio.TimerHandle | None = None
         self._clear_again: asyncio.TimerHandle | None = None
+        self._has_given_up = False
         self._is_closed = False
 
     async def open(self) -> None:
@@ -270,7 +271,14 @@ class TierClient(Generic[W]):
 
     def clear(self, prefix: str, epoch: int) -> None:
         """Delete all keys that begin so, soon. Never waits."""
-        self.behind.clear(prefix, epoch)
+        lost = self.behind.clear(prefix, epoch)
+        if lost is not None and not self._has_given_up:
+            self._has_given_up = True
+            logger.warning(
+                "%s has too much to clear: what it has of %s stays there, hidden; of "
+                "others that is not said again",
+                *(self.name, lost),
+            )
         self._changed.wake()
 
     async def flush(self, epoch: float = math.inf) -> None:

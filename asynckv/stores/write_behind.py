@@ -20,6 +20,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import mmap
+import operator
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from typing import Final, Generic, NamedTuple, TypeAlias, TypeVar
@@ -35,6 +36,8 @@ _PLACES: Final = 2**20
 _MAX_EPOCH: Final = 2**64 - 1
 _MAX_CLEARED: Final = 1024
 _FORGOTTEN_AT_ONCE: Final = 256
+_ENDED: Final = (TierResult.DONE,)
+"""The tier is not asked again to clear a prefix."""
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -131,6 +134,8 @@ class WriteBehind(Generic[T]):
         self._forgotten = memoryview(mmap.mmap(-1, 8 * _PLACES)).cast("Q")
         self._void = memoryview(mmap.mmap(-1, 8 * _PLACES)).cast("Q")
         """Of prefixes: what is older was cleared."""
+        self._given_up = mmap.mmap(-1, _PLACES)
+        """Of prefixes: not 0, the tier was not told to clear them, and may not be."""
         self._cleared: dict[str, _Cleared[T]] = {}
         self._unseen: list[str] = []
         """Keys that the pass under way has not looked at: are they cleared?"""
@@ -202,8 +207,12 @@ class WriteBehind(Generic[T]):
         """The key is to be deleted."""
         self._queue(self._change(key, epoch, None), TierChange(key, epoch))
 
-    def clear(self, prefix: str, epoch: int) -> None:
-        """All keys that begin so are to be deleted; nothing of before is valid."""
+    def clear(self, prefix: str, epoch: int) -> str | None:
+        """All keys that begin so are to be deleted; nothing of before is valid.
+
+        Returns a prefix that is not cleared any more for that, as too many are to be:
+        what the tier has of it stays there, and hidden.
+        """
         place = hash(prefix) % _PLACES
         self._void[place] = max(self._void[place], min(epoch, _MAX_EPOCH))
         if self._passes == self._wanted_passes:
@@ -214,11 +223,21 @@ class WriteBehind(Generic[T]):
         cleared = self._cleared.setdefault(prefix, _Cleared(epoch))
         cleared.epoch, cleared.passes = epoch, self._wanted_passes
         cleared.result = None
-        if len(self._cleared) > _MAX_CLEARED:
-            for other, one in self._cleared.items():
-                if not (one.is_running or one.line):
-                    del self._cleared[other]
-                    break
+        return self._give_up() if len(self._cleared) > _MAX_CLEARED else None
+
+    def _give_up(self) -> str | None:
+        """Keep one prefix less: one whose clearing has ended, or else the oldest."""
+        idle = [
+            (one.result not in _ENDED, prefix)
+            for prefix, one in self._cleared.items()
+            if not (one.is_running or one.line)
+        ]
+        if not idle:
+            return None
+        is_lost, prefix = min(idle, key=operator.itemgetter(0))
+        del self._cleared[prefix]
+        self._given_up[hash(prefix) % _PLACES] |= is_lost
+        return prefix if is_lost else None
 
     def forget_cleared(self) -> bool:
         """Let go of some of what was cleared; ``False``: there is nothing of it."""
@@ -251,6 +270,8 @@ class WriteBehind(Generic[T]):
         cleared.is_running = False
         if cleared.epoch == clearing.epoch:
             cleared.result = result
+            if result in _ENDED:
+                self._given_up[hash(clearing.prefix) % _PLACES] = 0
 
     def retry_clearings(self) -> None:
         """What the tier could not clear is to be cleared now, and what came since."""
@@ -305,13 +326,12 @@ class WriteBehind(Generic[T]):
         if state.queued is not None:
             return
         cleared = self._cleared_of(key)
-        is_cleared = cleared is None or cleared.result is TierResult.DONE
         if cleared is not None and cleared.result is None:
             if state.epoch <= cleared.epoch and not state.is_in_doubt:
                 del self._keys[key]  # it will be cleared
                 return
         if is_done and (change.is_delete or state.epoch == change.epoch):
-            if not state.is_in_doubt and (is_cleared or change.is_delete):
+            if not state.is_in_doubt and (self._may_have(key) or change.is_delete):
                 del self._keys[key]  # it has this value, or none
                 return
             state.is_made = True
@@ -336,9 +356,7 @@ class WriteBehind(Generic[T]):
         What is read meanwhile may be of before a change that is known no more when it
         has been read: so ask before that, too.
         """
-        void_epoch = 0
-        if self._cleared:
-            void_epoch = self._void[hash(_prefix_of(key)) % _PLACES]
+        void_epoch = self._void_epoch(key)
         oldest_epoch = max(self._forgotten[hash(key) % _PLACES], void_epoch)
         state = self._keys.get(key)
         if state is None or state.epoch < void_epoch:
@@ -356,9 +374,8 @@ class WriteBehind(Generic[T]):
     def may_be_new(self, key: str) -> bool:
         """Was the tier told of the last change, as far as is known?"""
         state = self._keys.get(key)
-        cleared = self._cleared_of(key)
-        if state is None or (cleared is not None and state.epoch < cleared.epoch):
-            return cleared is None or cleared.result is TierResult.DONE
+        if state is None or state.epoch < self._void_epoch(key):
+            return self._may_have(key)
         return state.is_made and state.identity is not None
 
     def close(self) -> None:
@@ -368,6 +385,17 @@ class WriteBehind(Generic[T]):
 
     def _cleared_of(self, key: str) -> _Cleared[T] | None:
         return self._cleared.get(_prefix_of(key)) if self._cleared else None
+
+    def _void_epoch(self, key: str) -> int:
+        """What is older was cleared."""
+        return self._void[hash(_prefix_of(key)) % _PLACES] if self._cleared else 0
+
+    def _may_have(self, key: str) -> bool:
+        """May the tier have something valid of a key that is not known here?"""
+        cleared = self._cleared_of(key)
+        if cleared is not None:
+            return cleared.result in _ENDED
+        return not (self._cleared and self._given_up[hash(_prefix_of(key)) % _PLACES])
 
     def _lines(self, *, is_ready: bool = False) -> list[_Line[T]]:
         """Return the lines in which changes wait, or only those that wait for none."""

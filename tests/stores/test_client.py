@@ -156,3 +156,16 @@ async def test_calls_that_move_values_are_timed_each(
     await client.fetch([Unwanted("a"), Unwanted("b")], lambda: None)
     assert client.statistics().fetch_latencies.count == 1
     assert client.statistics().store_latencies.count == 1
+
+
+async def test_what_is_not_cleared_any_more_is_said_once(
+    client: TierClient[Value], tier: DictTier, caplog: pytest.LogCaptureFixture
+) -> None:
+    tier.values["0/a"] = b""
+    for number in range(1100):
+        client.clear(f"{number}/", 1 + number)
+    assert await client.contains(["0/a"]) == [False]
+    await client.flush()
+    assert await client.contains(["0/a"]) == [False]
+    assert caplog.text.count("has too much to clear: what it has of 0/ stays") == 1
+    assert caplog.text.count("too much to clear") == 1

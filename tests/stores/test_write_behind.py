@@ -400,3 +400,33 @@ def test_of_ever_so_many_models_that_were_cleared_nothing_old_is_valid() -> None
     assert len(tier) <= 1024
     assert not any(tier.is_valid(f"{n}/a", 1 + n, "v") for n in range(3000))
     tier.clearing_ended(clearing, TierResult.DONE)
+
+
+def test_a_clearing_that_has_ended_makes_room_before_one_that_has_not() -> None:
+    tier = WriteBehind[str](1000, lambda value: None)
+    clearing = begin_clearing(tier, "failed/")
+    tier.clearing_ended(clearing, TierResult.FAILED)
+    clearing = begin_clearing(tier, "done/")
+    tier.clearing_ended(clearing, TierResult.DONE)
+    given_up = [tier.clear(f"{number}/", 2 + number) for number in range(1023)]
+    assert given_up == [None] * 1023
+    assert tier.may_be_new("done/a") and not tier.may_be_new("failed/a")
+
+
+def test_what_was_given_up_stays_hidden_but_for_what_is_written_then() -> None:
+    tier = WriteBehind[str](1000, lambda value: None)
+    failed = begin_clearing(tier, "p/")
+    tier.clearing_ended(failed, TierResult.FAILED)
+    given_up = [tier.clear(f"{number}/", 2 + number) for number in range(1024)]
+    assert given_up == [None] * 1023 + ["p/"]
+    assert not tier.may_be_new("p/a") and not tier.is_valid("p/a", 0, "v")
+    tier.write("p/a", 2000, "v", 1, "v")
+    (change,) = tier.take(9, 99)
+    tier.ended(change, is_done=True)
+    assert tier.may_be_new("p/a") and not tier.may_be_new("p/b")
+    tier.clear("p/", 3000)
+    while tier.forget_cleared():
+        pass
+    while (clearing := tier.take_clearing()) is not None:
+        tier.clearing_ended(clearing, TierResult.DONE)
+    assert tier.may_be_new("p/b")
