@@ -146,6 +146,8 @@ class WriteBehind(Generic[T]):
         self._unsure: OrderedDict[str, None] = OrderedDict()
         self._undeleted: OrderedDict[str, None] = OrderedDict()
         self._running: set[TierChange[T]] = set()
+        self._writes: dict[str, None] = {}
+        """Keys of which a write waits: they are found among ever so many deletes."""
 
     def __len__(self) -> int:
         """How many changes wait, or are under way."""
@@ -196,12 +198,12 @@ class WriteBehind(Generic[T]):
         """The key has a value that is not to be written, or not yet."""
         self._leave_old(key, self._change(key, epoch, identity))
 
-    def drop_writes(self) -> None:
-        """What waits to be written is not to be written any more."""
-        for change in self._waiting():
-            if not change.is_delete:
-                self._unqueue(change.key)
-                self._leave_old(change.key, self._keys[change.key])
+    def drop_writes(self, most: int = 256) -> bool:
+        """Some of what waits is not to be written any more. Is there more of it?"""
+        for key in list(itertools.islice(self._writes, most)):
+            self._unqueue(key)
+            self._leave_old(key, self._keys[key])
+        return bool(self._writes)
 
     def delete(self, key: str, epoch: int) -> None:
         """The key is to be deleted."""
@@ -273,11 +275,11 @@ class WriteBehind(Generic[T]):
             if result in _ENDED:
                 self._given_up[hash(clearing.prefix) % _PLACES] = 0
 
-    def retry_clearings(self) -> None:
+    def retry_clearing(self, prefix: str) -> None:
         """What the tier could not clear is to be cleared now, and what came since."""
-        for cleared in self._cleared.values():
-            if cleared.result is TierResult.FAILED:
-                cleared.result = None
+        cleared = self._cleared.get(prefix)
+        if cleared is not None and cleared.result is TierResult.FAILED:
+            cleared.result = None
 
     def take(self, max_changes: int, max_bytes: int) -> list[TierChange[T]]:
         """Begin changes, the oldest first: all of them writes, or all deletes.
@@ -293,6 +295,7 @@ class WriteBehind(Generic[T]):
             state = self._keys[change.key]
             state.queued, state.running = None, change
             self._line_with(change.key).pop(change.key)
+            self._writes.pop(change.key, None)
             self._running.add(change)
         return taken
 
@@ -343,12 +346,13 @@ class WriteBehind(Generic[T]):
         else:
             self._leave_old(key, state)
 
-    def retry(self, most: int = 256) -> None:
-        """The tier answers again: what it has not deleted is to be deleted now."""
+    def retry(self, most: int = 256) -> bool:
+        """What the tier has not deleted is to be deleted now. Is there more of it?"""
         for key in list(itertools.islice(self._undeleted, most)):
             del self._undeleted[key]
             state = self._keys[key]
             self._queue(state, TierChange(key, state.epoch))
+        return bool(self._undeleted)
 
     def valid_from(self, key: str) -> ValidFrom:
         """Return what of ``key`` is as new as it should be, if it is read from now on.
@@ -426,6 +430,8 @@ class WriteBehind(Generic[T]):
 
     def _queue(self, state: _Key[T], change: TierChange[T]) -> None:
         state.queued = self._line_with(change.key)[change.key] = change
+        if not change.is_delete:
+            self._writes[change.key] = None
         self._bound()
 
     def _nbytes_without(self, key: str) -> int:
@@ -438,6 +444,7 @@ class WriteBehind(Generic[T]):
             return
         self._keys[key].queued = None
         if not change.is_delete:
+            del self._writes[key]
             self.dropped += 1
             self._let_go(change)
 

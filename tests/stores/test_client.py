@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 
 import pytest
 
-from asynckv.abc import TierFacts, TierMemory, TierValue, WantedValue
+from asynckv.abc import (
+    TierFacts,
+    TierMemory,
+    TierPrefix,
+    TierResult,
+    TierValue,
+    WantedValue,
+)
 from asynckv.stores.client import Quarantine, TierClient
 from asynckv.testing.blocked import until
 from harness.tiers import DictTier
@@ -169,3 +177,58 @@ async def test_what_is_not_cleared_any_more_is_said_once(
     assert await client.contains(["0/a"]) == [False]
     assert caplog.text.count("has too much to clear: what it has of 0/ stays") == 1
     assert caplog.text.count("too much to clear") == 1
+
+
+async def test_of_ever_so_many_deletes_that_failed_each_is_made_again(
+    client: TierClient[Value], tier: DictTier
+) -> None:
+    keys = [f"{number}" for number in range(600)]
+    tier.values.update(dict.fromkeys(keys, b""))
+    tier.fails.add("delete")
+    for epoch, key in enumerate(keys, start=1):
+        client.delete(key, epoch)
+    await until(lambda: not client.statistics().is_storing)
+    tier.fails.clear()
+    await until(lambda: not tier.values, timeout_s=20)
+
+
+async def test_what_waits_for_a_tier_that_is_away_is_dropped_however_much_it_is(
+    client: TierClient[Value], tier: DictTier
+) -> None:
+    tier.hold("store")
+    for number in range(900):
+        write(client, f"{number}", 1 + number)
+    await until(lambda: tier.calls["store"] == 1)
+    tier.fails.add("store")
+    tier.let_go("store")
+    await until(lambda: not client.statistics().is_storing)
+    await until(lambda: client.statistics().waiting == 0)
+    assert client.statistics().dropped == 900 - client.statistics().unwritten == 852
+
+
+class OftenCleared(DictTier):
+    """Fails to clear ``slow/`` after a while, and anything else at once, once."""
+
+    def __init__(self) -> None:
+        super().__init__(facts=TierFacts(patience_s=30.0))
+        self.told: list[str] = []
+
+    async def clear(self, prefix: TierPrefix) -> TierResult:
+        self.told.append(prefix.prefix)
+        if prefix.prefix == "slow/":
+            began_s = time.monotonic()
+            await until(lambda: time.monotonic() > began_s + 0.3)
+        is_first = self.told.count(prefix.prefix) == 1
+        return TierResult.FAILED if is_first else TierResult.DONE
+
+
+async def test_a_model_that_took_long_to_clear_does_not_keep_others_waiting() -> None:
+    tier = OftenCleared()
+    client = TierClient[Value]("tier", tier, Quarantine(10), 1000, lambda value: None)
+    await client.open()
+    client.clear("slow/", 1)
+    await client.flush()
+    client.clear("quick/", 2)
+    await until(lambda: tier.told.count("quick/") == 2, timeout_s=5)
+    assert tier.told.count("slow/") == 1
+    await client.aclose()

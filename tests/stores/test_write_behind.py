@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import tracemalloc
 from typing import TypeAlias
 
 import pytest
@@ -64,9 +65,9 @@ class AnyTier(RuleBasedStateMachine):
         self.newest[key] = (self.epoch, "y")
         self.behind.skip(key, self.epoch, "y")
 
-    @rule()
-    def drop_writes(self) -> None:
-        self.behind.drop_writes()
+    @rule(most=st.integers(1, 3))
+    def drop_writes(self, most: int) -> None:
+        self.behind.drop_writes(most)
 
     @rule(key=st.sampled_from(KEYS))
     def another_process_puts(self, key: str) -> None:
@@ -101,7 +102,11 @@ class AnyTier(RuleBasedStateMachine):
     @rule()
     def retry(self) -> None:
         self.behind.retry()
-        self.behind.retry_clearings()
+        self._retry_clearings()
+
+    def _retry_clearings(self) -> None:
+        for prefix in PREFIXES:
+            self.behind.retry_clearing(prefix)
 
     @rule(prefix=st.sampled_from(PREFIXES))
     def clear(self, prefix: str) -> None:
@@ -179,7 +184,7 @@ class AnyTier(RuleBasedStateMachine):
                 self._clear_tier(one)
                 self.behind.clearing_ended(one, TierResult.DONE)
             self.clearing.clear()
-            self.behind.retry_clearings()
+            self._retry_clearings()
             self.running += self.behind.take(3, 20)
             for change in self.running:
                 if change.value is not None:
@@ -384,7 +389,7 @@ def test_a_key_that_was_written_where_nothing_could_be_cleared_may_be_new() -> N
     clearing = begin_clearing(tier, "p/")
     assert not tier.may_be_new("p/a")
     tier.clearing_ended(clearing, TierResult.REFUSED)
-    tier.retry_clearings()
+    tier.retry_clearing("p/")
     assert tier.take_clearing() is None and not tier.may_be_new("p/a")
     tier.write("p/a", 2, "v", 1, "v")
     (change,) = tier.take(9, 99)
@@ -430,3 +435,23 @@ def test_what_was_given_up_stays_hidden_but_for_what_is_written_then() -> None:
     while (clearing := tier.take_clearing()) is not None:
         tier.clearing_ended(clearing, TierResult.DONE)
     assert tier.may_be_new("p/b")
+
+
+def test_of_many_writes_some_are_dropped_at_a_time() -> None:
+    tier = WriteBehind[str](1000, lambda value: None)
+    for number in range(300):
+        tier.write(f"{number}", 1 + number, "v", 1, "v")
+    assert tier.drop_writes() and (len(tier), tier.dropped) == (44, 256)
+    assert not tier.drop_writes() and (len(tier), tier.dropped) == (0, 300)
+
+
+def test_where_deletes_alone_wait_none_of_them_is_looked_at_for_writes() -> None:
+    tier = WriteBehind[str](1000, lambda value: None)
+    for number in range(50_000):
+        tier.delete(f"{number}", 1 + number)
+    tracemalloc.start()
+    try:
+        assert not tier.drop_writes()
+        assert tracemalloc.get_traced_memory()[1] < 50_000
+    finally:
+        tracemalloc.stop()
