@@ -36,8 +36,8 @@ _PLACES: Final = 2**20
 _MAX_EPOCH: Final = 2**64 - 1
 _MAX_CLEARED: Final = 1024
 _FORGOTTEN_AT_ONCE: Final = 256
-_ENDED: Final = (TierResult.DONE,)
-"""The tier is not asked again to clear a prefix."""
+_ENDED: Final = (TierResult.DONE, TierResult.REFUSED)
+"""The tier is not asked again to clear a prefix. What it has may be of since then."""
 
 
 @dataclasses.dataclass(slots=True, eq=False)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 
 import pytest
 
@@ -179,17 +179,28 @@ async def test_what_is_not_cleared_any_more_is_said_once(
     assert caplog.text.count("too much to clear") == 1
 
 
-async def test_of_ever_so_many_deletes_that_failed_each_is_made_again(
-    client: TierClient[Value], tier: DictTier
-) -> None:
-    keys = [f"{number}" for number in range(600)]
-    tier.values.update(dict.fromkeys(keys, b""))
-    tier.fails.add("delete")
-    for epoch, key in enumerate(keys, start=1):
+class DeletesOne(DictTier):
+    """Deletes the first key of each call, and the others once it is whole."""
+
+    is_whole = False
+
+    async def delete(self, keys: Sequence[str]) -> Sequence[TierResult]:
+        most = len(keys) if self.is_whole else 1
+        left = [TierResult.FAILED] * (len(keys) - most)
+        return [*await super().delete(keys[:most]), *left]
+
+
+async def test_of_ever_so_many_deletes_that_failed_each_is_made_again() -> None:
+    tier = DeletesOne({f"{number}": b"" for number in range(600)})
+    client = TierClient[Value]("tier", tier, Quarantine(10), 1000, lambda value: None)
+    await client.open()
+    for epoch, key in enumerate(list(tier.values), start=1):
         client.delete(key, epoch)
-    await until(lambda: not client.statistics().is_storing)
-    tier.fails.clear()
-    await until(lambda: not tier.values, timeout_s=20)
+    await client.flush()
+    assert len(tier.values) > 512
+    tier.is_whole = True
+    await until(lambda: not tier.values)
+    await client.aclose()
 
 
 async def test_what_waits_for_a_tier_that_is_away_is_dropped_however_much_it_is(

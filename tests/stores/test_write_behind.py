@@ -384,13 +384,24 @@ def test_while_a_model_is_cleared_the_changes_of_others_go_on() -> None:
     assert [change.key for change in tier.take(3, 99)] == ["p/0", "p/1", "p/2"]
 
 
-def test_a_key_that_was_written_where_nothing_could_be_cleared_may_be_new() -> None:
+def test_where_nothing_could_be_cleared_a_key_may_be_new_whoever_wrote_it() -> None:
     tier = WriteBehind[str](1000, lambda value: None)
     clearing = begin_clearing(tier, "p/")
     assert not tier.may_be_new("p/a")
     tier.clearing_ended(clearing, TierResult.REFUSED)
     tier.retry_clearing("p/")
-    assert tier.take_clearing() is None and not tier.may_be_new("p/a")
+    assert tier.take_clearing() is None and tier.may_be_new("p/a")
+    tier.write("p/a", 2, "v", 1, "v")
+    assert not tier.may_be_new("p/a")
+    (change,) = tier.take(9, 99)
+    tier.ended(change, is_done=True)
+    assert tier.may_be_new("p/a") and tier.may_be_new("p/b")
+    assert tier.is_valid("p/a", 2, "v") and not tier.is_valid("p/b", 0, "v")
+
+
+def test_a_key_that_was_written_where_a_clearing_has_failed_may_be_new() -> None:
+    tier = WriteBehind[str](1000, lambda value: None)
+    tier.clearing_ended(begin_clearing(tier, "p/"), TierResult.FAILED)
     tier.write("p/a", 2, "v", 1, "v")
     (change,) = tier.take(9, 99)
     tier.ended(change, is_done=True)
