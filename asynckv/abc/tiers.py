@@ -192,8 +192,9 @@ class StoreTier(Closable):
         """Forget all keys that begin so; ``DONE``: nothing of before is there now.
 
         Nobody stores such a key meanwhile. ``REFUSED``, as here: it cannot, and is not
-        asked again. Then the store that asks finds nothing of before there, for as
-        long as it is open; any other one does, until the tier drops it.
+        asked again. Then the store that asks gets nothing of before there, for as
+        long as it is open, though its ``contains`` counts it; any other one does,
+        until the tier drops it.
         """
         return TierResult.REFUSED
 
