@@ -453,6 +453,11 @@ class TierClient(Generic[W]):
             await self._tell(changes)
 
     async def _tell(self, changes: Sequence[TierChange[W]]) -> None:
+        await self._tell_until_late(changes)
+        for change in changes:
+            change.is_late = True  # or has ended
+
+    async def _tell_until_late(self, changes: Sequence[TierChange[W]]) -> None:
         def ended(results: Sequence[TierResult] | None) -> None:
             told = results or [TierResult.FAILED] * len(changes)
             for change, result in zip(changes, told, strict=True):

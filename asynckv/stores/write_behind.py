@@ -11,8 +11,8 @@ what is older is void, of these keys too.
 
 Keys whose names begin alike, up to the last ``/``, can be cleared together. The epoch
 of that is kept in such a table, too, and whatever is older is void. The tier is told
-when nothing of those keys is under way; what is changed after that waits until it has
-ended, in a line of its own, so that others go on.
+when nothing of those keys is under way but what is late; what is changed after that
+waits until it has ended, in a line of its own, so that others go on.
 """
 
 from __future__ import annotations
@@ -49,6 +49,8 @@ class TierChange(Generic[T]):
     value: T | None = None
     nbytes: int = 0
     is_delete: bool = dataclasses.field(init=False)
+    is_late: bool = False
+    """Nobody waits for its call, which may never end: no clearing does, either."""
 
     def __post_init__(self) -> None:
         self.is_delete = self.value is None
@@ -258,7 +260,8 @@ class WriteBehind(Generic[T]):
 
     def take_clearing(self) -> TierClearing | None:
         """Begin a clearing, if one can begin now. It ends by :meth:`clearing_ended`."""
-        busy = {_prefix_of(change.key) for change in self._running}
+        running = (change for change in self._running if not change.is_late)
+        busy = {_prefix_of(change.key) for change in running}
         for prefix, cleared in self._cleared.items():
             is_due = cleared.result is None and cleared.passes <= self._passes
             if is_due and not cleared.is_running and prefix not in busy:
@@ -330,7 +333,8 @@ class WriteBehind(Generic[T]):
             return
         cleared = self._cleared_of(key)
         if cleared is not None and cleared.result is None:
-            if state.epoch <= cleared.epoch and not state.is_in_doubt:
+            is_in_doubt = state.is_in_doubt or change.is_late
+            if state.epoch <= cleared.epoch and not is_in_doubt:
                 del self._keys[key]  # it will be cleared
                 return
         if is_done and (change.is_delete or state.epoch == change.epoch):

@@ -243,3 +243,38 @@ async def test_a_model_that_took_long_to_clear_does_not_keep_others_waiting() ->
     await until(lambda: tier.told.count("quick/") == 2, timeout_s=5)
     assert tier.told.count("slow/") == 1
     await client.aclose()
+
+
+class StuckOnce(DictTier):
+    """Its first store ends when it is let go on; later ones end at once."""
+
+    def __init__(self) -> None:
+        super().__init__(facts=TierFacts(patience_s=0.05))
+        self.goes_on = asyncio.Event()
+        self.is_stuck = False
+
+    async def store(self, values: Sequence[TierValue]) -> Sequence[TierResult]:
+        if not self.is_stuck:
+            self.is_stuck = True
+            await self.goes_on.wait()
+        return await super().store(values)
+
+
+async def test_a_store_call_that_does_not_end_keeps_no_model_from_being_cleared() -> (
+    None
+):
+    tier = StuckOnce()
+    client = TierClient[Value]("tier", tier, Quarantine(10), 1000, lambda value: None)
+    await client.open()
+    write(client, "p/a", 1)
+    await until(lambda: client.statistics().late == 1)
+    await until(lambda: client.statistics().is_storing)
+    client.clear("p/", 2)
+    write(client, "p/b", 3)
+    await until(lambda: list(tier.values) == ["p/b"])
+    tier.goes_on.set()
+    await until(lambda: "p/a" in tier.values)
+    await client.flush()
+    assert await client.contains(["p/a", "p/b"]) == [False, True]
+    assert not client.behind.is_valid("p/a", 1, "p/a")
+    await client.aclose()

@@ -93,6 +93,11 @@ class AnyTier(RuleBasedStateMachine):
         self.behind.ended(change, is_done=happens and is_known)
 
     @rule(data=st.data())
+    def be_late(self, data: st.DataObject) -> None:
+        if self.running:
+            data.draw(st.sampled_from(self.running)).is_late = True
+
+    @rule(data=st.data())
     def a_write_that_was_not_answered_arrives(self, data: st.DataObject) -> None:
         if self.unanswered:
             index = data.draw(st.integers(0, len(self.unanswered) - 1))
@@ -160,10 +165,13 @@ class AnyTier(RuleBasedStateMachine):
                 assert not self.behind.is_valid(key, epoch, what)
 
     @invariant()
-    def while_a_prefix_is_cleared_nothing_of_it_is_under_way(self) -> None:
+    def while_a_prefix_is_cleared_only_what_is_late_is_under_way_of_it(
+        self,
+    ) -> None:
         clearing = [one.prefix for one in self.clearing]
         assert len(set(clearing)) == len(clearing)
-        assert not any(change.key[:2] in clearing for change in self.running)
+        waited_for = [change for change in self.running if not change.is_late]
+        assert not any(change.key[:2] in clearing for change in waited_for)
 
     @invariant()
     def it_knows_of_no_more_keys_than_are_under_way_and_its_bound(self) -> None:
@@ -466,3 +474,18 @@ def test_where_deletes_alone_wait_none_of_them_is_looked_at_for_writes() -> None
         assert tracemalloc.get_traced_memory()[1] < 50_000
     finally:
         tracemalloc.stop()
+
+
+@pytest.mark.parametrize("deletes_old", [False, True])
+def test_a_late_write_that_ends_while_its_model_is_cleared_is_hidden_or_deleted(
+    deletes_old: bool,
+) -> None:
+    tier = behind(deletes_old=deletes_old)
+    tier.write("p/a", 0, "v", 1, "v")
+    (change,) = tier.take(9, 99)
+    change.is_late = True
+    clearing = begin_clearing(tier, "p/")
+    tier.ended(change, is_done=True)
+    tier.clearing_ended(clearing, TierResult.DONE)
+    assert not tier.may_be_new("p/a") and not tier.is_valid("p/a", 0, "v")
+    assert [one.is_delete for one in tier.take(9, 99)] == [True] * deletes_old
