@@ -194,9 +194,11 @@ class StoreTier(Closable):
     async def clear(self, prefix: TierPrefix) -> TierResult:
         """Forget all keys that begin so; ``DONE``: nothing of before is there now.
 
-        Nobody stores such a key meanwhile. ``REFUSED``, as here: it cannot, and is not
-        asked again. Then the store that asks finds nothing of before there, for as
-        long as it is open; any other one does, until the tier drops it.
+        Nobody stores such a key meanwhile, but by calls that were given up before and
+        have not ended: what those write may stay. ``REFUSED``, as here: it cannot, and
+        is not asked again. Then the store that asks gets nothing of before there, for
+        as long as it is open, though its ``contains`` counts it; any other one does,
+        until the tier drops it.
         """
         return TierResult.REFUSED
 

@@ -144,7 +144,9 @@ class TierClient(Generic[W]):
         self._late: dict[TierCall, asyncio.Future[None]] = {}
         self._watch: asyncio.TimerHandle | None = None
         self._retry: asyncio.TimerHandle | None = None
-        self._clear_again: asyncio.TimerHandle | None = None
+        self._dropping: asyncio.Handle | None = None
+        self._clear_again: dict[str, asyncio.TimerHandle] = {}
+        self._has_given_up = False
         self._is_closed = False
 
     async def open(self) -> None:
@@ -270,7 +272,14 @@ class TierClient(Generic[W]):
 
     def clear(self, prefix: str, epoch: int) -> None:
         """Delete all keys that begin so, soon. Never waits."""
-        self.behind.clear(prefix, epoch)
+        lost = self.behind.clear(prefix, epoch)
+        if lost is not None and not self._has_given_up:
+            self._has_given_up = True
+            logger.warning(
+                "%s has too much to clear: what it has of %s stays there, hidden; of "
+                "others that is not said again",
+                *(self.name, lost),
+            )
         self._changed.wake()
 
     async def flush(self, epoch: float = math.inf) -> None:
@@ -334,7 +343,7 @@ class TierClient(Generic[W]):
         self._is_closed = True
         self.behind.close()
         self._tasks.cancel()
-        for timer in (self._watch, self._retry, self._clear_again):
+        for timer in (self._watch, self._retry, *self._clear_again.values()):
             if timer is not None:
                 timer.cancel()
         for late in self._late.values():
@@ -422,8 +431,13 @@ class TierClient(Generic[W]):
 
     def _drop_if_away(self) -> None:
         """What waits for a tier that does not answer keeps memory from others."""
-        if self._stores.is_open:
-            self.behind.drop_writes()
+        if self._dropping is None:
+            self._drop_some()
+
+    def _drop_some(self) -> None:
+        self._dropping = None
+        if self._stores.is_open and self.behind.drop_writes():
+            self._dropping = self._loop.call_soon(self._drop_some)
 
     async def _write_forever(self) -> None:
         while True:
@@ -439,6 +453,11 @@ class TierClient(Generic[W]):
             await self._tell(changes)
 
     async def _tell(self, changes: Sequence[TierChange[W]]) -> None:
+        await self._tell_until_late(changes)
+        for change in changes:
+            change.is_late = True  # or has ended
+
+    async def _tell_until_late(self, changes: Sequence[TierChange[W]]) -> None:
         def ended(results: Sequence[TierResult] | None) -> None:
             told = results or [TierResult.FAILED] * len(changes)
             for change, result in zip(changes, told, strict=True):
@@ -488,21 +507,21 @@ class TierClient(Generic[W]):
             self.behind.clearing_ended(clearing, result)
             if result is TierResult.FAILED:
                 took_s = self._loop.time() - began_s
-                self._clear_later(max(_RETRY_S, _RESTS * took_s))
+                self._clear_later(prefix.prefix, max(_RETRY_S, _RESTS * took_s))
             elif result is TierResult.REFUSED:
                 logger.warning("%s cannot delete all of a model: it stays", self.name)
 
         await self._call(self._stores, clear, [prefix], ended)
 
-    def _clear_later(self, after_s: float) -> None:
-        if self._clear_again is None and not self._is_closed:
-            self._clear_again = self._loop.call_later(after_s, self._clear_now)
+    def _clear_later(self, prefix: str, after_s: float) -> None:
+        if prefix not in self._clear_again and not self._is_closed:
+            timer = self._loop.call_later(after_s, self._clear_now, prefix)
+            self._clear_again[prefix] = timer
 
-    def _clear_now(self) -> None:
-        if self._clear_again is not None:
-            self._clear_again.cancel()
-            self._clear_again = None
-        self.behind.retry_clearings()
+    def _clear_now(self, *prefixes: str) -> None:
+        for prefix in prefixes:
+            self._clear_again.pop(prefix).cancel()
+            self.behind.retry_clearing(prefix)
         self._changed.wake()
 
     def _retry_later(self) -> None:
@@ -510,8 +529,11 @@ class TierClient(Generic[W]):
             self._retry = self._loop.call_later(_RETRY_S, self._retry_now)
 
     def _retry_now(self) -> None:
-        self._retry = None
-        self.behind.retry()
+        if self._retry is not None:
+            self._retry.cancel()
+            self._retry = None
+        if self.behind.retry():
+            self._retry_later()
         self._changed.wake()
 
     async def _probe_forever(self) -> None:
@@ -544,7 +566,7 @@ class TierClient(Generic[W]):
             self._take_facts(found[0])
             self._absent.clear()
             self._retry_now()
-            self._clear_now()
+            self._clear_now(*self._clear_again)
             logger.info("%s is there again", self.name)
         else:
             await asyncio.wait({probe})

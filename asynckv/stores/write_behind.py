@@ -11,8 +11,8 @@ what is older is void, of these keys too.
 
 Keys whose names begin alike, up to the last ``/``, can be cleared together. The epoch
 of that is kept in such a table, too, and whatever is older is void. The tier is told
-when nothing of those keys is under way; what is changed after that waits until it has
-ended, in a line of its own, so that others go on.
+when nothing of those keys is under way but what is late; what is changed after that
+waits until it has ended, in a line of its own, so that others go on.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import mmap
+import operator
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from typing import Final, Generic, NamedTuple, TypeAlias, TypeVar
@@ -35,6 +36,8 @@ _PLACES: Final = 2**20
 _MAX_EPOCH: Final = 2**64 - 1
 _MAX_CLEARED: Final = 1024
 _FORGOTTEN_AT_ONCE: Final = 256
+_ENDED: Final = (TierResult.DONE, TierResult.REFUSED)
+"""The tier is not asked again to clear a prefix. What it has may be of since then."""
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -46,6 +49,8 @@ class TierChange(Generic[T]):
     value: T | None = None
     nbytes: int = 0
     is_delete: bool = dataclasses.field(init=False)
+    is_late: bool = False
+    """Nobody waits for its call, which may never end: no clearing does, either."""
 
     def __post_init__(self) -> None:
         self.is_delete = self.value is None
@@ -131,6 +136,8 @@ class WriteBehind(Generic[T]):
         self._forgotten = memoryview(mmap.mmap(-1, 8 * _PLACES)).cast("Q")
         self._void = memoryview(mmap.mmap(-1, 8 * _PLACES)).cast("Q")
         """Of prefixes: what is older was cleared."""
+        self._given_up = mmap.mmap(-1, _PLACES)
+        """Of prefixes: not 0, the tier was not told to clear them, and may not be."""
         self._cleared: dict[str, _Cleared[T]] = {}
         self._unseen: list[str] = []
         """Keys that the pass under way has not looked at: are they cleared?"""
@@ -141,6 +148,8 @@ class WriteBehind(Generic[T]):
         self._unsure: OrderedDict[str, None] = OrderedDict()
         self._undeleted: OrderedDict[str, None] = OrderedDict()
         self._running: set[TierChange[T]] = set()
+        self._writes: dict[str, None] = {}
+        """Keys of which a write waits: they are found among ever so many deletes."""
 
     def __len__(self) -> int:
         """How many changes wait, or are under way."""
@@ -191,19 +200,23 @@ class WriteBehind(Generic[T]):
         """The key has a value that is not to be written, or not yet."""
         self._leave_old(key, self._change(key, epoch, identity))
 
-    def drop_writes(self) -> None:
-        """What waits to be written is not to be written any more."""
-        for change in self._waiting():
-            if not change.is_delete:
-                self._unqueue(change.key)
-                self._leave_old(change.key, self._keys[change.key])
+    def drop_writes(self, most: int = 256) -> bool:
+        """Some of what waits is not to be written any more. Is there more of it?"""
+        for key in list(itertools.islice(self._writes, most)):
+            self._unqueue(key)
+            self._leave_old(key, self._keys[key])
+        return bool(self._writes)
 
     def delete(self, key: str, epoch: int) -> None:
         """The key is to be deleted."""
         self._queue(self._change(key, epoch, None), TierChange(key, epoch))
 
-    def clear(self, prefix: str, epoch: int) -> None:
-        """All keys that begin so are to be deleted; nothing of before is valid."""
+    def clear(self, prefix: str, epoch: int) -> str | None:
+        """All keys that begin so are to be deleted; nothing of before is valid.
+
+        Returns a prefix that is not cleared any more for that, as too many are to be:
+        what the tier has of it stays there, and hidden.
+        """
         place = hash(prefix) % _PLACES
         self._void[place] = max(self._void[place], min(epoch, _MAX_EPOCH))
         if self._passes == self._wanted_passes:
@@ -214,11 +227,21 @@ class WriteBehind(Generic[T]):
         cleared = self._cleared.setdefault(prefix, _Cleared(epoch))
         cleared.epoch, cleared.passes = epoch, self._wanted_passes
         cleared.result = None
-        if len(self._cleared) > _MAX_CLEARED:
-            for other, one in self._cleared.items():
-                if not (one.is_running or one.line):
-                    del self._cleared[other]
-                    break
+        return self._give_up() if len(self._cleared) > _MAX_CLEARED else None
+
+    def _give_up(self) -> str | None:
+        """Keep one prefix less: one whose clearing has ended, or else the oldest."""
+        idle = [
+            (one.result not in _ENDED, prefix)
+            for prefix, one in self._cleared.items()
+            if not (one.is_running or one.line)
+        ]
+        if not idle:
+            return None
+        is_lost, prefix = min(idle, key=operator.itemgetter(0))
+        del self._cleared[prefix]
+        self._given_up[hash(prefix) % _PLACES] |= is_lost
+        return prefix if is_lost else None
 
     def forget_cleared(self) -> bool:
         """Let go of some of what was cleared; ``False``: there is nothing of it."""
@@ -237,7 +260,8 @@ class WriteBehind(Generic[T]):
 
     def take_clearing(self) -> TierClearing | None:
         """Begin a clearing, if one can begin now. It ends by :meth:`clearing_ended`."""
-        busy = {_prefix_of(change.key) for change in self._running}
+        running = (change for change in self._running if not change.is_late)
+        busy = {_prefix_of(change.key) for change in running}
         for prefix, cleared in self._cleared.items():
             is_due = cleared.result is None and cleared.passes <= self._passes
             if is_due and not cleared.is_running and prefix not in busy:
@@ -251,12 +275,14 @@ class WriteBehind(Generic[T]):
         cleared.is_running = False
         if cleared.epoch == clearing.epoch:
             cleared.result = result
+            if result in _ENDED:
+                self._given_up[hash(clearing.prefix) % _PLACES] = 0
 
-    def retry_clearings(self) -> None:
+    def retry_clearing(self, prefix: str) -> None:
         """What the tier could not clear is to be cleared now, and what came since."""
-        for cleared in self._cleared.values():
-            if cleared.result is TierResult.FAILED:
-                cleared.result = None
+        cleared = self._cleared.get(prefix)
+        if cleared is not None and cleared.result is TierResult.FAILED:
+            cleared.result = None
 
     def take(self, max_changes: int, max_bytes: int) -> list[TierChange[T]]:
         """Begin changes, the oldest first: all of them writes, or all deletes.
@@ -272,6 +298,7 @@ class WriteBehind(Generic[T]):
             state = self._keys[change.key]
             state.queued, state.running = None, change
             self._line_with(change.key).pop(change.key)
+            self._writes.pop(change.key, None)
             self._running.add(change)
         return taken
 
@@ -305,13 +332,13 @@ class WriteBehind(Generic[T]):
         if state.queued is not None:
             return
         cleared = self._cleared_of(key)
-        is_cleared = cleared is None or cleared.result is TierResult.DONE
         if cleared is not None and cleared.result is None:
-            if state.epoch <= cleared.epoch and not state.is_in_doubt:
+            is_in_doubt = state.is_in_doubt or change.is_late
+            if state.epoch <= cleared.epoch and not is_in_doubt:
                 del self._keys[key]  # it will be cleared
                 return
         if is_done and (change.is_delete or state.epoch == change.epoch):
-            if not state.is_in_doubt and (is_cleared or change.is_delete):
+            if not state.is_in_doubt and (self._may_have(key) or change.is_delete):
                 del self._keys[key]  # it has this value, or none
                 return
             state.is_made = True
@@ -323,12 +350,13 @@ class WriteBehind(Generic[T]):
         else:
             self._leave_old(key, state)
 
-    def retry(self, most: int = 256) -> None:
-        """The tier answers again: what it has not deleted is to be deleted now."""
+    def retry(self, most: int = 256) -> bool:
+        """What the tier has not deleted is to be deleted now. Is there more of it?"""
         for key in list(itertools.islice(self._undeleted, most)):
             del self._undeleted[key]
             state = self._keys[key]
             self._queue(state, TierChange(key, state.epoch))
+        return bool(self._undeleted)
 
     def valid_from(self, key: str) -> ValidFrom:
         """Return what of ``key`` is as new as it should be, if it is read from now on.
@@ -336,9 +364,7 @@ class WriteBehind(Generic[T]):
         What is read meanwhile may be of before a change that is known no more when it
         has been read: so ask before that, too.
         """
-        void_epoch = 0
-        if self._cleared:
-            void_epoch = self._void[hash(_prefix_of(key)) % _PLACES]
+        void_epoch = self._void_epoch(key)
         oldest_epoch = max(self._forgotten[hash(key) % _PLACES], void_epoch)
         state = self._keys.get(key)
         if state is None or state.epoch < void_epoch:
@@ -356,9 +382,8 @@ class WriteBehind(Generic[T]):
     def may_be_new(self, key: str) -> bool:
         """Was the tier told of the last change, as far as is known?"""
         state = self._keys.get(key)
-        cleared = self._cleared_of(key)
-        if state is None or (cleared is not None and state.epoch < cleared.epoch):
-            return cleared is None or cleared.result is TierResult.DONE
+        if state is None or state.epoch < self._void_epoch(key):
+            return self._may_have(key)
         return state.is_made and state.identity is not None
 
     def close(self) -> None:
@@ -368,6 +393,17 @@ class WriteBehind(Generic[T]):
 
     def _cleared_of(self, key: str) -> _Cleared[T] | None:
         return self._cleared.get(_prefix_of(key)) if self._cleared else None
+
+    def _void_epoch(self, key: str) -> int:
+        """What is older was cleared."""
+        return self._void[hash(_prefix_of(key)) % _PLACES] if self._cleared else 0
+
+    def _may_have(self, key: str) -> bool:
+        """May the tier have something valid of a key that is not known here?"""
+        cleared = self._cleared_of(key)
+        if cleared is not None:
+            return cleared.result in _ENDED
+        return not (self._cleared and self._given_up[hash(_prefix_of(key)) % _PLACES])
 
     def _lines(self, *, is_ready: bool = False) -> list[_Line[T]]:
         """Return the lines in which changes wait, or only those that wait for none."""
@@ -398,6 +434,8 @@ class WriteBehind(Generic[T]):
 
     def _queue(self, state: _Key[T], change: TierChange[T]) -> None:
         state.queued = self._line_with(change.key)[change.key] = change
+        if not change.is_delete:
+            self._writes[change.key] = None
         self._bound()
 
     def _nbytes_without(self, key: str) -> int:
@@ -410,6 +448,7 @@ class WriteBehind(Generic[T]):
             return
         self._keys[key].queued = None
         if not change.is_delete:
+            del self._writes[key]
             self.dropped += 1
             self._let_go(change)
 

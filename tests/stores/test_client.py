@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+import time
+from collections.abc import AsyncIterator, Sequence
 
 import pytest
 
-from asynckv.abc import TierFacts, TierMemory, TierValue, WantedValue
+from asynckv.abc import (
+    TierFacts,
+    TierMemory,
+    TierPrefix,
+    TierResult,
+    TierValue,
+    WantedValue,
+)
 from asynckv.stores.client import Quarantine, TierClient
 from asynckv.testing.blocked import until
 from harness.tiers import DictTier
@@ -156,3 +164,117 @@ async def test_calls_that_move_values_are_timed_each(
     await client.fetch([Unwanted("a"), Unwanted("b")], lambda: None)
     assert client.statistics().fetch_latencies.count == 1
     assert client.statistics().store_latencies.count == 1
+
+
+async def test_what_is_not_cleared_any_more_is_said_once(
+    client: TierClient[Value], tier: DictTier, caplog: pytest.LogCaptureFixture
+) -> None:
+    tier.values["0/a"] = b""
+    for number in range(1100):
+        client.clear(f"{number}/", 1 + number)
+    assert await client.contains(["0/a"]) == [False]
+    await client.flush()
+    assert await client.contains(["0/a"]) == [False]
+    assert caplog.text.count("has too much to clear: what it has of 0/ stays") == 1
+    assert caplog.text.count("too much to clear") == 1
+
+
+class DeletesOne(DictTier):
+    """Deletes the first key of each call, and the others once it is whole."""
+
+    is_whole = False
+
+    async def delete(self, keys: Sequence[str]) -> Sequence[TierResult]:
+        most = len(keys) if self.is_whole else 1
+        left = [TierResult.FAILED] * (len(keys) - most)
+        return [*await super().delete(keys[:most]), *left]
+
+
+async def test_of_ever_so_many_deletes_that_failed_each_is_made_again() -> None:
+    tier = DeletesOne({f"{number}": b"" for number in range(600)})
+    client = TierClient[Value]("tier", tier, Quarantine(10), 1000, lambda value: None)
+    await client.open()
+    for epoch, key in enumerate(list(tier.values), start=1):
+        client.delete(key, epoch)
+    await client.flush()
+    assert len(tier.values) > 512
+    tier.is_whole = True
+    await until(lambda: not tier.values)
+    await client.aclose()
+
+
+async def test_what_waits_for_a_tier_that_is_away_is_dropped_however_much_it_is(
+    client: TierClient[Value], tier: DictTier
+) -> None:
+    tier.hold("store")
+    for number in range(900):
+        write(client, f"{number}", 1 + number)
+    await until(lambda: tier.calls["store"] == 1)
+    tier.fails.add("store")
+    tier.let_go("store")
+    await until(lambda: not client.statistics().is_storing)
+    await until(lambda: client.statistics().waiting == 0)
+    assert client.statistics().dropped == 900 - client.statistics().unwritten == 852
+
+
+class OftenCleared(DictTier):
+    """Fails to clear ``slow/`` after a while, and anything else at once, once."""
+
+    def __init__(self) -> None:
+        super().__init__(facts=TierFacts(patience_s=30.0))
+        self.told: list[str] = []
+
+    async def clear(self, prefix: TierPrefix) -> TierResult:
+        self.told.append(prefix.prefix)
+        if prefix.prefix == "slow/":
+            began_s = time.monotonic()
+            await until(lambda: time.monotonic() > began_s + 0.3)
+        is_first = self.told.count(prefix.prefix) == 1
+        return TierResult.FAILED if is_first else TierResult.DONE
+
+
+async def test_a_model_that_took_long_to_clear_does_not_keep_others_waiting() -> None:
+    tier = OftenCleared()
+    client = TierClient[Value]("tier", tier, Quarantine(10), 1000, lambda value: None)
+    await client.open()
+    client.clear("slow/", 1)
+    await client.flush()
+    client.clear("quick/", 2)
+    await until(lambda: tier.told.count("quick/") == 2, timeout_s=5)
+    assert tier.told.count("slow/") == 1
+    await client.aclose()
+
+
+class StuckOnce(DictTier):
+    """Its first store ends when it is let go on; later ones end at once."""
+
+    def __init__(self) -> None:
+        super().__init__(facts=TierFacts(patience_s=0.05))
+        self.goes_on = asyncio.Event()
+        self.is_stuck = False
+
+    async def store(self, values: Sequence[TierValue]) -> Sequence[TierResult]:
+        if not self.is_stuck:
+            self.is_stuck = True
+            await self.goes_on.wait()
+        return await super().store(values)
+
+
+async def test_a_store_call_that_does_not_end_keeps_no_model_from_being_cleared() -> (
+    None
+):
+    tier = StuckOnce()
+    client = TierClient[Value]("tier", tier, Quarantine(10), 1000, lambda value: None)
+    await client.open()
+    write(client, "p/a", 1)
+    await until(lambda: client.statistics().late == 1)
+    await until(lambda: client.statistics().is_storing)
+    client.clear("p/", 2)
+    write(client, "p/b", 3)
+    await until(lambda: list(tier.values) == ["p/b"])
+    tier.goes_on.set()
+    await until(lambda: "p/a" in tier.values)
+    await client.flush()
+    assert await client.contains(["p/a", "p/b"]) == [False, True]
+    assert not client.behind.is_valid("p/a", 1, "p/a")
+    await client.aclose()

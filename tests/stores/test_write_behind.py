@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import tracemalloc
 from typing import TypeAlias
 
 import pytest
@@ -64,9 +65,9 @@ class AnyTier(RuleBasedStateMachine):
         self.newest[key] = (self.epoch, "y")
         self.behind.skip(key, self.epoch, "y")
 
-    @rule()
-    def drop_writes(self) -> None:
-        self.behind.drop_writes()
+    @rule(most=st.integers(1, 3))
+    def drop_writes(self, most: int) -> None:
+        self.behind.drop_writes(most)
 
     @rule(key=st.sampled_from(KEYS))
     def another_process_puts(self, key: str) -> None:
@@ -92,6 +93,11 @@ class AnyTier(RuleBasedStateMachine):
         self.behind.ended(change, is_done=happens and is_known)
 
     @rule(data=st.data())
+    def be_late(self, data: st.DataObject) -> None:
+        if self.running:
+            data.draw(st.sampled_from(self.running)).is_late = True
+
+    @rule(data=st.data())
     def a_write_that_was_not_answered_arrives(self, data: st.DataObject) -> None:
         if self.unanswered:
             index = data.draw(st.integers(0, len(self.unanswered) - 1))
@@ -101,7 +107,11 @@ class AnyTier(RuleBasedStateMachine):
     @rule()
     def retry(self) -> None:
         self.behind.retry()
-        self.behind.retry_clearings()
+        self._retry_clearings()
+
+    def _retry_clearings(self) -> None:
+        for prefix in PREFIXES:
+            self.behind.retry_clearing(prefix)
 
     @rule(prefix=st.sampled_from(PREFIXES))
     def clear(self, prefix: str) -> None:
@@ -155,10 +165,13 @@ class AnyTier(RuleBasedStateMachine):
                 assert not self.behind.is_valid(key, epoch, what)
 
     @invariant()
-    def while_a_prefix_is_cleared_nothing_of_it_is_under_way(self) -> None:
+    def while_a_prefix_is_cleared_only_what_is_late_is_under_way_of_it(
+        self,
+    ) -> None:
         clearing = [one.prefix for one in self.clearing]
         assert len(set(clearing)) == len(clearing)
-        assert not any(change.key[:2] in clearing for change in self.running)
+        waited_for = [change for change in self.running if not change.is_late]
+        assert not any(change.key[:2] in clearing for change in waited_for)
 
     @invariant()
     def it_knows_of_no_more_keys_than_are_under_way_and_its_bound(self) -> None:
@@ -179,7 +192,7 @@ class AnyTier(RuleBasedStateMachine):
                 self._clear_tier(one)
                 self.behind.clearing_ended(one, TierResult.DONE)
             self.clearing.clear()
-            self.behind.retry_clearings()
+            self._retry_clearings()
             self.running += self.behind.take(3, 20)
             for change in self.running:
                 if change.value is not None:
@@ -379,13 +392,24 @@ def test_while_a_model_is_cleared_the_changes_of_others_go_on() -> None:
     assert [change.key for change in tier.take(3, 99)] == ["p/0", "p/1", "p/2"]
 
 
-def test_a_key_that_was_written_where_nothing_could_be_cleared_may_be_new() -> None:
+def test_where_nothing_could_be_cleared_a_key_may_be_new_whoever_wrote_it() -> None:
     tier = WriteBehind[str](1000, lambda value: None)
     clearing = begin_clearing(tier, "p/")
     assert not tier.may_be_new("p/a")
     tier.clearing_ended(clearing, TierResult.REFUSED)
-    tier.retry_clearings()
-    assert tier.take_clearing() is None and not tier.may_be_new("p/a")
+    tier.retry_clearing("p/")
+    assert tier.take_clearing() is None and tier.may_be_new("p/a")
+    tier.write("p/a", 2, "v", 1, "v")
+    assert not tier.may_be_new("p/a")
+    (change,) = tier.take(9, 99)
+    tier.ended(change, is_done=True)
+    assert tier.may_be_new("p/a") and tier.may_be_new("p/b")
+    assert tier.is_valid("p/a", 2, "v") and not tier.is_valid("p/b", 0, "v")
+
+
+def test_a_key_that_was_written_where_a_clearing_has_failed_may_be_new() -> None:
+    tier = WriteBehind[str](1000, lambda value: None)
+    tier.clearing_ended(begin_clearing(tier, "p/"), TierResult.FAILED)
     tier.write("p/a", 2, "v", 1, "v")
     (change,) = tier.take(9, 99)
     tier.ended(change, is_done=True)
@@ -400,3 +424,68 @@ def test_of_ever_so_many_models_that_were_cleared_nothing_old_is_valid() -> None
     assert len(tier) <= 1024
     assert not any(tier.is_valid(f"{n}/a", 1 + n, "v") for n in range(3000))
     tier.clearing_ended(clearing, TierResult.DONE)
+
+
+def test_a_clearing_that_has_ended_makes_room_before_one_that_has_not() -> None:
+    tier = WriteBehind[str](1000, lambda value: None)
+    clearing = begin_clearing(tier, "failed/")
+    tier.clearing_ended(clearing, TierResult.FAILED)
+    clearing = begin_clearing(tier, "done/")
+    tier.clearing_ended(clearing, TierResult.DONE)
+    given_up = [tier.clear(f"{number}/", 2 + number) for number in range(1023)]
+    assert given_up == [None] * 1023
+    assert tier.may_be_new("done/a") and not tier.may_be_new("failed/a")
+
+
+def test_what_was_given_up_stays_hidden_but_for_what_is_written_then() -> None:
+    tier = WriteBehind[str](1000, lambda value: None)
+    failed = begin_clearing(tier, "p/")
+    tier.clearing_ended(failed, TierResult.FAILED)
+    given_up = [tier.clear(f"{number}/", 2 + number) for number in range(1024)]
+    assert given_up == [None] * 1023 + ["p/"]
+    assert not tier.may_be_new("p/a") and not tier.is_valid("p/a", 0, "v")
+    tier.write("p/a", 2000, "v", 1, "v")
+    (change,) = tier.take(9, 99)
+    tier.ended(change, is_done=True)
+    assert tier.may_be_new("p/a") and not tier.may_be_new("p/b")
+    tier.clear("p/", 3000)
+    while tier.forget_cleared():
+        pass
+    while (clearing := tier.take_clearing()) is not None:
+        tier.clearing_ended(clearing, TierResult.DONE)
+    assert tier.may_be_new("p/b")
+
+
+def test_of_many_writes_some_are_dropped_at_a_time() -> None:
+    tier = WriteBehind[str](1000, lambda value: None)
+    for number in range(300):
+        tier.write(f"{number}", 1 + number, "v", 1, "v")
+    assert tier.drop_writes() and (len(tier), tier.dropped) == (44, 256)
+    assert not tier.drop_writes() and (len(tier), tier.dropped) == (0, 300)
+
+
+def test_where_deletes_alone_wait_none_of_them_is_looked_at_for_writes() -> None:
+    tier = WriteBehind[str](1000, lambda value: None)
+    for number in range(50_000):
+        tier.delete(f"{number}", 1 + number)
+    tracemalloc.start()
+    try:
+        assert not tier.drop_writes()
+        assert tracemalloc.get_traced_memory()[1] < 50_000
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize("deletes_old", [False, True])
+def test_a_late_write_that_ends_while_its_model_is_cleared_is_hidden_or_deleted(
+    deletes_old: bool,
+) -> None:
+    tier = behind(deletes_old=deletes_old)
+    tier.write("p/a", 0, "v", 1, "v")
+    (change,) = tier.take(9, 99)
+    change.is_late = True
+    clearing = begin_clearing(tier, "p/")
+    tier.ended(change, is_done=True)
+    tier.clearing_ended(clearing, TierResult.DONE)
+    assert not tier.may_be_new("p/a") and not tier.is_valid("p/a", 0, "v")
+    assert [one.is_delete for one in tier.take(9, 99)] == [True] * deletes_old
