@@ -34,7 +34,8 @@ async def prefill(
 ) -> tuple[torch.Tensor, int]:
     """Return the KV of ``tokens``, and of how many of them it was in the store."""
     keys = prefix_block_keys(tokens, BLOCK)
-    async with store.pin(keys) as found:  # nothing of it is dropped meanwhile
+    # Nothing of it is dropped meanwhile.
+    async with store.pin(keys, prefix=True) as found:
         known = keys[: (*found, False).index(False)]
         # The first block last: it is of use to most prompts, so it is dropped last.
         blocks = await store.get_many(known[::-1])
