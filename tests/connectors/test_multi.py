@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Sequence
+from collections.abc import AsyncIterator, Coroutine, Sequence
 from typing import Any
 
 import msgspec
@@ -13,6 +13,7 @@ from asynckv.abc import (
     KVConnectorHandshake,
     KVConnectorMetadata,
     KVConnectorStep,
+    KVQuestion,
     KVRequest,
     KVTransferResults,
 )
@@ -20,7 +21,7 @@ from asynckv.buffers.serve import serve
 from asynckv.buffers.store import StoreBuffer
 from asynckv.config import KVTransferConfig
 from asynckv.connectors.caches import BlockMoves, PagedCaches
-from asynckv.connectors.engine import KVEngine
+from asynckv.connectors.engine import KVEngine, namespace_of, rank_block_keys
 from asynckv.connectors.multi import MultiMetadata, MultiScheduler, MultiWorker
 from asynckv.connectors.registry import make_scheduler, make_worker
 from asynckv.connectors.requests import (
@@ -75,6 +76,31 @@ def scheduler() -> MultiScheduler:
     return make()
 
 
+@pytest.fixture
+async def store() -> AsyncIterator[StoreBuffer]:
+    """The store that schedulers look into."""
+    async with StoreBuffer("1MiB", fingerprint="toy") as store:
+        async with serve("mem://no-such-store", store=store):
+            yield store
+
+
+@pytest.fixture
+async def finding(store: StoreBuffer) -> AsyncIterator[MultiScheduler]:
+    """A scheduler that has a store to ask."""
+    scheduler = make()
+    yield scheduler
+    await scheduler.aclose()
+
+
+async def find(scheduler: MultiScheduler, store: StoreBuffer) -> KVQuestion:
+    """Let the store have what is asked for, and say so."""
+    (question,) = scheduler.take_questions()
+    for key in rank_block_keys(question.keys, namespace_of(ENGINE), 0):
+        await store.put(key, torch.ones(1))
+    scheduler.take_answer(await scheduler.ask(question))
+    return question
+
+
 def remote(name: str = "r") -> KVRequest:
     asked = {"do_remote_prefill": True, "transfer_id": "t"}
     return KVRequest(name, tuple(range(10)), asked)
@@ -95,13 +121,13 @@ def test_it_loads_from_the_first_that_has_something(scheduler: MultiScheduler) -
     assert second == empty[1]
 
 
-def test_one_that_does_not_know_yet_is_waited_for(scheduler: MultiScheduler) -> None:
+async def test_one_that_does_not_know_yet_is_waited_for(
+    finding: MultiScheduler, store: StoreBuffer
+) -> None:
     plain = KVRequest("s", tuple(range(10)))
-    assert scheduler.get_num_new_matched_tokens(plain, 0) == (None, False)
-    (question,) = scheduler.take_questions()
-    assert question.asker == 1
-    scheduler.take_answer(KVAnswer("s", 2, asker=1))
-    assert scheduler.get_num_new_matched_tokens(plain, 0) == (8, True)
+    assert finding.get_num_new_matched_tokens(plain, 0) == (None, False)
+    assert (await find(finding, store)).asker == 1
+    assert finding.get_num_new_matched_tokens(plain, 0) == (8, True)
 
 
 def said_by(index: int, *names: str, failed: bool = False) -> KVTransferResults:
@@ -114,26 +140,24 @@ def said_by(index: int, *names: str, failed: bool = False) -> KVTransferResults:
     return msgspec.structs.replace(one, parts=tuple(parts))
 
 
-def begin_store_load(scheduler: MultiScheduler, name: str = "s") -> KVRequest:
-    plain = KVRequest(name, tuple(range(10)))
+async def begin_store_load(scheduler: MultiScheduler, store: StoreBuffer) -> KVRequest:
+    plain = KVRequest("s", tuple(range(10)))
     scheduler.on_new_request(plain)
-    scheduler.take_questions()
-    scheduler.take_answer(KVAnswer(name, 2, asker=1))
+    await find(scheduler, store)
     assert scheduler.get_num_new_matched_tokens(plain, 0) == (8, True)
     scheduler.update_state_after_alloc(plain, ((1, 2, 3),), 8)
     return plain
 
 
-def loading() -> MultiScheduler:
-    """Return a scheduler that loads a prompt from a peer."""
-    scheduler = make()
+def loading(scheduler: MultiScheduler) -> MultiScheduler:
+    """Have it load a prompt from a peer."""
     scheduler.get_num_new_matched_tokens(remote(), 0)
     scheduler.update_state_after_alloc(remote(), ((1, 2, 3),), 10)
     return scheduler
 
 
-def test_an_end_comes_out_once() -> None:
-    scheduler = loading()
+def test_an_end_comes_out_once(scheduler: MultiScheduler) -> None:
+    loading(scheduler)
     assert scheduler.request_finished(remote(), ((1, 2, 3),)) == (True, None)
     said = said_by(0, "r", "other")
     assert scheduler.update_connector_output(said).finished_recving == {"r"}
@@ -141,31 +165,33 @@ def test_an_end_comes_out_once() -> None:
 
 
 @pytest.mark.parametrize("failed", [False, True])
-def test_the_end_of_one_connector_is_none_of_another(
-    scheduler: MultiScheduler, failed: bool
+async def test_the_end_of_one_connector_is_none_of_another(
+    finding: MultiScheduler, store: StoreBuffer, failed: bool
 ) -> None:
-    begin_store_load(scheduler)
-    assert not scheduler.update_connector_output(said_by(0, "s", failed=failed))
-    believed = scheduler.update_connector_output(said_by(1, "s"))
+    await begin_store_load(finding, store)
+    assert not finding.update_connector_output(said_by(0, "s", failed=failed))
+    believed = finding.update_connector_output(said_by(1, "s"))
     assert believed.finished_recving == {"s"}
     assert not believed.failed_recving
 
 
-def test_a_load_of_a_used_id_waits_until_the_older_one_is_quiet() -> None:
-    scheduler, plain = loading(), KVRequest("r", tuple(range(10)))
+async def test_a_load_of_a_used_id_waits_until_the_older_one_is_quiet(
+    finding: MultiScheduler, store: StoreBuffer
+) -> None:
+    scheduler, plain = loading(finding), KVRequest("r", tuple(range(10)))
     scheduler.request_finished(remote(), ((1, 2, 3),))
     scheduler.on_new_request(plain)
-    scheduler.take_questions()
-    scheduler.take_answer(KVAnswer("r", 2, asker=1))
+    await find(scheduler, store)
     assert scheduler.get_num_new_matched_tokens(plain, 0) == (None, False)
     scheduler.update_connector_output(said_by(0, "r"))
     assert scheduler.get_num_new_matched_tokens(plain, 0) == (8, True)
 
 
-def test_results_that_do_not_say_whose_they_are_are_refused(
-    scheduler: MultiScheduler,
+async def test_results_that_do_not_say_whose_they_are_are_refused(
+    finding: MultiScheduler, store: StoreBuffer
 ) -> None:
-    begin_store_load(scheduler)
+    scheduler = finding
+    await begin_store_load(scheduler, store)
     ended = KVTransferResults(finished_recving=frozenset({"s"}))
     with pytest.raises(ValueError, match="parts"):
         scheduler.update_connector_output(ended)
@@ -186,10 +212,11 @@ async def test_questions_go_to_who_asked_them(scheduler: MultiScheduler) -> None
     scheduler.abort()
 
 
-def test_what_two_loads_of_one_id_hold_is_let_go_by_both(
-    scheduler: MultiScheduler,
+async def test_what_two_loads_of_one_id_hold_is_let_go_by_both(
+    finding: MultiScheduler, store: StoreBuffer
 ) -> None:
-    plain = begin_store_load(scheduler)
+    scheduler = finding
+    plain = await begin_store_load(scheduler, store)
     assert scheduler.request_finished(plain, ((1, 2, 3),)) == (True, None)
     scheduler.on_new_request(plain)
     assert scheduler.get_num_new_matched_tokens(plain, 0) == (None, False)
@@ -210,10 +237,11 @@ def test_a_connector_that_had_something_before_is_not_asked_to_load_it_now(
     assert not scheduler.update_connector_output(said_by(0, "r")).finished_recving
 
 
-def test_an_id_whose_blocks_one_connector_holds_is_loaded_by_no_other(
-    scheduler: MultiScheduler,
+async def test_an_id_whose_blocks_one_connector_holds_is_loaded_by_no_other(
+    finding: MultiScheduler, store: StoreBuffer
 ) -> None:
-    plain = begin_store_load(scheduler)
+    scheduler = finding
+    plain = await begin_store_load(scheduler, store)
     scheduler.request_finished(plain, ((1, 2, 3),))
     assert scheduler.get_num_new_matched_tokens(remote("s"), 0) == (None, False)
     scheduler.update_connector_output(said_by(1, "s"))
