@@ -76,8 +76,8 @@ async def test_what_was_put_is_on_disk_after_a_signal_and_in_the_next_process(
                 found = enumerate(await peer.store.get_many(keys))
                 there = [number for number, value in found if value is not None]
             for number in there:
-                value = await peer.store.get(f"key {number}")
-                assert value is not None and value[0] == number
+                kept = await peer.store.get(f"key {number}")
+                assert kept is not None and kept[0] == number
 
 
 async def test_probes_say_whether_it_is_alive_and_ready(path: Path) -> None:
