@@ -25,6 +25,7 @@ from harness.cancellations.sweeper import Sweeper, ticks
 __all__ = (
     "STORES",
     "a_flush",
+    "a_hold",
     "a_lines_end",
     "a_load_of_blocks",
     "a_question",
@@ -91,6 +92,19 @@ async def a_question(ground: StoreGround, sweeper: Sweeper) -> None:
 
     await sweeper.sweep(
         "a question", lambda: ground.scheduler.ask(question), check, before
+    )
+
+
+async def a_hold(ground: StoreGround, sweeper: Sweeper) -> None:
+    """Cancelled, nothing is held."""
+    holds = ground.scheduler.finder.holds
+
+    async def check(outcome: Outcome[Any]) -> None:
+        expect(len(holds) == (outcome.value is not None), f"{len(holds)} are held")
+        await ground.check_quiet()
+
+    await sweeper.sweep(
+        "a hold", lambda: holds.hold(ground.store, ("key",), 1.0, 1), check
     )
 
 
@@ -253,9 +267,8 @@ async def a_store_workers_end(ground: StoreGround, sweeper: Sweeper) -> None:
 STORES: Final[tuple[ConnectorScenario[StoreGround], ...]] = (
     ConnectorScenario(a_save_of_blocks, ("StoreWorker.wait_for_save",)),
     ConnectorScenario(a_flush, ("StoreWorker.flush", "Transfers.wait_others")),
-    ConnectorScenario(
-        a_question, ("StoreScheduler.ask", "PrefixLookup.find", "StorePins.hold")
-    ),
+    ConnectorScenario(a_question, ("StoreScheduler.ask", "PrefixLookup.find")),
+    ConnectorScenario(a_hold, ("StorePins.hold",)),
     ConnectorScenario(a_load_of_blocks, ("StoreLoading.load",)),
     ConnectorScenario(
         a_spool,
