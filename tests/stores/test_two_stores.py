@@ -151,7 +151,7 @@ class TwoStores:
             assert number in allowed, f"{number} is older than {allowed}"
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(STEPS)
 def test_nobody_finds_what_is_older_than_its_own_last_change(
     steps: list[Step],

@@ -33,9 +33,9 @@ class Scale:
 
 _SCALES = {
     "trust": Scale(
-        fuzz_inputs=1_000_000,
+        fuzz_inputs=800_000,
         one_meeting_in=8,
-        simulation_seeds=60,
+        simulation_seeds=48,
         kills_each_scheme=64,  # and who works at the end
         frozen_cases=20,
         hostile_connections=150,
@@ -43,8 +43,8 @@ _SCALES = {
         drains=2,
         soak_s=6,
         waiters=10_000,
-        cancellations=14_000,
-        connector_cancellations=1_000,
+        cancellations=11_000,
+        connector_cancellations=800,
         store_cancellations=200,
         costly_grounds=False,
     ),

@@ -177,7 +177,7 @@ class IndexAgainstBruteForce(RuleBasedStateMachine):
 
 
 IndexAgainstBruteForce.TestCase.settings = settings(
-    max_examples=200, stateful_step_count=40, deadline=None
+    max_examples=120, stateful_step_count=40, deadline=None
 )
 
 TestIndexAgainstBruteForce = IndexAgainstBruteForce.TestCase
