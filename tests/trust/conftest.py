@@ -33,9 +33,9 @@ class Scale:
 
 _SCALES = {
     "trust": Scale(
-        fuzz_inputs=800_000,
+        fuzz_inputs=500_000,
         one_meeting_in=8,
-        simulation_seeds=48,
+        simulation_seeds=40,
         kills_each_scheme=64,  # and who works at the end
         frozen_cases=20,
         hostile_connections=150,
