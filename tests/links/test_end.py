@@ -21,7 +21,7 @@ from asynckv.protocol.values import Limits
 from asynckv.testing.blocked import until
 from harness.link_pairs import Hearer, linked, name_of
 
-pytestmark = pytest.mark.both_loops(only_at="chaos")
+pytestmark = pytest.mark.both_loops
 
 
 ASK = Peek(has_key=True)

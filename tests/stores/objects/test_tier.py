@@ -23,7 +23,7 @@ LARGE_NBYTES = 9 * MIB
 """Three pieces, read by as many requests."""
 
 
-@pytest.mark.both_loops(only_at="chaos")
+@pytest.mark.both_loops
 @pytest.mark.parametrize("check", TIER_CHECKS, ids=lambda check: check.__name__)
 async def test_an_object_tier_keeps_the_contract(check: TierCheck, url: str) -> None:
     await check(lambda: ObjectTier.from_url(url))

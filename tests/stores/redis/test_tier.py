@@ -13,7 +13,7 @@ from harness.redis_servers import (
 )
 
 
-@pytest.mark.both_loops(only_at="chaos")
+@pytest.mark.both_loops
 @pytest.mark.parametrize("check", TIER_CHECKS, ids=lambda check: check.__name__)
 @pytest.mark.parametrize("way", ["tcp", "unix"])
 async def test_a_redis_tier_keeps_the_contract(
