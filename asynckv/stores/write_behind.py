@@ -107,6 +107,23 @@ class _Cleared(Generic[T]):
     """Changes of its keys that have come since."""
 
 
+class _LastEpochs:
+    """The last epoch of each name. Few share a place, which has the last of theirs."""
+
+    def __init__(self) -> None:
+        # Its 8 MiB take memory as they are written to.
+        self._places = memoryview(mmap.mmap(-1, 8 * _PLACES)).cast("Q")
+
+    def note(self, name: str, epoch: int) -> None:
+        """The name has this one; an earlier one changes nothing."""
+        place = hash(name) % _PLACES
+        self._places[place] = max(self._places[place], min(epoch, _MAX_EPOCH))
+
+    def of(self, name: str) -> int:
+        """Return it, or a later one; 0: it has none."""
+        return self._places[hash(name) % _PLACES]
+
+
 class WriteBehind(Generic[T]):
     """The changes for one tier.
 
@@ -132,9 +149,9 @@ class WriteBehind(Generic[T]):
         self._max_keys = max_keys
         self._release = release
         self.deletes_old = deletes_old
-        # Its 8 MiB take memory as they are written to.
-        self._forgotten = memoryview(mmap.mmap(-1, 8 * _PLACES)).cast("Q")
-        self._void = memoryview(mmap.mmap(-1, 8 * _PLACES)).cast("Q")
+        self._forgotten = _LastEpochs()
+        """Of keys: what is older is void."""
+        self._void = _LastEpochs()
         """Of prefixes: what is older was cleared."""
         self._given_up = mmap.mmap(-1, _PLACES)
         """Of prefixes: not 0, the tier was not told to clear them, and may not be."""
@@ -217,8 +234,7 @@ class WriteBehind(Generic[T]):
         Returns a prefix that is not cleared any more for that, as too many are to be:
         what the tier has of it stays there, and hidden.
         """
-        place = hash(prefix) % _PLACES
-        self._void[place] = max(self._void[place], min(epoch, _MAX_EPOCH))
+        self._void.note(prefix, epoch)
         if self._passes == self._wanted_passes:
             self._unseen = list(self._keys)
             self._wanted_passes += 1
@@ -365,7 +381,7 @@ class WriteBehind(Generic[T]):
         has been read: so ask before that, too.
         """
         void_epoch = self._void_epoch(key)
-        oldest_epoch = max(self._forgotten[hash(key) % _PLACES], void_epoch)
+        oldest_epoch = max(self._forgotten.of(key), void_epoch)
         state = self._keys.get(key)
         if state is None or state.epoch < void_epoch:
             return ValidFrom(oldest_epoch, None)
@@ -396,7 +412,7 @@ class WriteBehind(Generic[T]):
 
     def _void_epoch(self, key: str) -> int:
         """What is older was cleared."""
-        return self._void[hash(_prefix_of(key)) % _PLACES] if self._cleared else 0
+        return self._void.of(_prefix_of(key)) if self._cleared else 0
 
     def _may_have(self, key: str) -> bool:
         """May the tier have something valid of a key that is not known here?"""
@@ -478,9 +494,7 @@ class WriteBehind(Generic[T]):
 
     def _forget(self, key: str) -> None:
         state = self._keys[key]
-        place = hash(key) % _PLACES
-        epoch = min(state.epoch, _MAX_EPOCH)
-        self._forgotten[place] = max(self._forgotten[place], epoch)
+        self._forgotten.note(key, state.epoch)
         self._drop(key, state)
 
     def _forget_older(self, key: str, epoch: int) -> None:
