@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable, Coroutine
 from typing import Final, TypeVar
 
@@ -36,7 +37,8 @@ _LEAST_VALUES: Final = 4
 class Room:
     """Slots in files of at most ``max_bytes`` together.
 
-    ``is_known``: were all slots looked at? Before that nothing has to leave.
+    ``is_known``: were all slots looked at? Before that nothing has to leave. A full
+    disk is asked for more no sooner than after ``full_s``.
     """
 
     def __init__(
@@ -45,6 +47,7 @@ class Room:
         directory: SlotDirectory,
         threads: TierThreads[Bounce],
         max_bytes: int,
+        full_s: float,
     ) -> None:
         self.is_known = False
         self.max_body_nbytes = PAGE_NBYTES * largest_body_pages(
@@ -58,6 +61,8 @@ class Room:
         self._file_nbytes = max(
             max_bytes // _FILES, min(_LARGE_FILE_NBYTES, max_bytes // _LEAST_FILES)
         )
+        self._full_s = full_s
+        self._full_until_s = 0.0
         self._is_closed = self._has_said = False
         self._changing: asyncio.Future[None] | None = None
         """There is one more file soon, or one less."""
@@ -81,6 +86,8 @@ class Room:
         if nbytes > self.max_body_nbytes:
             return TierResult.REFUSED
         pages = 1 + body_pages_of(nbytes)
+        if self._limit < self._max_bytes and time.monotonic() >= self._full_until_s:
+            self._limit = self._max_bytes
         while not self._is_closed:
             if (slot := self._index.take(pages)) is not None:
                 return slot
@@ -149,6 +156,7 @@ class Room:
 
     def _stop_growing(self, why: object) -> None:
         self._limit = self._index.file_nbytes
+        self._full_until_s = time.monotonic() + self._full_s
         if not self._has_said:
             self._has_said = True
             logger.warning(

@@ -11,7 +11,7 @@ import contextlib
 import dataclasses
 import logging
 import mmap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Final
@@ -51,6 +51,7 @@ logger = logging.getLogger(__name__)
 
 _THREADS: Final = 4
 _CLOSE_GRACE_S: Final = 1.0
+_FULL_S: Final = 60.0
 _KEYS_AT_ONCE: Final = 1024
 _SCAN_WAIT_S: Final = 0.2
 """More are looked up with a pause for others in between."""
@@ -102,7 +103,8 @@ class DiskTier(LoopBound, StoreTier):
 
     Of a value that is written twice the later one is found. A header that does not
     verify is a miss, and forgotten; whether the value's bytes are right is for the
-    caller to see, by the digest in its header.
+    caller to see, by the digest in its header. A full disk keeps what it has,
+    and is asked for more ``full_s`` later.
 
     :raises ConfigError: there can be no tier of ``max_bytes``
     """
@@ -114,6 +116,7 @@ class DiskTier(LoopBound, StoreTier):
         *,
         threads: int = _THREADS,
         close_grace_s: float = _CLOSE_GRACE_S,
+        full_s: float = _FULL_S,
         calls: FileCalls | None = None,
     ) -> None:
         if max_bytes < LEAST_MAX_BYTES:
@@ -124,6 +127,7 @@ class DiskTier(LoopBound, StoreTier):
         self.max_bytes = max_bytes
         self._count = threads
         self._close_grace_s = close_grace_s
+        self._full_s = full_s
         self._calls = calls or FileCalls()
         self._index = SlotIndex(self._off_loop)
         self._is_closed = self._is_scanning = False
@@ -166,6 +170,9 @@ class DiskTier(LoopBound, StoreTier):
             is_scanning=self._is_scanning,
             is_direct=self._directory.is_direct,
         )
+
+    def counts(self) -> Mapping[str, float]:
+        return dataclasses.asdict(self.statistics())
 
     async def _is_scanned_soon(self) -> bool:
         """Wait for that, for much less than a call may be silent."""
@@ -339,7 +346,9 @@ class DiskTier(LoopBound, StoreTier):
             self._index.begin(self._sequence)
             for segment in segments:
                 self._index.add_segment(segment, is_free=False)
-            self._room = Room(self._index, directory, threads, self.max_bytes)
+            self._room = Room(
+                *(self._index, directory, threads, self.max_bytes), full_s=self._full_s
+            )
             if self._is_closed:
                 self._room.close()
             self._is_scanning = True

@@ -235,6 +235,16 @@ async def test_a_full_disk_keeps_what_it_has_and_makes_room_in_that(
         assert await store(tier, "k1/other", 2**20) is DONE
 
 
+async def test_a_disk_that_has_room_again_is_used_again(
+    calls: FaultyCalls, open_disk: OpenDisk
+) -> None:
+    async with open_disk(calls=calls, full_s=0) as tier:
+        calls.allocate_error = errno.ENOSPC
+        assert await store(tier, "k1/a") is REFUSED
+        calls.allocate_error = 0
+        assert await store(tier, "k1/a") is DONE
+
+
 async def test_of_a_nearly_full_disk_it_takes_what_it_gets(
     calls: FaultyCalls, open_disk: OpenDisk
 ) -> None:
