@@ -5,7 +5,7 @@ from __future__ import annotations
 import abc
 import dataclasses
 import enum
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
 from asynckv.abc.closing import Closable
@@ -204,3 +204,7 @@ class StoreTier(Closable):
 
     async def touch(self, keys: Sequence[str]) -> None:
         """These are in use: they should not be the next to go. May do nothing."""
+
+    def counts(self) -> Mapping[str, float]:
+        """Return numbers of the engine's own, by name, for metrics. Never waits."""
+        return {}

@@ -13,7 +13,7 @@ import logging
 import math
 import time
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from typing import Final, Generic, Protocol, TypeVar
 
@@ -82,7 +82,8 @@ class TierStatistics:
     ``refused`` calls were not made, as the tier does not answer; ``late`` ones were
     waited for no more. ``corrupt`` values were not as they had been written.
     ``fetch_latencies`` and ``store_latencies`` are of its calls, of several values a
-    call, until they ended or were waited for no more.
+    call, until they ended or were waited for no more. ``counts`` are those of
+    :meth:`~asynckv.abc.StoreTier.counts`.
     """
 
     is_loading: bool
@@ -100,6 +101,7 @@ class TierStatistics:
     waiting_bytes: int
     fetch_latencies: Latencies
     store_latencies: Latencies
+    counts: Mapping[str, float]
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -323,6 +325,7 @@ class TierClient(Generic[W]):
             waiting_bytes=behind.nbytes,
             fetch_latencies=self._fetch_times.latencies(),
             store_latencies=self._store_times.latencies(),
+            counts=self.tier.counts(),
         )
 
     async def aclose(self) -> None:

@@ -34,7 +34,10 @@ __all__ = ("CONTENT_TYPE", "metrics_text")
 
 CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 
-_OF_TIERS: Final = {"failed", "refused", "late", "corrupt", "accepted", "unwritten"}
+_OF_TIERS: Final = {
+    *("failed", "refused", "late", "corrupt", "accepted", "unwritten"),
+    *("unverified", "replaced", "no_room"),
+}
 _COUNTERS: Final = frozenset(
     field.name
     for counters in (Counters, StoreCounters)
@@ -82,12 +85,17 @@ def _groups(
         by_name = server.request_latencies
         yield [_histogram("asynckv_request_seconds", what, "request", by_name)]
     if lookup is not None:
-        yield _numbers("asynckv_lookup", "LookupStatistics", {"": lookup.statistics()})
+        told = _fields_of(lookup.statistics())
+        yield _numbers("asynckv_lookup", "LookupStatistics", {"": told})
     if store is not None:
-        yield _numbers("asynckv_store", "StoreStatistics", {"": store.statistics()})
+        told = _fields_of(store.statistics())
+        yield _numbers("asynckv_store", "StoreStatistics", {"": told})
     if isinstance(store, TieredStore):
         tiers = store.statistics().tiers
-        yield _numbers("asynckv_tier", "TierStatistics", tiers, label="tier")
+        numbers = {
+            name: {**tier.counts, **_fields_of(tier)} for name, tier in tiers.items()
+        }
+        yield _numbers("asynckv_tier", "TierStatistics", numbers, label="tier")
         for name in ("fetch", "store"):
             what = f"How long calls took that {name} values."
             by_tier = {one: getattr(tiers[one], f"{name}_latencies") for one in tiers}
@@ -115,32 +123,34 @@ def _of_the_process(is_ready: bool, server: Server | None) -> Iterator[Metric]:
         )
 
 
+def _fields_of(statistics: KVCacheStatistics | TierStatistics) -> dict[str, object]:
+    fields = dataclasses.fields(statistics)
+    return {field.name: getattr(statistics, field.name) for field in fields}
+
+
 def _numbers(
-    prefix: str,
-    kind: str,
-    found: Mapping[str, KVCacheStatistics | TierStatistics],
-    label: str = "",
+    prefix: str, kind: str, found: Mapping[str, Mapping[str, object]], label: str = ""
 ) -> Iterator[Metric]:
     """Yield the numbers of statistics, a family each, by the ``label`` if there is one.
 
     Of a mapping it is the sum: its keys are words of peers.
     """
-    first = next(iter(found.values()))
-    for field in dataclasses.fields(first):
-        values = {by: _number(getattr(one, field.name)) for by, one in found.items()}
-        if None in values.values():
+    for field in dict.fromkeys(name for told in found.values() for name in told):
+        values = {by: _number(told.get(field)) for by, told in found.items()}
+        if field == "counts" or set(values.values()) == {None}:
             continue
-        is_counter = field.name in _COUNTERS
+        is_counter = field in _COUNTERS
         family = CounterMetricFamily if is_counter else GaugeMetricFamily
-        name = field.name
+        name = field
         if name.endswith("_s"):
             name = name.removesuffix("_s") + "_seconds"
         metric = family(
-            *(f"{prefix}_{name}", f"{field.name} of asynckv's {kind}."),
+            *(f"{prefix}_{name}", f"{field} of asynckv's {kind}."),
             labels=[label] if label else [],
         )
         for by, value in values.items():
-            metric.add_metric([by] if label else [], value or 0)
+            if value is not None:
+                metric.add_metric([by] if label else [], value)
         yield metric
 
 

@@ -17,7 +17,7 @@ import logging
 import re
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Final, TypeVar
 
 import anyio
@@ -124,6 +124,9 @@ class RedisTier(LoopBound, StoreTier):
         return RedisStatistics(
             *(self._replaced, self._unverified, self._no_room, len(self._lanes))
         )
+
+    def counts(self) -> Mapping[str, float]:
+        return dataclasses.asdict(self.statistics())
 
     async def probe(self) -> TierFacts:
         loop = self._check_loop()

@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 import time
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -70,7 +71,7 @@ async def test_every_number_of_statistics_is_told(served: Served) -> None:
     }
     for name, statistics in told.items():
         for field in dataclasses.fields(statistics):
-            if field.name in ("tiers", "fetch_latencies", "store_latencies"):
+            if field.name in ("tiers", "counts", "fetch_latencies", "store_latencies"):
                 continue
             base = f"asynckv_{name}_{field.name.replace('_wait_s', '_wait_seconds')}"
             assert base in found or f"{base}_total" in found, base
@@ -102,6 +103,25 @@ async def test_numbers_are_those_of_now_and_by_tier(served: Served) -> None:
     assert found["asynckv_tier_misses_total"] == {"DictTier": 1, "DictTier'": 1}
     assert found["asynckv_tier_is_storing"] == {"DictTier": 1, "DictTier'": 1}
     assert found["asynckv_peers"] == {"": 1} and found["asynckv_ready"] == {"": 1}
+
+
+async def test_what_a_tier_counts_of_its_own_is_told_of_that_tier_alone(
+    tmp_path: Path,
+) -> None:
+    disk = f"disk://{tmp_path}/kv?max=4MiB"
+    async with (
+        TieredStore(4 * MIB, [disk, DictTier()], drain_s=0.1) as store,
+        serve("mem://", store=store) as server,
+    ):
+        await store.put("key", torch.ones(MIB // 4, dtype=torch.uint8))
+        await store.flush()
+        async with LookupBuffer(MIB) as lookup:
+            found = await Served(lookup, store, server).metrics()
+    assert found["asynckv_tier_keys"] == {"disk": 1}
+    assert found["asynckv_tier_max_bytes"] == {"disk": 4 * MIB}
+    assert MIB // 4 < found["asynckv_tier_file_bytes"]["disk"] <= 4 * MIB
+    assert found["asynckv_tier_evictions_total"] == {"disk": 0}
+    assert set(found["asynckv_tier_hits_total"]) == {"disk", "DictTier"}
 
 
 async def test_times_are_histograms_of_seconds(served: Served) -> None:
