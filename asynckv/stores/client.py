@@ -148,7 +148,7 @@ class TierClient(Generic[W]):
         self._retry: asyncio.TimerHandle | None = None
         self._dropping: asyncio.Handle | None = None
         self._clear_again: dict[str, asyncio.TimerHandle] = {}
-        self._has_given_up = False
+        self._has_given_up = self._is_silent = False
         self._is_closed = False
 
     async def open(self) -> None:
@@ -428,9 +428,15 @@ class TierClient(Generic[W]):
         for health in (self._loads, self._stores):
             for call in health.look(self._loop.time()):
                 self._late[call].set_result(None)
+                self._say_silent()
         self._drop_if_away()
         self._look_soon()
         self._changed.wake()
+
+    def _say_silent(self) -> None:
+        if not self._is_silent:
+            self._is_silent = True
+            logger.warning("%s is silent: it is asked again once it answers", self.name)
 
     def _drop_if_away(self) -> None:
         """What waits for a tier that does not answer keeps memory from others."""
@@ -570,6 +576,7 @@ class TierClient(Generic[W]):
             self._absent.clear()
             self._retry_now()
             self._clear_now(*self._clear_again)
+            self._is_silent = False
             logger.info("%s is there again", self.name)
         else:
             await asyncio.wait({probe})

@@ -260,7 +260,10 @@ async def test_a_tier_that_fails_is_a_tier_that_has_nothing(
         assert await store.get("a") is None
 
 
-async def test_a_tier_that_is_silent_is_asked_once_and_then_no_more() -> None:
+async def test_a_tier_that_is_silent_is_asked_once_and_then_no_more(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level("INFO", "asynckv.stores")
     tier = DictTier(facts=TierFacts(patience_s=0.05))
     async with opened(tier) as store:
         tier.hold("fetch")
@@ -270,6 +273,9 @@ async def test_a_tier_that_is_silent_is_asked_once_and_then_no_more() -> None:
         assert tier.calls["fetch"] == 1
         told = store.statistics().tiers["DictTier"]
         assert (told.late, told.is_loading, told.is_storing) == (1, False, True)
+        assert caplog.text.count("DictTier is silent") == 1
+        await until(lambda: store.statistics().tiers["DictTier"].is_loading)
+        assert caplog.text.count("DictTier is there again") == 1
         tier.let_go("fetch")
 
 
