@@ -37,6 +37,18 @@ def test_a_clearing_that_has_failed_is_made_when_it_is_tried_again() -> None:
     assert tier.take_clearing() == clearing and tier.is_behind(1)
 
 
+def test_what_came_after_a_clearing_that_failed_waits_while_it_is_tried_again() -> None:
+    tier = WriteBehind[str](10, lambda value: None)
+    clearing = begin_clearing(tier, "p/")
+    tier.clearings.ended(clearing, TierResult.FAILED)
+    tier.write("p/a", 2, "v", 1, "v")
+    tier.clearings.retry("p/")
+    assert not tier.take(9, 99)
+    assert tier.take_clearing() == clearing and not tier.take(9, 99)
+    tier.clearings.ended(clearing, TierResult.DONE)
+    assert [change.key for change in tier.take(9, 99)] == ["p/a"]
+
+
 def test_what_waits_for_a_clearing_leaves_room_to_others() -> None:
     tier = WriteBehind[str](10, lambda value: None)
     begin_clearing(tier, "p/")
@@ -154,3 +166,21 @@ def test_a_late_write_that_ends_while_its_model_is_cleared_is_hidden_or_deleted(
     tier.clearings.ended(clearing, TierResult.DONE)
     assert not tier.may_be_new("p/a") and not tier.valid_from("p/a").has(0, "v")
     assert [one.is_delete for one in tier.take(9, 99)] == [True] * deletes_old
+
+
+@pytest.mark.parametrize("ends_before", [False, True])
+def test_a_write_that_was_not_answered_may_arrive_after_its_model_was_cleared(
+    ends_before: bool,
+) -> None:
+    tier = WriteBehind[str](10, lambda value: None)
+    tier.write("p/a", 0, "v", 1, "v")
+    (change,) = tier.take(9, 99)
+    if ends_before:
+        tier.ended(change, is_done=False)
+    tier.clearings.clear("p/", 1)
+    while tier.forget_cleared():
+        pass
+    if not ends_before:
+        tier.ended(change, is_done=False)
+    tier.clearings.ended(TierClearing("p/", 1), TierResult.DONE)
+    assert not tier.may_be_new("p/a") and tier.may_be_new("p/b")
