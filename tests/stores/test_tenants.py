@@ -150,12 +150,11 @@ async def test_what_others_do_with_a_key_is_nothing_to_whose_it_is(
     async with served(authority, tiers) as one:
         await one.mine.put("a", MINE)
         for other, value in ((one.theirs, THEIRS), (one.nobody_s, NOBODY_S)):
-            await one.evict()
             await expect(other, None)
             left = await change(other, value)
             for _ in ("in memory", "in a tier alone"):
-                await expect(other, left)
                 await expect(one.mine, MINE)
+                await expect(other, left)
                 await one.evict()
 
 
