@@ -160,9 +160,6 @@ def nothing_blocks_the_loop() -> Iterator[None]:
         blockbuster.functions["os.unlink"].can_block_in(
             "asynckv/links/sockets.py", {"_remove_stale", "remove_place"}
         )
-        # Who opens a store with another package's tier looks for that package, once.
-        for function in blockbuster.functions.values():
-            function.can_block_in("asynckv/stores/tiered.py", "open_tier")
         # What the kernel keeps in memory, while nothing else is to do.
         for name in ("io.TextIOWrapper.read", "io.BufferedReader.read", "os.listdir"):
             blockbuster.functions[name].can_block_in(

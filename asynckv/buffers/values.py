@@ -181,7 +181,7 @@ class StoredValues:
         try:
             self.room.join(ticket)
             what, ends = "room", "the end of a get or put, or aclose"
-            if len(self._values) >= self._max_keys:
+            if self._count >= self._max_keys:
                 what = f"one of {self._max_keys} keys, all of them in use or pinned"
                 ends = "a delete, the end of a get or pin, or aclose"
             await self.room.until_through(ticket, who, what, ends)

@@ -27,8 +27,9 @@ from asynckv.abc import (
 )
 from asynckv.errors import ConfigError
 from asynckv.observability.latencies import Latencies, LatencyHistogram
+from asynckv.stores.clearings import TierClearing
 from asynckv.stores.health import Moving, TierCall, TierHealth
-from asynckv.stores.write_behind import TierChange, TierClearing, WriteBehind
+from asynckv.stores.write_behind import TierChange, WriteBehind
 from asynckv.waits.own_tasks import OwnTasks
 from asynckv.waits.replies import Watchers
 
@@ -274,7 +275,7 @@ class TierClient(Generic[W]):
 
     def clear(self, prefix: str, epoch: int) -> None:
         """Delete all keys that begin so, soon. Never waits."""
-        lost = self.behind.clear(prefix, epoch)
+        lost = self.behind.clearings.clear(prefix, epoch)
         if lost is not None and not self._has_given_up:
             self._has_given_up = True
             logger.warning(
@@ -513,7 +514,7 @@ class TierClient(Generic[W]):
 
         def ended(results: Sequence[TierResult] | None) -> None:
             (result,) = results or (TierResult.FAILED,)
-            self.behind.clearing_ended(clearing, result)
+            self.behind.clearings.ended(clearing, result)
             if result is TierResult.FAILED:
                 took_s = self._loop.time() - began_s
                 self._clear_later(prefix.prefix, max(_RETRY_S, _RESTS * took_s))
@@ -530,7 +531,7 @@ class TierClient(Generic[W]):
     def _clear_now(self, *prefixes: str) -> None:
         for prefix in prefixes:
             self._clear_again.pop(prefix).cancel()
-            self.behind.retry_clearing(prefix)
+            self.behind.clearings.retry(prefix)
         self._changed.wake()
 
     def _retry_later(self) -> None:

@@ -166,7 +166,7 @@ class _Wanted(WantedValue):
 
 
 class TierStack(LowerTiers):
-    """``tiers`` by name below ``values``; ``namespace`` keeps its keys from others'.
+    """Tiers by name below ``values``; ``namespace`` keeps its keys from others'.
 
     ``admit`` says when a value is written to tiers: when it is put, or when it is used
     for the first time after that.
@@ -176,7 +176,6 @@ class TierStack(LowerTiers):
         self,
         values: StoredValues,
         pool: CopyPool,
-        tiers: Mapping[str, StoreTier],
         *,
         max_bytes: int,
         admit: Literal["always", "second_use"],
@@ -187,12 +186,7 @@ class TierStack(LowerTiers):
         self._namespace = namespace
         self._admits_at_once = admit == "always"
         self._quarantine = Quarantine(max(max_bytes // 8, 1))
-        self.clients = [
-            TierClient[_HeldValue](
-                name, tier, self._quarantine, max(max_bytes // 8, 1), self._release
-            )
-            for name, tier in tiers.items()
-        ]
+        self.clients: list[TierClient[_HeldValue]] = []
         self._fetches: dict[Name, _Fetch] = {}
         self._is_closed = False
         self._no_room_until_s = 0.0
@@ -202,15 +196,25 @@ class TierStack(LowerTiers):
         self._at_once = asyncio.Semaphore(_FETCHES)
         self._epoch = 0
 
-    async def open(self) -> None:
-        """Open all tiers. A failed or a cancelled call closes all of them.
+    async def open(self, tiers: Mapping[str, StoreTier]) -> None:
+        """Open ``tiers``. A failed or a cancelled call closes all of them.
 
         :raises ConfigError: one cannot be used as it was configured
+        :raises BufferClosed: the store was closed meanwhile
         """
         self._loop = asyncio.get_running_loop()
+        self.clients = [
+            TierClient(
+                *(name, tier, self._quarantine, self._quarantine.max_bytes),
+                self._release,
+            )
+            for name, tier in tiers.items()
+        ]
         try:
             for client in self.clients:
                 await client.open()
+            if self._is_closed:
+                raise BufferClosed("the store was closed while it was opened")
         except BaseException:
             self.abort()
             raise

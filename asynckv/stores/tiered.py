@@ -8,6 +8,7 @@ import importlib.metadata
 import importlib.util
 import urllib.parse
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Final, Literal
 
 import anyio
@@ -16,6 +17,7 @@ from asynckv.abc import StoreTier
 from asynckv.buffers.statistics import StoreStatistics
 from asynckv.buffers.store import StoreBuffer
 from asynckv.errors import ConfigError
+from asynckv.links.sockets import in_thread
 from asynckv.stores.client import TierStatistics
 from asynckv.stores.tier_stack import FlushResult, TierStack
 from asynckv.types import KVFingerprint
@@ -62,7 +64,8 @@ def open_tier(url: str) -> StoreTier:
 
     Schemes that are not asynckv's own are looked for among the entry points of the
     group ``asynckv.tiers``: functions that take the URL and return a
-    :class:`~asynckv.abc.StoreTier`.
+    :class:`~asynckv.abc.StoreTier`. That reads files: not for an event loop. A store
+    that is opened does it in a thread.
 
     :raises ConfigError: nobody knows the scheme, or the URL says something wrong
     """
@@ -127,9 +130,9 @@ class TieredStore(StoreBuffer):
             raise ValueError(f'admit is "always" or "second_use", not {admit!r}')
         if not namespace.isprintable():
             raise ValueError(f"{namespace!r} is no namespace: it has to be printable")
-        self._drain_s = drain_s
+        self._tiers, self._drain_s = tiers, drain_s
         self._lower = TierStack(
-            *(self.values, self.pool, _named(tiers)),
+            *(self.values, self.pool),
             max_bytes=self._arena.max_bytes,
             admit=admit,
             namespace=namespace,
@@ -141,11 +144,12 @@ class TieredStore(StoreBuffer):
         A cancelled call, or one that fails, leaves a closed store.
 
         :raises ConfigError: a tier cannot be used as it was configured
+        :raises BufferClosed: it is closed, or was closed meanwhile
         """
         await super().open()
         if self.values.lower is None:
             try:
-                await self._lower.open()
+                await self._lower.open(await in_thread(partial(_named, self._tiers)))
             except BaseException:
                 self.abort()
                 raise
@@ -187,6 +191,9 @@ class TieredStore(StoreBuffer):
 
     def abort(self) -> None:
         self._lower.abort()
+        for tier in self._tiers:
+            if isinstance(tier, StoreTier):
+                tier.abort()  # which may be before it was opened
         super().abort()
 
 

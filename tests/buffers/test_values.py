@@ -152,13 +152,14 @@ async def test_who_waits_as_all_keys_are_in_use_says_so(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level(logging.DEBUG)
-    values = make_values(max_keys=1)
+    values = make_values(max_keys=2)  # of one owner
     store(values, "a", 0)
-    pinned = pin(values, "a")
-    waiting = asyncio.create_task(values.reserve("b", spec_of(0), None))
+    store(values, "b", 0)
+    pinned = [pin(values, "a"), pin(values, "b")]
+    waiting = asyncio.create_task(values.reserve("c", spec_of(0), None))
     await until_blocked(waiting)
-    assert "one of 1 keys, all of them in use or pinned" in caplog.text
-    values.release(pinned)
+    assert "one of 2 keys, all of them in use or pinned" in caplog.text
+    values.release_all(pinned)
     values.discard(await waiting)
     await values.room.aclose()
 

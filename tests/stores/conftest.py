@@ -6,7 +6,10 @@ import shutil
 
 import pytest
 
+from harness.object_fixtures import moto, obstore_has_its_threads, s3
 from harness.redis_servers import PROGRAM
+
+__all__ = ("moto", "obstore_has_its_threads", "redis_program", "s3")
 
 
 @pytest.fixture

@@ -276,5 +276,5 @@ async def test_a_store_call_that_does_not_end_keeps_no_model_from_being_cleared(
     await until(lambda: "p/a" in tier.values)
     await client.flush()
     assert await client.contains(["p/a", "p/b"]) == [False, True]
-    assert not client.behind.is_valid("p/a", 1, "p/a")
+    assert not client.behind.valid_from("p/a").has(1, "p/a")
     await client.aclose()

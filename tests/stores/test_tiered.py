@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
 
 import pytest
 import torch
@@ -24,6 +25,7 @@ from asynckv.testing.store_checks import (
     STORING_CHECKS,
     StoreCheck,
 )
+from harness.stuck_tiers import add_stuck_tiers
 from harness.tiers import DictTier
 
 MIB = 2**20
@@ -756,6 +758,33 @@ async def test_a_cancelled_question_leaves_no_trace_wherever_it_is_cancelled(
 def test_a_tier_that_nobody_knows_is_refused_by_name() -> None:
     with pytest.raises(ConfigError, match="floppy"):
         open_tier("floppy:///dev/fd0")
+
+
+@pytest.fixture
+def other_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    add_stuck_tiers(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+
+
+async def test_another_package_s_tier_is_looked_for_beside_the_loop(
+    other_package: None,
+) -> None:
+    # On the loop, reading files would fail.
+    async with TieredStore(MIB, ["stuck://?how=task&call=touch"]) as store:
+        assert set(store.statistics().tiers) == {"stuck"}
+
+
+async def test_a_store_that_is_closed_while_it_is_opened_closes_its_tiers() -> None:
+    tier = DictTier()
+    tier.hold("probe")
+    store = TieredStore(MIB, [tier])
+    opening = asyncio.create_task(store.open())
+    await until(lambda: tier.calls["probe"] == 1)
+    store.abort()
+    tier.let_go("probe")
+    with pytest.raises(BufferClosed):
+        await opening
+    assert tier.is_closed
 
 
 def test_an_admission_that_nobody_knows_is_refused() -> None:

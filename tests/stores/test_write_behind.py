@@ -11,7 +11,8 @@ from hypothesis import given, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from asynckv.abc import TierResult
-from asynckv.stores.write_behind import TierChange, TierClearing, WriteBehind
+from asynckv.stores.clearings import TierClearing
+from asynckv.stores.write_behind import TierChange, WriteBehind
 
 Value: TypeAlias = tuple[int, str]
 """What it was called by its writer: its epoch, and its bytes."""
@@ -111,14 +112,14 @@ class AnyTier(RuleBasedStateMachine):
 
     def _retry_clearings(self) -> None:
         for prefix in PREFIXES:
-            self.behind.retry_clearing(prefix)
+            self.behind.clearings.retry(prefix)
 
     @rule(prefix=st.sampled_from(PREFIXES))
     def clear(self, prefix: str) -> None:
         self.epoch += 1
         self.cleared[prefix] = self.epoch
         self.newest.update({key: None for key in KEYS if key.startswith(prefix)})
-        self.behind.clear(prefix, self.epoch)
+        self.behind.clearings.clear(prefix, self.epoch)
 
     @rule()
     def let_go_of_what_was_cleared(self) -> None:
@@ -142,7 +143,7 @@ class AnyTier(RuleBasedStateMachine):
             self._clear_tier(clearing)
             result = TierResult.DONE
         self.was_always_cleared &= happens
-        self.behind.clearing_ended(clearing, result)
+        self.behind.clearings.ended(clearing, result)
 
     def _clear_tier(self, clearing: TierClearing) -> None:
         for key in KEYS:
@@ -155,14 +156,14 @@ class AnyTier(RuleBasedStateMachine):
             if key in self.newest and epoch not in self.by_others:
                 newest = self.newest[key]
                 is_right = newest is not None and newest[1] == what
-                assert is_right or not self.behind.is_valid(key, epoch, what)
+                assert is_right or not self.behind.valid_from(key).has(epoch, what)
 
     @invariant()
     def of_what_was_cleared_nothing_is_valid_whoever_put_it(self) -> None:
         for key, (epoch, what) in self.tier.items():
             newest = self.newest.get(key)
             if epoch < self.cleared.get(key[:2], 0) and (newest or (0, ""))[1] != what:
-                assert not self.behind.is_valid(key, epoch, what)
+                assert not self.behind.valid_from(key).has(epoch, what)
 
     @invariant()
     def while_a_prefix_is_cleared_only_what_is_late_is_under_way_of_it(
@@ -190,7 +191,7 @@ class AnyTier(RuleBasedStateMachine):
             clearing = self.behind.take_clearing()
             for one in (*self.clearing, *([] if clearing is None else [clearing])):
                 self._clear_tier(one)
-                self.behind.clearing_ended(one, TierResult.DONE)
+                self.behind.clearings.ended(one, TierResult.DONE)
             self.clearing.clear()
             self._retry_clearings()
             self.running += self.behind.take(3, 20)
@@ -258,7 +259,7 @@ def test_a_key_whose_delete_fails_is_hidden_until_it_is_deleted() -> None:
     (change,) = tier.take(9, 99)
     tier.ended(change, is_done=False)
     assert not tier.is_sure("a")
-    assert not tier.is_valid("a", 4, "v")
+    assert not tier.valid_from("a").has(4, "v")
     tier.retry()
     (change,) = tier.take(9, 99)
     tier.ended(change, is_done=True)
@@ -270,8 +271,8 @@ def test_equal_bytes_are_valid_though_their_last_write_failed() -> None:
     tier.write("a", 5, "v", 1, "v")
     (change,) = tier.take(9, 99)
     tier.ended(change, is_done=False)
-    assert tier.is_valid("a", 4, "v")
-    assert not tier.is_valid("a", 4, "w")
+    assert tier.valid_from("a").has(4, "v")
+    assert not tier.valid_from("a").has(4, "w")
 
 
 def test_what_waits_is_dropped_by_a_close_and_what_is_under_way_ends() -> None:
@@ -296,7 +297,7 @@ def test_what_is_forgotten_makes_all_that_is_older_void(
     for number in range(count):
         tier.write(f"k{number}", 2 + number, "v", 1, "v")
     for number in range(count):
-        assert not tier.is_valid(f"k{number}", 1, "w")
+        assert not tier.valid_from(f"k{number}").has(1, "w")
 
 
 def test_an_old_value_that_arrives_after_its_successor_was_dropped_is_void() -> None:
@@ -305,8 +306,8 @@ def test_an_old_value_that_arrives_after_its_successor_was_dropped_is_void() -> 
     (change,) = tier.take(9, 99)
     tier.write("a", 2, "new", 8, "new")
     tier.ended(change, is_done=True)
-    assert not tier.is_valid("a", 1, "old")
-    assert tier.is_valid("a", 1, "new")
+    assert not tier.valid_from("a").has(1, "old")
+    assert tier.valid_from("a").has(1, "new")
 
 
 def test_what_was_not_answered_is_void_though_it_arrives_after_a_later_one() -> None:
@@ -315,12 +316,12 @@ def test_what_was_not_answered_is_void_though_it_arrives_after_a_later_one() -> 
         tier.write("a", epoch, f"value {epoch}", 1, f"value {epoch}")
         (change,) = tier.take(9, 99)
         tier.ended(change, is_done=is_done)
-    assert not tier.is_valid("a", 1, "value 1")
-    assert tier.is_valid("a", 2, "value 2") and tier.may_be_new("a")
+    assert not tier.valid_from("a").has(1, "value 1")
+    assert tier.valid_from("a").has(2, "value 2") and tier.may_be_new("a")
     tier.delete("a", 3)
     (change,) = tier.take(9, 99)
     tier.ended(change, is_done=True)
-    assert not tier.is_valid("a", 1, "value 1") and not tier.is_valid("a", 2, "value 2")
+    assert not any(tier.valid_from("a").has(n, f"value {n}") for n in (1, 2))
     assert not tier.may_be_new("a")
 
 
@@ -332,7 +333,7 @@ def test_keys_in_doubt_are_bounded_and_nothing_is_deleted_for_them() -> None:
             for change in tier.take(9, 99):
                 tier.ended(change, is_done=is_done)
     assert tier.known_keys <= 4 and not len(tier)
-    assert not tier.is_valid("0", 1, "late")
+    assert not tier.valid_from("0").has(1, "late")
 
 
 def test_of_keys_that_are_never_written_nothing_is_deleted_that_others_put() -> None:
@@ -340,120 +341,9 @@ def test_of_keys_that_are_never_written_nothing_is_deleted_that_others_put() -> 
     for number in range(1000):
         tier.note(f"{number}", 2 + number, "v")
     assert not len(tier)
-    assert not any(tier.is_valid(f"{number}", 1, "w") for number in range(1000))
-    others = [tier.is_valid(f"other {number}", 1, "w") for number in range(1000)]
+    assert not any(tier.valid_from(f"{number}").has(1, "w") for number in range(1000))
+    others = [tier.valid_from(f"other {number}").has(1, "w") for number in range(1000)]
     assert others.count(True) > 900
-
-
-def begin_clearing(tier: WriteBehind[str], prefix: str) -> TierClearing:
-    tier.clear(prefix, 1)
-    while tier.forget_cleared():
-        pass
-    clearing = tier.take_clearing()
-    assert clearing is not None
-    return clearing
-
-
-def test_what_waits_for_a_clearing_leaves_room_to_others() -> None:
-    tier = behind()
-    begin_clearing(tier, "p/")
-    assert tier.write("p/a", 2, "v", 5, "v")
-    assert not tier.write("p/b", 3, "v", 1, "v")
-    assert tier.write("q/a", 4, "v", 5, "v")
-
-
-def test_all_that_waited_of_several_models_is_let_go_of_before_they_are_cleared() -> (
-    None
-):
-    tier = WriteBehind[str](10**6, lambda value: None)
-    for number in range(900):
-        tier.write(f"{'pqr'[number % 3]}/{number}", 1 + number, "v", 1, "v")
-    tier.clear("p/", 1000)
-    assert tier.forget_cleared() and tier.take_clearing() is None
-    tier.clear("q/", 1001)
-    while tier.forget_cleared():
-        pass
-    assert (tier.known_keys, tier.nbytes, tier.dropped) == (300, 300, 600)
-    prefixes = [one and one.prefix for one in (tier.take_clearing() for _ in range(3))]
-    assert prefixes == ["p/", "q/", None]
-
-
-def test_while_a_model_is_cleared_the_changes_of_others_go_on() -> None:
-    tier = WriteBehind[str](1000, lambda value: None)
-    clearing = begin_clearing(tier, "p/")
-    for number in range(200):
-        tier.write(f"p/{number}", 2 + number, "v", 1, "v")
-    tier.delete("p/last", 300)
-    tier.write("q/a", 301, "v", 1, "v")
-    assert [change.key for change in tier.take(9, 99)] == ["q/a"]
-    assert not tier.take(9, 99) and tier.is_behind(1)
-    tier.clearing_ended(clearing, TierResult.DONE)
-    tier.write("q/b", 302, "v", 1, "v")
-    assert [change.key for change in tier.take(3, 99)] == ["p/0", "p/1", "p/2"]
-
-
-def test_where_nothing_could_be_cleared_a_key_may_be_new_whoever_wrote_it() -> None:
-    tier = WriteBehind[str](1000, lambda value: None)
-    clearing = begin_clearing(tier, "p/")
-    assert not tier.may_be_new("p/a")
-    tier.clearing_ended(clearing, TierResult.REFUSED)
-    tier.retry_clearing("p/")
-    assert tier.take_clearing() is None and tier.may_be_new("p/a")
-    tier.write("p/a", 2, "v", 1, "v")
-    assert not tier.may_be_new("p/a")
-    (change,) = tier.take(9, 99)
-    tier.ended(change, is_done=True)
-    assert tier.may_be_new("p/a") and tier.may_be_new("p/b")
-    assert tier.is_valid("p/a", 2, "v") and not tier.is_valid("p/b", 0, "v")
-
-
-def test_a_key_that_was_written_where_a_clearing_has_failed_may_be_new() -> None:
-    tier = WriteBehind[str](1000, lambda value: None)
-    tier.clearing_ended(begin_clearing(tier, "p/"), TierResult.FAILED)
-    tier.write("p/a", 2, "v", 1, "v")
-    (change,) = tier.take(9, 99)
-    tier.ended(change, is_done=True)
-    assert tier.may_be_new("p/a") and not tier.may_be_new("p/b")
-
-
-def test_of_ever_so_many_models_that_were_cleared_nothing_old_is_valid() -> None:
-    tier = WriteBehind[str](1000, lambda value: None)
-    clearing = begin_clearing(tier, "under way/")
-    for number in range(3000):
-        tier.clear(f"{number}/", 2 + number)
-    assert len(tier) <= 1024
-    assert not any(tier.is_valid(f"{n}/a", 1 + n, "v") for n in range(3000))
-    tier.clearing_ended(clearing, TierResult.DONE)
-
-
-def test_a_clearing_that_has_ended_makes_room_before_one_that_has_not() -> None:
-    tier = WriteBehind[str](1000, lambda value: None)
-    clearing = begin_clearing(tier, "failed/")
-    tier.clearing_ended(clearing, TierResult.FAILED)
-    clearing = begin_clearing(tier, "done/")
-    tier.clearing_ended(clearing, TierResult.DONE)
-    given_up = [tier.clear(f"{number}/", 2 + number) for number in range(1023)]
-    assert given_up == [None] * 1023
-    assert tier.may_be_new("done/a") and not tier.may_be_new("failed/a")
-
-
-def test_what_was_given_up_stays_hidden_but_for_what_is_written_then() -> None:
-    tier = WriteBehind[str](1000, lambda value: None)
-    failed = begin_clearing(tier, "p/")
-    tier.clearing_ended(failed, TierResult.FAILED)
-    given_up = [tier.clear(f"{number}/", 2 + number) for number in range(1024)]
-    assert given_up == [None] * 1023 + ["p/"]
-    assert not tier.may_be_new("p/a") and not tier.is_valid("p/a", 0, "v")
-    tier.write("p/a", 2000, "v", 1, "v")
-    (change,) = tier.take(9, 99)
-    tier.ended(change, is_done=True)
-    assert tier.may_be_new("p/a") and not tier.may_be_new("p/b")
-    tier.clear("p/", 3000)
-    while tier.forget_cleared():
-        pass
-    while (clearing := tier.take_clearing()) is not None:
-        tier.clearing_ended(clearing, TierResult.DONE)
-    assert tier.may_be_new("p/b")
 
 
 def test_of_many_writes_some_are_dropped_at_a_time() -> None:
@@ -474,18 +364,3 @@ def test_where_deletes_alone_wait_none_of_them_is_looked_at_for_writes() -> None
         assert tracemalloc.get_traced_memory()[1] < 50_000
     finally:
         tracemalloc.stop()
-
-
-@pytest.mark.parametrize("deletes_old", [False, True])
-def test_a_late_write_that_ends_while_its_model_is_cleared_is_hidden_or_deleted(
-    deletes_old: bool,
-) -> None:
-    tier = behind(deletes_old=deletes_old)
-    tier.write("p/a", 0, "v", 1, "v")
-    (change,) = tier.take(9, 99)
-    change.is_late = True
-    clearing = begin_clearing(tier, "p/")
-    tier.ended(change, is_done=True)
-    tier.clearing_ended(clearing, TierResult.DONE)
-    assert not tier.may_be_new("p/a") and not tier.is_valid("p/a", 0, "v")
-    assert [one.is_delete for one in tier.take(9, 99)] == [True] * deletes_old

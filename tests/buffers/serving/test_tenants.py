@@ -1,8 +1,7 @@
-"""Tenants of one served store: none of them ever sees what another one has."""
+"""Whose tenant a peer is, by its certificate; what that keeps apart is for stores."""
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 from collections.abc import AsyncIterator
 
@@ -13,13 +12,9 @@ import asynckv
 from asynckv.abc import KVStoreBuffer
 from asynckv.buffers.store import StoreBuffer
 from asynckv.errors import ConfigError
-from asynckv.stores.tiered import TieredStore
 from asynckv.testing.certificates import Authority
-from asynckv.testing.expectations import noise
-from harness.tiers import DictTier
 
 MIB = 2**20
-MINE, THEIRS = noise(70_000, 1), noise(70_000, 2)
 TENANTS = {"acme": "Engine-A", "umbrella": "engine-b"}
 
 
@@ -29,16 +24,15 @@ def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
 
 
 @contextlib.asynccontextmanager
-async def served(authority: Authority, tier: DictTier) -> AsyncIterator[str]:
+async def served(authority: Authority) -> AsyncIterator[str]:
     tls = authority.issue()
     async with (
-        TieredStore(MIB, [tier], drain_s=5) as store,
+        StoreBuffer(MIB) as store,
         asynckv.serve(
             "tls://127.0.0.1:0", store=store, tls=tls, tenants=TENANTS
         ) as server,
     ):
         yield server.url
-        await store.flush()
 
 
 @contextlib.asynccontextmanager
@@ -49,107 +43,30 @@ async def store_of(
         yield peer.store
 
 
-async def expect_nothing(store: KVStoreBuffer) -> None:
-    """By no verb is there anything under ``a``."""
-    assert await store.get("a") is None
-    assert await store.get_many(["a"]) == (None,)
-    assert await store.contains(["a"]) == (False,)
-    assert await store.match_prefix(["a"]) == 0
-    assert await store.stat("a") is None
-    assert not await store.delete("a")
-    async with store.pin(["a"]) as there:
-        assert there == (False,)
-
-
-@pytest.mark.parametrize("other", ["engine-b", "engine-c"])
-async def test_nobody_but_a_tenant_finds_what_it_has(
-    authority: Authority, other: str
-) -> None:
-    tier = DictTier()
-    async with (
-        served(authority, tier) as url,
-        store_of(authority, url, "engine-a") as mine,
-        store_of(authority, url, other) as theirs,
-    ):
-        await mine.put("a", MINE)
-        await expect_nothing(theirs)
-        await theirs.put("a", THEIRS)
-        for _ in range(2):
-            assert torch.equal(await found(mine), MINE)
-            assert torch.equal(await found(theirs), THEIRS)
-            await mine.put("filler", noise(MIB, 3))  # then only the tier has them
-            await mine.delete("filler")
-        assert await theirs.delete("a")
-        await expect_nothing(theirs)
-        await theirs.put("a", THEIRS)
-        assert await theirs.clear() == 1
-        await expect_nothing(theirs)
-        assert torch.equal(await found(mine), MINE)
-
-
 async def test_who_is_no_tenant_is_named_in_the_log(
     authority: Authority, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async with served(authority, DictTier()) as url:
+    async with served(authority) as url:
         async with store_of(authority, url, "engine-a") as mine:
-            await expect_nothing(mine)
+            assert await mine.get("a") is None
         assert "engine-a" not in caplog.text
         async with store_of(authority, url, "engine-c") as nobody_s:
-            await expect_nothing(nobody_s)
+            assert await nobody_s.get("a") is None
         assert "certificate of engine-c" in caplog.text
 
 
 async def test_a_tenant_s_name_may_be_any_of_a_certificate(
     authority: Authority,
 ) -> None:
-    async with served(authority, DictTier()) as url:
+    async with served(authority) as url:
         async with asynckv.connect(
             url, tls=authority.issue("host-7", "engine-a")
         ) as several:
-            await several.store.put("a", MINE)
+            await several.store.put("a", torch.zeros(1))
         async with store_of(authority, url, "engine-c") as nobody_s:
-            await expect_nothing(nobody_s)
+            assert await nobody_s.get("a") is None
         async with store_of(authority, url, "engine-a") as mine:
-            assert torch.equal(await found(mine), MINE)
-
-
-async def found(store: KVStoreBuffer) -> torch.Tensor:
-    value = await store.get("a")
-    assert value is not None
-    return value
-
-
-async def test_what_is_fetched_for_one_at_once_with_another_is_its_own(
-    authority: Authority,
-) -> None:
-    tier = DictTier()
-    async with (
-        served(authority, tier) as url,
-        store_of(authority, url, "engine-a") as mine,
-        store_of(authority, url, "engine-b") as theirs,
-    ):
-        await mine.put("a", MINE)
-        await theirs.put("a", THEIRS)
-        await mine.put("filler", noise(MIB, 3))
-        values = await asyncio.gather(*[found(mine), found(theirs)] * 10)
-        assert all(torch.equal(value, MINE) for value in values[::2])
-        assert all(torch.equal(value, THEIRS) for value in values[1::2])
-
-
-async def test_after_a_restart_each_has_its_own(authority: Authority) -> None:
-    tier = DictTier()
-    async with (
-        served(authority, tier) as url,
-        store_of(authority, url, "engine-a") as mine,
-    ):
-        await mine.put("a", MINE)
-    async with (
-        served(authority, DictTier(tier.values)) as url,
-        store_of(authority, url, "engine-b") as theirs,
-        store_of(authority, url, "engine-a") as mine,
-    ):
-        await expect_nothing(theirs)  # and nobody remembers that of the other one
-        assert torch.equal(await found(mine), MINE)
+            assert await mine.contains(["a"]) == (True,)
 
 
 @pytest.mark.parametrize(

@@ -11,15 +11,11 @@ import pytest
 
 from asynckv.abc import StoreTier
 from harness.moto_server import MotoServer
-from harness.object_fixtures import moto, obstore_has_its_threads, s3
 
 __all__ = (
     "KINDS",
     "OpenObjects",
-    "moto",
-    "obstore_has_its_threads",
     "prefix",
-    "s3",
     "there_before_each_begins",
     "url",
 )
