@@ -23,7 +23,7 @@ import numpy
 import torch
 
 import asynckv
-from asynckv.cli.bench.cases import tick, tick_beside
+from asynckv.cli.bench.cases import GiveBack, tick, tick_beside
 from asynckv.cli.bench.report import percentile
 from asynckv.cli.bench.rig import WrongBytes
 from asynckv.cli.bench.server import own_child
@@ -47,10 +47,6 @@ __all__ = (
     "open_device_pair",
     "run_device_bench",
 )
-
-
-class _GiveBack(Exception):
-    """Leaves ``async with drop_select()`` so that the entry stays."""
 
 
 class DevicePair:
@@ -93,10 +89,10 @@ class DevicePair:
     async def view_s(self) -> float:
         """Return how long an entry takes to be there as views, and give it back."""
         began_s = elapsed_s = time.perf_counter()
-        with contextlib.suppress(_GiveBack):
+        with contextlib.suppress(GiveBack):
             async with self._entries.lookup.drop_select(TOKENS):
                 elapsed_s = time.perf_counter() - began_s
-                raise _GiveBack
+                raise GiveBack
         return elapsed_s
 
     async def parts_s(self, way: str) -> float:

@@ -59,6 +59,7 @@ __all__ = (
     "read_shape",
     "run_bench",
     "run_case",
+    "this_machine",
 )
 
 
@@ -232,7 +233,7 @@ async def run_bench(
     """
     choose(selection)  # a name that fits nothing is said before anything starts
     began, began_s = datetime.datetime.now(datetime.UTC), time.monotonic()
-    machine = _machine()
+    machine = this_machine()
     async with contextlib.AsyncExitStack() as stack:
         stack.enter_context(display.progress)
         address = url
@@ -290,7 +291,8 @@ def _first_words(failures: BaseExceptionGroup[Exception]) -> str:
     return f"{type(failure).__name__}: {failure}"
 
 
-def _machine() -> Machine:
+def this_machine() -> Machine:
+    """Return where this process runs, and on which loop."""
     loop = type(asyncio.get_running_loop())
     return Machine(
         system=f"{platform.system()} {platform.release()}",
