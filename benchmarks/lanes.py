@@ -19,10 +19,9 @@ from pathlib import Path
 import asynckv
 from asynckv.cli.bench.baselines import name_of_streams
 from asynckv.cli.bench.cases import open_lag, open_moving
-from asynckv.cli.bench.report import Subject, percentile
+from asynckv.cli.bench.report import Settings, Subject, percentile
 from asynckv.cli.bench.rig import Rig
 from asynckv.cli.bench.rounds import measure
-from asynckv.cli.bench.settings import Settings
 from asynckv.cli.process import run
 from asynckv.links.options import Digest
 from asynckv.testing.certificates import Authority

@@ -17,9 +17,9 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 from asynckv.abc import KVEntry
 from asynckv.cli.bench.cases import GiveBack, in_microseconds
+from asynckv.cli.bench.report import Settings
 from asynckv.cli.bench.rig import Rig, copy_all, make_memory
 from asynckv.cli.bench.rounds import Measurement, Sample
-from asynckv.cli.bench.settings import Settings
 from asynckv.cli.process import run
 from benchmarks.pairing.processes import on_two_cores, own_rig
 from benchmarks.pairing.runs import Figure, Runs, arguments_of, measure_runs, report

@@ -23,10 +23,9 @@ import torch
 
 import asynckv
 from asynckv.cli.bench.cases import tick_beside
-from asynckv.cli.bench.report import percentile
+from asynckv.cli.bench.report import Settings, percentile
 from asynckv.cli.bench.rig import Rig, copy_all
 from asynckv.cli.bench.rounds import Measurement, Sample
-from asynckv.cli.bench.settings import Settings
 from asynckv.cli.process import run
 from asynckv.links.options import Digest
 from asynckv.pipes.endpoints import PipeListener

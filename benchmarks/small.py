@@ -33,10 +33,9 @@ from asynckv.cli.bench.cases import (
     open_outstanding,
     open_ping,
 )
-from asynckv.cli.bench.report import Subject
+from asynckv.cli.bench.report import Settings, Subject
 from asynckv.cli.bench.rig import Rig
 from asynckv.cli.bench.rounds import Case, Round, Sample, measure_in_turns
-from asynckv.cli.bench.settings import Settings
 from asynckv.cli.process import LoopName, run
 from asynckv.pipes.endpoints import PipeListener
 from asynckv.tensors.views import bytes_of

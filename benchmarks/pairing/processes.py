@@ -15,9 +15,9 @@ from functools import partial
 from multiprocessing.connection import Connection
 from typing import Final
 
+from asynckv.cli.bench.report import Settings
 from asynckv.cli.bench.rig import Rig, open_rig
 from asynckv.cli.bench.server import serving
-from asynckv.cli.bench.settings import Settings
 from asynckv.cli.process import LoopName, run
 
 __all__ = (

@@ -22,26 +22,37 @@ import msgspec
 import torch
 
 from asynckv.cli.bench.cases import pull
+from asynckv.cli.bench.report import (
+    Percentiles,
+    Row,
+    Settings,
+    Subject,
+    Unit,
+    percentiles_of,
+)
 from asynckv.cli.bench.rig import Memory, Rig, copy_all, open_rig
+from asynckv.cli.bench.rounds import (
+    Case,
+    Measurement,
+    Sample,
+    measure,
+    measure_between,
+)
 from asynckv.cli.bench.run import this_machine
 from asynckv.cli.bench.server import serving
-from asynckv.cli.bench.settings import Settings
 from asynckv.links.options import Digest
 from benchmarks.pairing.processes import INLINE, OwnProcess, cpu_s_of, own_process
 from benchmarks.peers.peer import Peer, peer_class
 from benchmarks.peers.report import (
-    AGAIN,
+    FULL,
+    MEMCPY,
+    OFF,
     PEER,
     RAW,
-    Lag,
     PeerReport,
-    Row,
-    Turn,
-    in_turns,
-    lag_of,
-    row_of,
+    rows_of,
 )
-from benchmarks.peers.work import FULL, QUICK, Pool, Work
+from benchmarks.peers.work import QUICK, WORKS, Pool, Work
 
 __all__ = ("Options", "run_peer")
 
@@ -63,17 +74,17 @@ async def run_peer(
 ) -> PeerReport:
     """Measure one peer; ``save`` is called with what there is after each work."""
     began_s = time.monotonic()
-    works = QUICK if options.quick else FULL
+    works = QUICK if options.quick else WORKS
     kind = peer_class(name)
     os.environ.update(kind.environ)
     report = _begin(name, kind, options)
     save(report)
     async with _opened(name, kind, options, works) as run:
         for work in works:
-            row = await run.row(work, options.rounds)
+            rows = await run.rows(work, options.rounds)
             report = msgspec.structs.replace(
                 report,
-                rows=(*report.rows, row),
+                rows=(*report.rows, rows),
                 seconds=time.monotonic() - began_s,
             )
             save(report)
@@ -93,44 +104,50 @@ class _Run:
     def __init__(
         self, peer: Peer, source: OwnProcess, ours: Mapping[str, Ours], pools: Pools
     ) -> None:
-        first = next(iter(ours.values()))
-        self._peer, self._pools, self._ours = peer, pools, ours
+        self._pools = pools
+        self._pids = (source.pid, *peer.pids, *(one.pid for one in ours.values()))
         self._contenders = {
-            **{name: one.contender for name, one in ours.items()},
+            RAW: raw_of(ours[OFF], pools),
             PEER: peer_of(peer, source),
-            "memcpy": memcpy_of(first, pools),
+            FULL: Contender(ours[FULL].calls),
+            MEMCPY: memcpy_of(ours[OFF], pools),
+            OFF: Contender(ours[OFF].calls),
         }
-        raw = raw_of(first, pools)
-        self._everybody = {**self._contenders, RAW: raw, AGAIN: raw}
         self._contenders[PEER].pause()
 
-    async def row(self, work: Work, rounds: int) -> Row:
+    async def cpu_s(self) -> float:
+        """Return the CPU seconds of all processes: those that wait use none."""
+        return time.process_time() + sum(map(cpu_s_of, self._pids))
+
+    async def rows(self, work: Work, rounds: int) -> Mapping[str, Row]:
         """Measure one work, after checking the bytes and a round that is not counted.
 
         What fails is the row's reason.
         """
-        peer = self._contenders[PEER]
-        iterations: list[dict[str, Turn]] = []
+        unit: Unit = "us" if work.name == _PING else "GB/s"
+        subject = Subject(
+            *(work.name, work.title, "throughput", unit, unit != "us", work.nbytes),
+            parts=work.parts,
+        )
+        beside = {name: one.measuring(work) for name, one in self._contenders.items()}
+        ours = beside.pop(OFF)
+        case = Case(lambda: measure_between(ours, beside, self.cpu_s))
         try:
-            await check_once(work, self._pools, lambda: peer.turn(work))
-            for number in range(rounds + 1):
-                turns = {}
-                for name in in_turns(list(self._contenders), number):
-                    turns[name] = await self._everybody[name].turn(work)
-                iterations.append(turns)
+            await check_once(work, self._pools, beside[PEER])
+            found = await measure(case, rounds, lambda _: None)
         except Exception as exc:  # noqa: BLE001 - a peer may raise anything
             reason = f"{type(exc).__name__}: {exc}"
-            return Row(work.name, work.title, "failed", reason)
-        return row_of(work, iterations[1:])
+            return {OFF: Row(subject, "failed", reason=reason)}
+        return rows_of(subject, found)
 
-    async def lags(self, work: Work, seconds: float) -> dict[str, Lag]:
+    async def lags(self, work: Work, seconds: float) -> dict[str, Percentiles]:
         """Return how late a ticker is on the idle loop, and while each pulls."""
-        found = {"idle loop": lag_of(await _late(seconds, _nothing))}
-        for name in (*self._ours, PEER):
+        found = {"idle loop": percentiles_of(await _late(seconds, _nothing))}
+        for name in (OFF, FULL, PEER):
             contender = self._contenders[name]
-            pull = functools.partial(contender.calls, work)
             contender.resume()
-            found[name] = lag_of(await _late(seconds, pull))
+            pull = functools.partial(contender.calls, work)
+            found[name] = percentiles_of(await _late(seconds, pull))
             contender.pause()
         return found
 
@@ -138,9 +155,9 @@ class _Run:
         """Return the share of a core that the peer takes for nothing."""
         peer = self._contenders[PEER]
         peer.resume()
-        before_s = peer.cpu_s()
+        before_s = await self.cpu_s()
         await asyncio.sleep(seconds)
-        used_s = peer.cpu_s() - before_s
+        used_s = await self.cpu_s() - before_s
         peer.pause()
         return used_s / seconds
 
@@ -166,13 +183,17 @@ async def _opened(
         folder = stack.enter_context(tempfile.TemporaryDirectory())
         # Its entries are placed while the peer's process does not run yet.
         ours = {}
-        for number, (title, settings) in enumerate(_settings(kind, options).items()):
-            url = f"unix://{folder}/{number}" if kind.same_host else "tcp://127.0.0.1:0"
+        digests: Mapping[str, Digest] = {OFF: "off", FULL: "full"}
+        for name_of_ours, digest in digests.items():
+            settings = Settings(digest=digest, lanes=options.lanes)
+            url = f"unix://{folder}/{digest}"
+            if not kind.same_host:
+                url = "tcp://127.0.0.1:0"
             served = functools.partial(serving, url, settings)
             source = await stack.enter_async_context(own_process(served))
             if not kind.same_host:  # else memory is mapped: no byte crosses a socket
                 source.address += INLINE
-            ours[title] = await stack.enter_async_context(
+            ours[name_of_ours] = await stack.enter_async_context(
                 Ours.opened(source, settings, pools, works)
             )
         served = functools.partial(_serving_peer, name, works)
@@ -183,14 +204,6 @@ async def _opened(
         stack.push_async_callback(peer.aclose)
         stack.callback(source.resume)
         yield _Run(peer, source, ours, pools)
-
-
-def _settings(kind: type[Peer], options: Options) -> dict[str, Settings]:
-    digests: tuple[Digest, ...] = ("full",) if kind.is_checked else ("off", "full")
-    return {
-        f"asynckv {digest}": Settings(digest=digest, lanes=options.lanes)
-        for digest in digests
-    }
 
 
 async def _late(seconds: float, pull: Callable[[], Awaitable[object]]) -> list[float]:
@@ -252,24 +265,24 @@ class Contender:
     """One that takes turns. ``calls`` pulls a work and returns seconds a pull."""
 
     calls: Callable[[Work], Awaitable[Sequence[float]]]
-    pids: tuple[int, ...] = ()
     resume: Callable[[], None] = lambda: None
     pause: Callable[[], None] = lambda: None
 
-    async def turn(self, work: Work) -> Turn:
-        """Pull ``work.repeats`` times; return the median, and the mean of CPU."""
-        self.resume()
-        try:
-            before_s = self.cpu_s()
-            calls = await self.calls(work)
-            cpu_s = (self.cpu_s() - before_s) / len(calls)
-        finally:
-            self.pause()
-        return Turn(statistics.median(calls), cpu_s)
+    def measuring(self, work: Work) -> Measurement:
+        """Return what pulls ``work.repeats`` times, and counts the median of them."""
 
-    def cpu_s(self) -> float:
-        """Return the CPU seconds of this process and of the contender's others."""
-        return time.process_time() + sum(map(cpu_s_of, self.pids))
+        async def measure() -> Sample:
+            self.resume()
+            try:
+                calls = await self.calls(work)
+            finally:
+                self.pause()
+            elapsed_s = statistics.median(calls)
+            if work.name == _PING:
+                return Sample(elapsed_s * 1e6)
+            return Sample(work.total / elapsed_s / 1e9, work.total * len(calls))
+
+        return measure
 
 
 class Ours:
@@ -294,10 +307,11 @@ class Ours:
                     await ours._place(work)
             yield ours
 
-    @property
-    def contender(self) -> Contender:
-        """The one that takes turns."""
-        return Contender(self._calls, (self.pid,))
+    async def calls(self, work: Work) -> list[float]:
+        """Return the seconds of each pull, or of each ping."""
+        if work.name == _PING:
+            return await self._ping(work)
+        return [await self.pull(work) for _ in range(work.repeats)]
 
     async def pull(self, work: Work) -> float:
         """Select the work's entry into the target pool; return the seconds."""
@@ -325,11 +339,6 @@ class Ours:
 
     def _both_pools(self) -> tuple[Pool, Pool]:
         return self._pools.source, self._pools.target
-
-    async def _calls(self, work: Work) -> list[float]:
-        if work.name == _PING:
-            return await self._ping(work)
-        return [await self.pull(work) for _ in range(work.repeats)]
 
     async def _ping(self, work: Work) -> list[float]:
         tensor = torch.zeros(work.nbytes, dtype=torch.uint8)
@@ -368,10 +377,9 @@ def peer_of(peer: Peer, source: OwnProcess) -> Contender:
             found.append(time.perf_counter() - began_s)
         return found
 
-    pids = (source.pid, *peer.pids)
     if peer.polls:
-        return Contender(calls, pids, source.resume, source.pause)
-    return Contender(calls, pids)
+        return Contender(calls, source.resume, source.pause)
+    return Contender(calls)
 
 
 def raw_of(ours: Ours, pools: Pools) -> Contender:
@@ -388,7 +396,7 @@ def raw_of(ours: Ours, pools: Pools) -> Contender:
         views = pools.target.views(work)
         return [await rig.in_thread(raw.pull, views) for _ in range(work.repeats)]
 
-    return Contender(calls, (ours.pid,))
+    return Contender(calls)
 
 
 def memcpy_of(ours: Ours, pools: Pools) -> Contender:

@@ -37,8 +37,6 @@ class Peer(abc.ABC):
     """Its source takes CPU while nobody asks: it is stopped between its turns."""
     same_host: ClassVar[bool] = False
     """It does not cross TCP, so neither does asynckv."""
-    is_checked: ClassVar[bool] = False
-    """It compares checksums of the payload."""
 
     def __init__(self, pool: Pool, works: Sequence[Work]) -> None:
         self.pool = pool

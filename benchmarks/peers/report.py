@@ -1,77 +1,57 @@
-"""What was measured of one peer: from turns to rows, as JSON keeps them, as Markdown.
+"""What was measured of one peer: rows as those of ``asynckv bench``, and as Markdown.
 
-Ratios are taken iteration by iteration. Every one is of speeds: above 1 the first is
-faster.
+Every ratio is taken round by round, and is one of speeds: above 1 the first is faster.
 """
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Final, Literal
+from typing import Final
 
 import msgspec
 
-from asynckv.cli.bench.report import Machine, Spread, percentile, spread_of
-from asynckv.cli.bench.rounds import A_A_BOUNDS, a_a_of
-from asynckv.cli.bench.wording import write_number, write_spread
-from benchmarks.peers.work import Work
+from asynckv.cli.bench.report import (
+    Machine,
+    Measured,
+    Percentiles,
+    Row,
+    Spread,
+    Subject,
+)
+from asynckv.cli.bench.rounds import Round, Sample, judge
+from asynckv.cli.bench.wording import speedup_of, write_number, write_spread
 
 __all__ = (
-    "AGAIN",
+    "FULL",
+    "MEMCPY",
+    "OFF",
     "PEER",
     "RAW",
-    "Contended",
-    "Lag",
     "PeerReport",
-    "Row",
-    "Turn",
-    "in_turns",
-    "lag_of",
-    "row_of",
+    "rows_of",
     "write_report",
     "write_summary",
 )
 
-
-class Contended(msgspec.Struct, frozen=True):
-    """One contender of a row, over its iterations."""
-
-    elapsed_us: Spread
-    gb_per_s: Spread
-    cpu_s_per_gb: float
-    """Of both processes together."""
-
-
-class Row(msgspec.Struct, frozen=True):
-    """One work. ``void``: the baseline did not agree with itself.
-
-    ``ratios`` are of speeds, by their names ``A / B``: above 1, A is faster.
-    """
-
-    work: str
-    title: str
-    verdict: Literal["ok", "void", "failed"]
-    reason: str = ""
-    iterations: int = 0
-    contenders: Mapping[str, Contended] = {}
-    ratios: Mapping[str, Spread] = {}
-    a_a: float = 0.0
-
-
-class Lag(msgspec.Struct, frozen=True):
-    """How late a ticker of 1 ms was on the event loop, in milliseconds."""
-
-    ticks: int
-    p99_ms: float
-    most_ms: float
+OFF: Final = "asynckv off"
+FULL: Final = "asynckv full"
+PEER: Final = "peer"
+RAW: Final = "raw TCP"
+MEMCPY: Final = "memcpy"
+_HEAD: Final = (
+    "work",
+    *("off / peer", "full / peer", "off / raw", "peer / raw", "A/A"),
+    *("off", "peer", "raw", "memcpy", "CPU s/GB off, full, peer, raw"),
+)
 
 
 class PeerReport(msgspec.Struct, frozen=True):
     """Everything one run measured of one peer, or why it measured nothing more.
 
-    ``lags`` while layers move back to back; of whom blocks, its thread does.
-    ``idle_cpu`` is the share of a core that the peer's processes take while
+    ``rows`` are of asynckv without digests and with them, and of the peer, beside the
+    others: one for each work, by their names. ``lags`` are milliseconds by which a
+    ticker of 1 ms was late, while layers move back to back; of whom blocks, its thread
+    does. ``idle_cpu`` is the share of a core that the peer's processes take while
     nobody asks.
     """
 
@@ -84,112 +64,33 @@ class PeerReport(msgspec.Struct, frozen=True):
     quick: bool = False
     machine: Machine | None = None
     ours: str = ""
-    rows: tuple[Row, ...] = ()
-    lags: Mapping[str, Lag] = {}
+    rows: tuple[Mapping[str, Row], ...] = ()
+    lags: Mapping[str, Percentiles] = {}
     idle_cpu: float | None = None
 
 
-RAW: Final = "raw TCP"
-AGAIN: Final = "raw TCP again"
-PEER: Final = "peer"
+def rows_of(subject: Subject, rounds: Sequence[Round]) -> Mapping[str, Row]:
+    """Return what the rounds add up to: asynckv without digests is theirs.
 
-
-@dataclasses.dataclass(frozen=True)
-class Turn:
-    """What one pull took, and how much CPU both processes together."""
-
-    elapsed_s: float
-    cpu_s: float = 0.0
-
-
-def in_turns(names: Sequence[str], iteration: int) -> list[str]:
-    """Return who comes when: the baseline first and last, the others to and fro.
-
-    >>> in_turns(["a", "b"], 0), in_turns(["a", "b"], 1)
-    (['raw TCP', 'a', 'b', 'raw TCP again'], ['raw TCP', 'b', 'a', 'raw TCP again'])
+    They have all others beside it, and raw TCP as the first.
     """
-    middle = list(names) if iteration % 2 == 0 else list(reversed(names))
-    return [RAW, *middle, AGAIN]
+    others = {one: judge(subject, _seen_from(one, rounds)) for one in (FULL, PEER)}
+    return {OFF: judge(subject, rounds), **others}
 
 
-def row_of(work: Work, iterations: Sequence[Mapping[str, Turn]]) -> Row:
-    """Return what the iterations of one work add up to.
-
-    Each maps the names of :func:`in_turns` to their turns.
-
-    :raises ValueError: there are no iterations
-    """
-    if not iterations:
-        raise ValueError("no iterations, no row")
-    merged = [_with_mean_raw(one) for one in iterations]
-    names = list(merged[0])
-    beside = [name for name in names if name not in (RAW, PEER, "memcpy")]
-    ratios = {f"{name} / {PEER}": _ratio(merged, name, PEER) for name in beside}
-    ratios |= {f"{name} / {RAW}": _ratio(merged, name, RAW) for name in (*beside, PEER)}
-    # Which turn is divided by which changes each time.
-    a_a = a_a_of([one[AGAIN].elapsed_s / one[RAW].elapsed_s for one in iterations])
-    low, high = A_A_BOUNDS
-    is_void = not low <= a_a <= high
-    return Row(
-        work.name,
-        work.title,
-        verdict="void" if is_void else "ok",
-        reason=f"A/A {a_a:.3f} outside {low}-{high}" if is_void else "",
-        iterations=len(iterations),
-        contenders={name: _contended(work, merged, name) for name in names},
-        ratios=ratios,
-        a_a=a_a,
-    )
-
-
-def lag_of(lags_ms: Sequence[float]) -> Lag:
-    """Return how late a ticker was.
-
-    :raises ValueError: it never ticked
-    """
-    return Lag(len(lags_ms), percentile(lags_ms, 0.99), max(lags_ms))
-
-
-def _with_mean_raw(iteration: Mapping[str, Turn]) -> dict[str, Turn]:
-    """Between its two turns a steady drift cancels out."""
-    first, second = iteration[RAW], iteration[AGAIN]
-    mean = Turn(
-        (first.elapsed_s + second.elapsed_s) / 2, (first.cpu_s + second.cpu_s) / 2
-    )
-    others = {name: turn for name, turn in iteration.items() if name != AGAIN}
-    return {**others, RAW: mean}
-
-
-def _ratio(iterations: Sequence[Mapping[str, Turn]], ours: str, other: str) -> Spread:
-    return spread_of([one[other].elapsed_s / one[ours].elapsed_s for one in iterations])
-
-
-def _contended(
-    work: Work, iterations: Sequence[Mapping[str, Turn]], name: str
-) -> Contended:
-    turns = [one[name] for one in iterations]
-    cpu_s = sum(turn.cpu_s for turn in turns)
-    return Contended(
-        elapsed_us=spread_of([turn.elapsed_s * 1e6 for turn in turns]),
-        gb_per_s=spread_of([work.total / turn.elapsed_s / 1e9 for turn in turns]),
-        cpu_s_per_gb=cpu_s / (work.total * len(turns)) * 1e9,
-    )
-
-
-_OFF, _FULL = "asynckv off", "asynckv full"
-_HEAD = (
-    "work",
-    "off / peer",
-    "full / peer",
-    "off / raw",
-    "peer / raw",
-    "A/A",
-    "off",
-    "peer",
-    "raw",
-    "memcpy",
-    "CPU s/GB off, full, peer, raw",
-)
+def _seen_from(name: str, rounds: Sequence[Round]) -> list[Round]:
+    """Return the same with the mean of both turns of one baseline in the middle."""
+    seen = []
+    for one in rounds:
+        beside = dict(one.baselines)
+        first, second = beside.pop(name)
+        mean = Sample(
+            (first.value + second.value) / 2,
+            first.nbytes + second.nbytes,
+            cpu_s=first.cpu_s + second.cpu_s,
+        )
+        seen.append(Round(mean, beside))
+    return seen
 
 
 def write_report(report: PeerReport) -> str:
@@ -210,9 +111,14 @@ def write_report(report: PeerReport) -> str:
     lines = [*about, ""]
     if report.rows:
         lines += [_line(_HEAD), _line(["---"] * len(_HEAD))]
-        lines += [_line(_cells(row)) for row in report.rows]
-        lines.append("")
-    lines += _lags(report)
+        lines += [*(_line(_cells(rows)) for rows in report.rows), ""]
+    if report.lags:
+        said = [
+            f"{name} p99 {lag.p99:.1f}, most {lag.most:.1f} ({lag.count:,} ticks)"
+            for name, lag in report.lags.items()
+        ]
+        idle = f" Idle CPU {report.idle_cpu or 0.0:.2f} cores."
+        lines += [f"Loop lag, ms: {'; '.join(said)}.{idle}", ""]
     return "\n".join(lines)
 
 
@@ -221,85 +127,66 @@ def write_summary(reports: Sequence[PeerReport]) -> str:
 
     In brackets what does not count, since the baseline differed from itself.
     """
-    works = list(dict.fromkeys(row.title for one in reports for row in one.rows))
-    head = [
-        "peer",
-        *works,
-        "loop lag p99, ms: asynckv, peer",
-        "CPU s/GB: asynckv, peer",
-    ]
+    titles = {rows[OFF].subject.title: 0 for one in reports for rows in one.rows}
+    ends = "loop lag p99, ms: asynckv, peer", "CPU s/GB: asynckv, peer"
+    head = ["peer", *titles, *ends]
     lines = [_line(head), _line(["---"] * len(head))]
     for report in reports:
-        rows = {row.title: row for row in report.rows}
-        ratios = [_headline(rows.get(title)) for title in works]
-        lines.append(
-            _line([report.peer, *ratios, _both_lags(report), _both_cpu(report)])
-        )
+        by_title = {rows[OFF].subject.title: rows for rows in report.rows}
+        lags = [report.lags[name] for name in (OFF, PEER) if name in report.lags]
+        moved = next((one for one in report.rows if one[OFF].ours is not None), None)
+        cells = [
+            report.peer,
+            *(_headline(by_title.get(title)) for title in titles),
+            ", ".join(write_number(lag.p99) for lag in lags),
+            ", ".join(_cpu(moved, name) for name in (OFF, PEER)) if moved else "",
+        ]
+        lines.append(_line(cells))
     lines += ["", *(f"{one.peer}: {one.reason}" for one in reports if one.reason)]
     return "\n".join(lines).rstrip()
 
 
-def _headline(row: Row | None) -> str:
-    if row is None:
+def _headline(rows: Mapping[str, Row] | None) -> str:
+    if rows is None:
         return "not measured"
-    if row.verdict == "failed":
+    if rows[OFF].verdict == "failed":
         return "failed"
-    spread = row.ratios.get(f"{_OFF} / {PEER}") or row.ratios[f"{_FULL} / {PEER}"]
-    text = write_number(spread.median)
-    return f"({text})" if row.verdict == "void" else text
+    ratio = write_number(_ratio(rows, OFF, PEER).median)
+    return f"({ratio})" if rows[OFF].verdict == "void" else ratio
 
 
-def _both_lags(report: PeerReport) -> str:
-    both = [report.lags.get(name) for name in (_OFF, PEER)]
-    return ", ".join(write_number(lag.p99_ms) for lag in both if lag)
-
-
-def _both_cpu(report: PeerReport) -> str:
-    layers = next((row for row in report.rows if row.contenders), None)
-    return ", ".join(_cpu(layers, name) for name in (_OFF, PEER)) if layers else ""
-
-
-def _cells(row: Row) -> list[str]:
-    if row.verdict == "failed":
-        return [row.title, f"failed: {row.reason}", *[""] * (len(_HEAD) - 2)]
-    names = (
-        f"{_OFF} / {PEER}",
-        f"{_FULL} / {PEER}",
-        f"{_OFF} / {RAW}",
-        f"{PEER} / {RAW}",
-    )
-    ratios = [
-        write_spread(row.ratios[one]) if one in row.ratios else "" for one in names
+def _cells(rows: Mapping[str, Row]) -> list[str]:
+    ours = rows[OFF]
+    title, empty = ours.subject.title, [""] * (len(_HEAD) - 2)
+    if ours.verdict == "failed":
+        return [title, f"failed: {ours.reason}", *empty]
+    pairs = ((OFF, PEER), (FULL, PEER), (OFF, RAW), (PEER, RAW))
+    ratios = [write_spread(_ratio(rows, *pair)) for pair in pairs]
+    a_a = f"{ours.baselines[0].a_a:.2f}{' **VOID**' * (ours.verdict == 'void')}"
+    figures = [
+        f"{write_number(_measured(rows, name).value.median)} {ours.subject.unit}"
+        for name in (OFF, PEER, RAW, MEMCPY)
     ]
-    a_a = f"{row.a_a:.2f}{' **VOID**' if row.verdict == 'void' else ''}"
-    figures = [_figure(row, name) for name in (_OFF, PEER, RAW, "memcpy")]
-    cpu = ", ".join(_cpu(row, name) for name in (_OFF, _FULL, PEER, RAW))
-    return [row.title, *ratios, a_a, *figures, "" if row.work == "ping" else cpu]
+    cpu = ", ".join(_cpu(rows, name) for name in (OFF, FULL, PEER, RAW))
+    is_ping = ours.subject.unit == "us"
+    return [title, *ratios, a_a, *figures, "" if is_ping else cpu]
 
 
-def _figure(row: Row, name: str) -> str:
-    one = row.contenders.get(name)
-    if one is None:
-        return ""
-    if row.work == "ping":
-        return f"{write_number(one.elapsed_us.median)} us"
-    return f"{write_number(one.gb_per_s.median)} GB/s"
+def _ratio(rows: Mapping[str, Row], one: str, other: str) -> Spread:
+    [beside] = [each for each in rows[one].baselines if each.name == other]
+    return speedup_of(rows[one].subject, beside)
 
 
-def _cpu(row: Row, name: str) -> str:
-    one: Contended | None = row.contenders.get(name)
-    return f"{one.cpu_s_per_gb:.2f}" if one else "-"
+def _measured(rows: Mapping[str, Row], name: str) -> Measured:
+    row = rows[OFF]
+    if name == OFF and row.ours is not None:
+        return row.ours
+    return next(one.measured for one in row.baselines if one.name == name)
 
 
-def _lags(report: PeerReport) -> list[str]:
-    if not report.lags:
-        return []
-    said = [
-        f"{name} p99 {lag.p99_ms:.1f}, most {lag.most_ms:.1f} ({lag.ticks:,} ticks)"
-        for name, lag in report.lags.items()
-    ]
-    idle = "" if report.idle_cpu is None else f" Idle CPU {report.idle_cpu:.2f} cores."
-    return [f"Loop lag, ms: {'; '.join(said)}.{idle}", ""]
+def _cpu(rows: Mapping[str, Row], name: str) -> str:
+    cpu = _measured(rows, name).cpu_s_per_gb
+    return "-" if cpu is None else f"{cpu:.2f}"
 
 
 def _line(cells: Sequence[str]) -> str:

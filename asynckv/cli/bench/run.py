@@ -30,12 +30,13 @@ from asynckv.cli.bench.report import (
     BenchReport,
     Machine,
     Row,
+    Selection,
+    Settings,
     Subject,
 )
 from asynckv.cli.bench.rig import Rig, WrongBytes, open_rig
 from asynckv.cli.bench.rounds import ROUNDS, judge, measure
 from asynckv.cli.bench.server import own_server
-from asynckv.cli.bench.settings import Selection, Settings
 from asynckv.cli.bench.wording import (
     speedup_of,
     write_comparison,
