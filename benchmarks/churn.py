@@ -8,21 +8,17 @@ leased and stays, whatever else leaves. Minor page faults of the whole process a
 counted once the buffer is full: memory that is used again has none. The exit status is
 1 if a limit is missed.
 
-    python benchmarks/churn.py [--seconds 600] [--max-bytes 4GiB] [--seed 0] [--json]
+    python -m benchmarks.churn [--seconds 600] [--max-bytes 4GiB] [--seed 0] [--json]
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
-import json
 import random
 import resource
-import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
 from typing import Final, TypeAlias
 
 import torch
@@ -31,6 +27,7 @@ import asynckv
 from asynckv.abc import SelectStream
 from asynckv.cli.process import run
 from asynckv.types import parse_bytes
+from benchmarks.pairing.runs import Figure, arguments_of, figures_of, report
 
 __all__ = ("main",)
 
@@ -40,28 +37,6 @@ _FAULTS: Final = 0.05
 
 _Draw: TypeAlias = Callable[[random.Random, int], list[int]]
 _Lease: TypeAlias = contextlib.AbstractAsyncContextManager[SelectStream, bool | None]
-
-
-@dataclass(frozen=True)
-class Row:
-    """One measured figure; ``least`` and ``most`` are its limits, if it has any."""
-
-    name: str
-    value: float
-    unit: str = ""
-    least: float | None = None
-    most: float | None = None
-
-    @property
-    def is_met(self) -> bool:
-        is_enough = self.least is None or self.value >= self.least
-        return is_enough and (self.most is None or self.value <= self.most)
-
-    def __str__(self) -> str:
-        limit = "" if self.least is None else f"  >= {self.least:,.2f}"
-        limit += "" if self.most is None else f"  <= {self.most:,.2f}"
-        mark = "" if not limit else "  pass" if self.is_met else "  FAIL"
-        return f"{self.name:<40}{self.value:>14,.3f} {self.unit:<4}{limit}{mark}"
 
 
 class Churn:
@@ -136,7 +111,7 @@ def _nbytes(random_: random.Random) -> int:
 
 async def measure(
     name: str, draw: _Draw, max_bytes: int, seconds: float, seed: int
-) -> list[Row]:
+) -> list[Figure]:
     buffer = asynckv.LookupBuffer(max_bytes, drain_s=0)
     async with buffer:
         churn = Churn(buffer, random.Random(seed))
@@ -151,16 +126,20 @@ async def measure(
     entries = churn.entries - warm[1]
     moved_bytes = churn.moved_bytes - warm[2]
     pages = moved_bytes / resource.getpagesize()
+    said = {
+        "entries": entries,
+        "refusals": len(shares),
+        "usable, p1": shares[len(shares) // 100],
+        "GiB moved": moved_bytes / 2**30,
+        "pages moved an entry": pages / entries,
+        "page faults an entry": faults / entries,
+    }
+    mean = sum(shares) / len(shares)
     return [
-        Row(f"{name}: entries", entries),
-        Row(f"{name}: refusals", len(shares)),
-        Row(f"{name}: usable, mean", sum(shares) / len(shares), least=0.9),
-        Row(f"{name}: usable, p1", shares[len(shares) // 100]),
-        Row(f"{name}: usable, least", shares[0], least=0.9),
-        Row(f"{name}: moved", moved_bytes / 2**30, "GiB"),
-        Row(f"{name}: pages moved an entry", pages / entries),
-        Row(f"{name}: page faults an entry", faults / entries),
-        Row(f"{name}: page faults a page moved", faults / pages, most=_FAULTS),
+        *figures_of(name, said),
+        Figure(f"{name}: usable, mean", mean, at_least=0.9),
+        Figure(f"{name}: usable, least", shares[0], at_least=0.9),
+        Figure(f"{name}: page faults a page moved", faults / pages, at_most=_FAULTS),
     ]
 
 
@@ -168,23 +147,15 @@ def _faults() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 
 
-def main() -> int:
-    """Run both mixes, print them, and return the exit status."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seconds", type=float, default=600.0, help="for both mixes")
-    parser.add_argument("--max-bytes", default="4GiB")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
-    options = parser.parse_args()
-    max_bytes, rows = parse_bytes(options.max_bytes), []
+def main() -> None:
+    """Run both mixes, print them, and exit 1 where a limit is missed."""
+    parser = arguments_of(__doc__, seconds=600.0, max_bytes="4GiB", seed=0)
+    given, figures = parser.parse_args(), list[Figure]()
+    max_bytes, each_s = parse_bytes(given.max_bytes), given.seconds / 2
     for name, draw in (("one size", of_one_size), ("all sizes", of_all_sizes)):
-        rows += run(measure(name, draw, max_bytes, options.seconds / 2, options.seed))
-    if options.json:
-        print(json.dumps([asdict(row) | {"is_met": row.is_met} for row in rows]))
-    else:
-        print(*rows, sep="\n")
-    return 0 if all(row.is_met for row in rows) else 1
+        figures += run(measure(name, draw, max_bytes, each_s, given.seed))
+    report(figures, given)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -22,6 +22,7 @@ from typing import Final
 import numpy
 
 from asynckv.protocol.wire import digest_of
+from benchmarks.pairing.runs import arguments_of, figures_of, report
 
 __all__ = ("main",)
 
@@ -62,10 +63,7 @@ def _measure_apart(nbytes: int, *, tuned: bool) -> dict[str, float]:
 
 def main() -> None:
     """Measure in turns and print both, and how much less the second is."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--turns", type=int, default=5)
-    parser.add_argument("--mib", type=int, default=256)
-    parser.add_argument("--json", action="store_true")
+    parser = arguments_of(__doc__, turns=5, mib=256)
     parser.add_argument("--one", type=int, help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.one:
@@ -75,16 +73,12 @@ def main() -> None:
         [_measure_apart(given.mib * _MIB, tuned=tuned) for tuned in (False, True)]
         for _ in range(given.turns)
     ]
-    rows = {
-        name: [min(turn[side][name] for turn in turns) for side in (0, 1)]
-        for name in turns[0][0]
-    }
-    if given.json:
-        print(json.dumps(rows))
-        return
-    print(f"CPU s/GB as it is, and with {TUNABLES}")
-    for name, (plain, tuned) in rows.items():
-        print(f"{name:34} {plain:6.3f} {tuned:6.3f}   {tuned / plain:5.2f}")
+    figures = []
+    for name in turns[0][0]:
+        plain, tuned = (min(turn[side][name] for turn in turns) for side in (0, 1))
+        told = {"as it is": plain, f"with {TUNABLES}": tuned, "ratio": tuned / plain}
+        figures += figures_of(f"CPU s/GB, {name}", told)
+    report(figures, given)
 
 
 if __name__ == "__main__":

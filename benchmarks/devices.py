@@ -1,8 +1,10 @@
 """Copies to, from and within one GPU of this machine.
 
-Each figure stands beside what CUDA itself does in the same round. Another process,
-:mod:`benchmarks.pairing.gpu_serving`, has the entries that are handed over; what NCCL
-does between two GPUs is not measured here. Without a GPU it says what is missing.
+Each figure stands beside what CUDA itself does in the same round. Another process has
+the entries that are handed over: it prints two URLs, of a buffer on the GPU in which
+one entry waits, and of one in host memory, into which parts of a tensor of the GPU are
+copied as fast as they are taken. What NCCL does between two GPUs is not measured here.
+Without a GPU it says what is missing.
 
     PYTHONPATH=tests python -m benchmarks.devices [--device cuda] [--quick]
 """
@@ -10,6 +12,7 @@ does between two GPUs is not measured here. Without a GPU it says what is missin
 from __future__ import annotations
 
 import argparse
+import asyncio
 import contextlib
 import dataclasses
 import functools
@@ -23,10 +26,10 @@ import numpy
 import torch
 
 import asynckv
-from asynckv.cli.bench.cases import tick, tick_beside
+from asynckv.cli.bench.cases import GiveBack, tick, tick_beside
 from asynckv.cli.bench.report import percentile
 from asynckv.cli.bench.rig import WrongBytes
-from asynckv.cli.bench.server import own_child
+from asynckv.cli.bench.server import own_child, until_hung_up
 from asynckv.cli.process import run
 from asynckv.devices.copying import CopyPool
 from asynckv.devices.cuda import CudaApi
@@ -37,20 +40,75 @@ from asynckv.errors import GPUUnavailable
 from asynckv.links.sockets import in_thread
 from asynckv.transports.nccl.api import NcclApi, open_nccl
 from asynckv.types import TensorSpec
-from benchmarks.pairing.gpu_serving import TOKENS, content_of
 
 __all__ = (
+    "TOKENS",
     "DevicePair",
     "DeviceRow",
+    "content_of",
     "device_number",
     "main",
     "open_device_pair",
     "run_device_bench",
+    "serve_gpu",
 )
 
+_PARTS_AHEAD: Final = 4
+"""So many parts wait in host memory, so that copies to it and from it overlap."""
+TOKENS: Final = (1,)
+_SPARE_BYTES: Final = 2**20
+_GIVEN_BACK: Final = 1000
+"""As often the bench gives an entry back at most."""
 
-class _GiveBack(Exception):
-    """Leaves ``async with drop_select()`` so that the entry stays."""
+
+def content_of(nbytes: int) -> torch.Tensor:
+    """Return what an entry of so many bytes holds."""
+    return torch.arange(nbytes, dtype=torch.int32).to(torch.uint8)
+
+
+async def serve_gpu(device: Device, nbytes: int, parts: int) -> None:
+    """Serve entries of ``nbytes``, and of a part of that, until stdin ends.
+
+    :raises GPUUnavailable: CuPy, torch with CUDA, a driver or the GPU is missing
+    """
+    opened = await open_device(device)
+    if opened is None:
+        raise TypeError("no GPU was named")
+    part_nbytes = nbytes // parts
+    async with (
+        asynckv.LookupBuffer(
+            nbytes + _SPARE_BYTES, device=device, max_deliver=_GIVEN_BACK
+        ) as whole,
+        asynckv.LookupBuffer(_PARTS_AHEAD * part_nbytes + _SPARE_BYTES) as layered,
+        asynckv.serve("tcp://127.0.0.1:0", lookup=whole) as one,
+        asynckv.serve("tcp://127.0.0.1:0", lookup=layered) as other,
+        asyncio.TaskGroup() as tasks,
+    ):
+        layered.pool.lanes = opened.make_pool().lanes  # of this GPU, as opened
+        filling = [
+            tasks.create_task(_keep_filled(buffer, await _content(opened, size)))
+            for buffer, size in ((whole, nbytes), (layered, part_nbytes))
+        ]
+        print(one.url, other.url, flush=True)
+        await until_hung_up()
+        for task in filling:
+            task.cancel()
+
+
+async def _content(opened: OpenDevice, nbytes: int) -> torch.Tensor:
+    """Return a tensor of the GPU with something in each byte."""
+    there = opened.device.empty(TensorSpec((nbytes,), "uint8"))
+    pool = opened.make_pool()
+    try:
+        await pool.copy([content_of(nbytes)], [there])
+    finally:
+        pool.close()
+    return there
+
+
+async def _keep_filled(buffer: asynckv.LookupBuffer, tensor: torch.Tensor) -> None:
+    while True:
+        await buffer.insert(TOKENS, None, tensor, None, None)
 
 
 class DevicePair:
@@ -93,10 +151,10 @@ class DevicePair:
     async def view_s(self) -> float:
         """Return how long an entry takes to be there as views, and give it back."""
         began_s = elapsed_s = time.perf_counter()
-        with contextlib.suppress(_GiveBack):
+        with contextlib.suppress(GiveBack):
             async with self._entries.lookup.drop_select(TOKENS):
                 elapsed_s = time.perf_counter() - began_s
-                raise _GiveBack
+                raise GiveBack
         return elapsed_s
 
     async def parts_s(self, way: str) -> float:
@@ -201,7 +259,7 @@ async def run_device_bench(
     pool = opened.make_pool()
     parts = max(blocks // _BLOCKS_A_PART, 4)
     numbers = tuple(str(number) for number in (device.index, bench.nbytes, parts))
-    child = child or ("-m", "benchmarks.pairing.gpu_serving", *numbers)
+    child = child or ("-m", "benchmarks.devices", "--serve", *numbers)
     try:
         for measure in (bench.within, bench.gathered):
             told(await in_thread(measure))
@@ -396,7 +454,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--serve", type=int, nargs=3, help=argparse.SUPPRESS)
     given = parser.parse_args()
+    if given.serve:
+        number, nbytes, parts = given.serve
+        run(serve_gpu(Device(number), nbytes, parts))
+        return
     blocks, ticks = (256, 200) if given.quick else (16_384, 2000)
     try:
         device = Device(device_number(given.device))

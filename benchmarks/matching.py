@@ -1,6 +1,6 @@
 """How fast and how small the prefix index is, beside a scan over every entry.
 
-Run ``python benchmarks/matching.py [--json]``. Queries and entries are tensors;
+Run ``python -m benchmarks.matching [--json]``. Queries and entries are tensors;
 turning them into key bytes is part of every time. The scan compares a query
 with each stored tensor by ``torch.equal`` on what both have. Every limit is a
 ratio within this run; the exit status is 1 if one is missed. The data and the
@@ -9,19 +9,18 @@ modules are frozen out of the garbage collector's sight, the index is not.
 
 from __future__ import annotations
 
-import argparse
 import gc
-import json
 import random
 import sys
 import time
 import tracemalloc
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
 
 import torch
 
 from asynckv.buffers.entries.prefix_index import Place, PrefixIndex
+from asynckv.cli.bench.report import percentile
+from benchmarks.pairing.runs import Figure, arguments_of, figures_of, report
 
 __all__ = ("main",)
 
@@ -30,20 +29,6 @@ TOKENS = 2_048
 VOCABULARY = 128_256
 GROUP = 10
 """Entries of one group share their first 1,024 tokens, or 2,040 in 100 groups."""
-
-
-@dataclass(frozen=True)
-class Row:
-    """One measured figure; ``limit`` is what it must not pass, if anything."""
-
-    name: str
-    value: float
-    unit: str
-    limit: float | None = None
-
-    @property
-    def is_met(self) -> bool:
-        return self.limit is None or self.value <= self.limit
 
 
 class Stopwatch:
@@ -58,8 +43,7 @@ class Stopwatch:
         self.times_us.append((time.perf_counter_ns() - begin) / 1e3)
 
     def quantile(self, share: float) -> float:
-        ordered = sorted(self.times_us)
-        return ordered[min(int(share * len(ordered)), len(ordered) - 1)]
+        return percentile(self.times_us, share)
 
 
 def key_of(tokens: torch.Tensor) -> bytes:
@@ -142,7 +126,7 @@ def index_nbytes(entries: Sequence[torch.Tensor]) -> int:
     return nbytes
 
 
-def measure_groups(generator: torch.Generator) -> tuple[list[Row], float]:
+def measure_groups(generator: torch.Generator) -> tuple[list[Figure], float]:
     """Measure the grouped entries; also return the scan's p50."""
     entries = grouped_entries(generator)
     queries = queries_for(entries, generator)
@@ -167,22 +151,31 @@ def measure_groups(generator: torch.Generator) -> tuple[list[Row], float]:
     for place in places:
         removes.time(lambda place=place: index.remove(place))  # type: ignore[misc]
     assert len(index) == 0
+    said = {
+        "naive scan p50, us": naive_us,
+        "match p50, us": matches.quantile(0.5),
+        "scan p50 over match p99": naive_us / matches.quantile(0.99),
+        "insert p50, us": inserts.quantile(0.5),
+        "scan p50 over insert p99": naive_us / inserts.quantile(0.99),
+        "remove p99, us": removes.quantile(0.99),
+        "overhead an entry, bytes": (nbytes - own) / ENTRIES,
+    }
+    limits = {
+        "match p99, us": (matches.quantile(0.99), naive_us / 30),
+        "insert p99, us": (inserts.quantile(0.99), naive_us / 15),
+        "memory over distinct tokens": (nbytes / own, 2),
+        "memory over all tokens": (nbytes / (ENTRIES * TOKENS * 8), 2),
+    }
     return [
-        Row("groups: naive scan p50", naive_us, "us"),
-        Row("groups: match p50", matches.quantile(0.5), "us"),
-        Row("groups: match p99", matches.quantile(0.99), "us", naive_us / 30),
-        Row("groups: scan p50 over match p99", naive_us / matches.quantile(0.99), "x"),
-        Row("groups: insert p50", inserts.quantile(0.5), "us"),
-        Row("groups: insert p99", inserts.quantile(0.99), "us", naive_us / 15),
-        Row("groups: scan p50 over insert p99", naive_us / inserts.quantile(0.99), "x"),
-        Row("groups: remove p99", removes.quantile(0.99), "us"),
-        Row("groups: memory over distinct tokens", nbytes / own, "x", 2),
-        Row("groups: memory over all tokens", nbytes / (ENTRIES * TOKENS * 8), "x", 2),
-        Row("groups: overhead an entry", (nbytes - own) / ENTRIES, "bytes"),
+        *figures_of("groups", said),
+        *(
+            Figure(f"groups: {what}", found, at_most=most)
+            for what, (found, most) in limits.items()
+        ),
     ], naive_us
 
 
-def measure_chain(generator: torch.Generator, groups_scan_us: float) -> list[Row]:
+def measure_chain(generator: torch.Generator, groups_scan_us: float) -> list[Figure]:
     """Measure entries of which each extends the one before by 1 to 16 tokens."""
     steps = torch.randint(1, 17, (ENTRIES,), generator=generator)
     ends: list[int] = steps.cumsum(0).tolist()
@@ -190,7 +183,7 @@ def measure_chain(generator: torch.Generator, groups_scan_us: float) -> list[Row
     entries = [tokens[:end] for end in ends]
     naive_us = scan_p50_us([tokens.clone() for _ in range(5)], entries)
     slowest_us = 0.0
-    rows = [Row("chain: naive scan p50", naive_us, "us")]
+    rows = [Figure("chain: naive scan p50, us", naive_us)]
     shuffled = torch.randperm(ENTRIES, generator=generator).tolist()
     upwards, downwards = list(range(ENTRIES)), list(reversed(range(ENTRIES)))
     for name, adding, removing in (
@@ -202,13 +195,13 @@ def measure_chain(generator: torch.Generator, groups_scan_us: float) -> list[Row
         for verb, watch in watches.items():
             longest_us = max(watch.times_us)
             slowest_us = max(slowest_us, longest_us)
-            rows.append(
-                Row(f"chain, {name}: {verb} max", longest_us, "us", 2 * naive_us)
-            )
+            what = f"chain, {name}: {verb} max, us"
+            rows.append(Figure(what, longest_us, at_most=2 * naive_us))
+    over = slowest_us / groups_scan_us
     return [
         *rows,
-        Row("chain: slowest over its scan's p50", slowest_us / naive_us, "x", 2),
-        Row("chain: slowest over groups' scan p50", slowest_us / groups_scan_us, "x"),
+        Figure("chain: slowest over its scan's p50", slowest_us / naive_us, at_most=2),
+        Figure("chain: slowest over groups' scan p50", over),
     ]
 
 
@@ -247,7 +240,7 @@ def run_chain(
     return watches
 
 
-def measure_waiting(generator: torch.Generator) -> list[Row]:
+def measure_waiting(generator: torch.Generator) -> list[Figure]:
     """Measure finding the one query out of 10,000 that a new entry is for."""
     queries = grouped_entries(generator)
     index: PrefixIndex[int] = PrefixIndex()
@@ -270,31 +263,23 @@ def measure_waiting(generator: torch.Generator) -> list[Row]:
     for seq, place in enumerate(alike):
         assert same.oldest(key_of(queries[0])) == (seq, TOKENS)
         in_line.time(lambda p=place: same.remove(p))  # type: ignore[misc]
-    return [
-        Row("10,000 waiting: find and wake p50", wakes.quantile(0.5), "us"),
-        Row("10,000 waiting: find and wake p99", wakes.quantile(0.99), "us"),
-        Row("10,000 waiting for one key: remove p99", in_line.quantile(0.99), "us"),
-    ]
+    said = {
+        "find and wake p50, us": wakes.quantile(0.5),
+        "find and wake p99, us": wakes.quantile(0.99),
+        "for one key: remove p99, us": in_line.quantile(0.99),
+    }
+    return figures_of("10,000 waiting", said)
 
 
-def main() -> int:
-    """Run everything, print it, and return the exit status."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
-    wants_json = parser.parse_args().json
+def main() -> None:
+    """Run everything, print it, and exit 1 where a limit is missed."""
+    given = arguments_of(__doc__).parse_args()
     torch.set_num_threads(1)
     generator = torch.Generator().manual_seed(2)
-    rows, scan_us = measure_groups(generator)
-    rows += measure_waiting(generator) + measure_chain(generator, scan_us)
-    if wants_json:
-        print(json.dumps([asdict(row) | {"is_met": row.is_met} for row in rows]))
-    else:
-        for row in rows:
-            limit = "" if row.limit is None else f"  <= {row.limit:,.1f}"
-            mark = "" if row.limit is None else "  pass" if row.is_met else "  FAIL"
-            print(f"{row.name:<48}{row.value:>14,.2f} {row.unit:<6}{limit}{mark}")
-    return 0 if all(row.is_met for row in rows) else 1
+    figures, scan_us = measure_groups(generator)
+    figures += measure_waiting(generator) + measure_chain(generator, scan_us)
+    report(figures, given)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

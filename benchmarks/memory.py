@@ -14,16 +14,14 @@ pages that its memory files have, mapped or not (``st_blocks``), whichever is mo
 same pages are in both, and are counted once. A file that both processes have counts for
 the producer alone. The exit status is 1 if a limit is missed.
 
-    python benchmarks/memory.py [--tensors 64] [--nbytes 16MiB] [--bound 64MiB] [--json]
+    python -m benchmarks.memory [--tensors 64] [--nbytes 16MiB] [--bound 64MiB]
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
 import dataclasses
-import json
 import multiprocessing
 import os
 import sys
@@ -44,11 +42,13 @@ from asynckv import (
 )
 from asynckv.cli.process import run
 from asynckv.types import parse_bytes
+from benchmarks.pairing.runs import Figure, arguments_of, report
 
 __all__ = ("main",)
 
 _MIB: Final = 2**20
 _SHARE: Final = 1.1
+_SIDES: Final = ("producer", "consumer")
 _EVERY_S: Final = 0.001
 _PAUSE_S: Final = 0.02
 """The receiver takes its time after every eighth tensor: all that may wait does."""
@@ -77,24 +77,6 @@ class Sample:
     @property
     def total(self) -> int:
         return self.private + self.files + self.shared
-
-
-@dataclasses.dataclass(frozen=True)
-class Row:
-    """One process's highest memory above where it began, in MiB, by kind."""
-
-    name: str
-    above: float
-    private: float
-    files: float
-    shared: float
-    began: float
-    samples: int
-    most: float
-
-    @property
-    def is_met(self) -> bool:
-        return self.above <= self.most
 
 
 _Side: TypeAlias = Callable[[Work, Connection], Awaitable[None]]
@@ -198,7 +180,7 @@ def sample(pid: int, counted: set[int]) -> Sample:
     return Sample(kinds["Pss_Anon"], kinds["Pss_File"], shared)
 
 
-def measure(work: Work) -> list[Row]:
+def measure(work: Work) -> list[Figure]:
     """Let two processes do the work and sample both until they are done."""
     context = multiprocessing.get_context("spawn")
     ends, processes = [], []
@@ -223,9 +205,13 @@ def measure(work: Work) -> list[Row]:
         for process in processes:
             process.join(10)
             process.kill()
-    names = (f"{work.case}: {side}" for side in ("producer", "consumer"))
-    rows = zip(names, began, peaks, strict=True)
-    return [_row(name, b, p, samples, work.bound) for name, b, p in rows]
+    print(f"{work.case}: {samples} samples", flush=True)
+    most_mib = work.bound * _SHARE / _MIB
+    return [
+        figure
+        for side, before, peak in zip(_SIDES, began, peaks, strict=True)
+        for figure in _figures(f"{work.case}, {side}: MiB", before, peak, most_mib)
+    ]
 
 
 def _sample_all(pids: Sequence[int]) -> list[Sample]:
@@ -248,49 +234,37 @@ def _watch(
     return peaks, samples
 
 
-def _row(name: str, began: Sample, peak: Sample, samples: int, bound: int) -> Row:
-    return Row(
-        name=name,
-        above=(peak.total - began.total) / _MIB,
-        private=(peak.private - began.private) / _MIB,
-        files=(peak.files - began.files) / _MIB,
-        shared=(peak.shared - began.shared) / _MIB,
-        began=began.total / _MIB,
-        samples=samples,
-        most=bound * _SHARE / _MIB,
+def _figures(
+    name: str, began: Sample, peak: Sample, most_mib: float
+) -> Iterator[Figure]:
+    yield Figure(f"{name} when it began", began.total / _MIB)
+    for kind in ("private", "files", "shared"):
+        above = getattr(peak, kind) - getattr(began, kind)
+        yield Figure(f"{name} above that, {kind}", above / _MIB)
+    above = peak.total - began.total
+    yield Figure(f"{name} above that, in all", above / _MIB, at_most=most_mib)
+
+
+def main() -> None:
+    """Measure both ways, print each process's highest, exit 1 for a missed limit."""
+    if not os.path.exists("/proc/self/smaps_rollup"):
+        sys.exit("this needs Linux's /proc/PID/smaps_rollup")
+    parser = arguments_of(
+        __doc__,
+        ("lookup", "pipe"),
+        url="tcp://127.0.0.1:0",
+        tensors=64,
+        nbytes="16MiB",
+        bound="64MiB",
+        outstanding=1,
     )
-
-
-def main() -> int:
-    """Measure both ways, print a row for each process, return the exit status."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--case", choices=["lookup", "pipe"], action="append")
-    parser.add_argument("--url", default="tcp://127.0.0.1:0")
-    parser.add_argument("--tensors", type=int, default=64)
-    parser.add_argument("--nbytes", default="16MiB")
-    parser.add_argument("--bound", default="64MiB")
-    parser.add_argument("--outstanding", type=int, default=1, help="of drop_select")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
-    given = parser.parse_args()
+    given, figures = parser.parse_args(), list[Figure]()
     nbytes, bound = parse_bytes(given.nbytes), parse_bytes(given.bound)
-    rows: list[Row] = []
-    for case in given.case or ("lookup", "pipe"):
+    for case in given.only:
         work = Work(case, given.url, given.tensors, nbytes, bound, given.outstanding)
-        rows += measure(work)
-    if given.json:
-        print(json.dumps([dataclasses.asdict(r) | {"is_met": r.is_met} for r in rows]))
-    else:
-        for row in rows:
-            mark = "pass" if row.is_met else "FAIL"
-            print(
-                f"{row.name:<18}{row.above:8.1f} MiB above {row.began:.1f}"
-                f"  <= {row.most:.1f}  {mark}  (private {row.private:.1f}, files "
-                f"{row.files:.1f}, shared {row.shared:.1f}; {row.samples} samples)"
-            )
-    return 0 if all(row.is_met for row in rows) else 1
+        figures += measure(work)
+    report(figures, given)
 
 
 if __name__ == "__main__":
-    if not os.path.exists("/proc/self/smaps_rollup"):
-        sys.exit("this needs Linux's /proc/PID/smaps_rollup")
-    sys.exit(main())
+    main()

@@ -12,10 +12,8 @@ told, and what of it is not the way there and back.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
-import os
 import statistics
 import sys
 import tempfile
@@ -35,13 +33,14 @@ from asynckv.connectors.engine import (
 )
 from asynckv.connectors.store.lookup import PrefixLookup
 from asynckv.testing.faults.proxy import latency
+from benchmarks.pairing.runs import Figure, arguments_of, report
 from harness.redis_servers import running_redis
 
 __all__ = ("main",)
 
 _DELAY_S = 0.010
-_BAR_S = 0.025
-_BAR_HERE_S = 0.001
+_BAR, _BAR_HERE = 25, 1
+"""Milliseconds."""
 _STORED = 1_000_000
 _BLOCKS = 2048
 _BLOCK_TOKENS = 16
@@ -79,7 +78,7 @@ async def _serving(redis: str) -> AsyncIterator[str]:
         await process.wait()
 
 
-async def _measure_here(rounds: int) -> bool:
+async def _measure_here(rounds: int) -> Figure:
     keys = prefix_block_keys(range(_BLOCKS * _BLOCK_TOKENS), _BLOCK_TOKENS)
     others = (f"{number:064x}" for number in range(_STORED - _BLOCKS))
     async with asynckv.StoreBuffer("1GiB") as store:
@@ -91,15 +90,11 @@ async def _measure_here(rounds: int) -> bool:
 
         took_s = await _median_s(10 * rounds, match)
         stored = store.statistics().keys
-    is_met = took_s <= _BAR_HERE_S
-    print(
-        f"{_BLOCKS} of {stored} keys here: {1e3 * took_s:.2f} ms, bar 1 ms", flush=True
-    )
-    return is_met
+    return Figure(f"{_BLOCKS} of {stored} keys here, ms", 1e3 * took_s, None, _BAR_HERE)
 
 
-async def _measure(redis: str, rounds: int) -> bool:
-    is_met = True
+async def _measure(redis: str, rounds: int) -> list[Figure]:
+    figures = []
     tokens = range(_BLOCKS * _BLOCK_TOKENS)
     for chunk_tokens in _CHUNKS:
         chunks = prefix_block_keys(tokens, chunk_tokens)
@@ -112,15 +107,15 @@ async def _measure(redis: str, rounds: int) -> bool:
             async with _serving(redis) as url:
                 async with asynckv.connect(url, fingerprint=_MODEL) as peer:
                     await peer.store.put_many((key, _VALUE) for key in keys)
-                is_met &= await _find(url, engine, chunks, what, rounds)
+                figures += await _find(url, engine, chunks, what, rounds)
             async with _serving(redis) as url:  # its memory is empty
-                is_met &= await _match(url, by_rank, what, rounds)
-    return is_met
+                figures += await _match(url, by_rank, what, rounds)
+    return figures
 
 
 async def _find(
     url: str, engine: KVEngine, chunks: tuple[str, ...], what: str, rounds: int
-) -> bool:
+) -> list[Figure]:
     async with latency(url, _DELAY_S) as far:
         extra: dict[str, object] = {"store": far.url, "fingerprint": _MODEL}
         extra["lookup_timeout_s"] = 10.0
@@ -138,10 +133,12 @@ async def _find(
             took_s = await _median_s(rounds, find)
         finally:
             await finder.aclose()
-        return _tell(f"{what}: in memory, found and held", took_s)
+        return _figures(f"{what}: in memory, found and held", took_s)
 
 
-async def _match(url: str, by_rank: list[list[str]], what: str, rounds: int) -> bool:
+async def _match(
+    url: str, by_rank: list[list[str]], what: str, rounds: int
+) -> list[Figure]:
     async with (
         latency(url, _DELAY_S) as far,
         asynckv.connect(far.url, fingerprint=_MODEL) as peer,
@@ -153,35 +150,31 @@ async def _match(url: str, by_rank: list[list[str]], what: str, rounds: int) -> 
             if set(found) != {len(by_rank[0])} or found[0].ready:
                 raise AssertionError(f"{found} of {len(by_rank[0])} were found")
 
-        return _tell(f"{what}: in Redis alone, matched", await _median_s(rounds, match))
+        return _figures(
+            f"{what}: in Redis alone, matched", await _median_s(rounds, match)
+        )
 
 
-def _tell(what: str, took_s: float) -> bool:
-    is_met = took_s <= _BAR_S
-    print(
-        f"{what}: {1e3 * took_s:.1f} ms, {1e3 * (took_s - 2 * _DELAY_S):.1f} beside "
-        f"the way, bar {1e3 * _BAR_S:.0f} ms: {'ok' if is_met else 'NO'}",
-        flush=True,
-    )
-    return is_met
+def _figures(what: str, took_s: float) -> list[Figure]:
+    beside_s = took_s - 2 * _DELAY_S
+    return [
+        Figure(f"{what}, ms", 1e3 * took_s, at_most=_BAR),
+        Figure(f"{what}, ms beside the way", 1e3 * beside_s),
+    ]
 
 
-async def _main(rounds: int) -> bool:
-    is_met = await _measure_here(rounds)
+async def _measure_all(rounds: int) -> list[Figure]:
+    here = await _measure_here(rounds)
     with tempfile.TemporaryDirectory() as folder:
         async with running_redis(Path(folder)) as redis:
-            return await _measure(redis.url, rounds) and is_met
+            return [here, *await _measure(redis.url, rounds)]
 
 
-def main() -> int:
-    """Print what was measured; return 1 if the bar was missed."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=15)
-    args = parser.parse_args()
-    is_met = asyncio.run(_main(args.rounds))
-    print(f"load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores")
-    return 0 if is_met else 1
+def main() -> None:
+    """Measure, print, and exit 1 where a limit is missed."""
+    given = arguments_of(__doc__, rounds=15).parse_args()
+    report(asyncio.run(_measure_all(given.rounds)), given)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

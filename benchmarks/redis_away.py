@@ -10,19 +10,18 @@ of memory before, twice, for an A/A, while others waited, and after.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import os
 import statistics
-import sys
 import tempfile
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from pathlib import Path
 
+from asynckv.cli.bench.report import percentile
 from asynckv.stores.redis import RedisTier
 from asynckv.stores.tiered import TieredStore
 from asynckv.testing.expectations import noise
+from benchmarks.pairing.runs import Figure, arguments_of, report
 from harness.redis_servers import RedisProcess, running_redis
 
 __all__ = ("main",)
@@ -113,48 +112,34 @@ def _stop_by(how: str, server: RedisProcess) -> Callable[[], Awaitable[None]]:
     return freeze if how == "frozen" else server.kill
 
 
-def _report(how: str, rounds: Sequence[dict[str, list[float]]]) -> None:
+def _figures(how: str, rounds: Sequence[dict[str, list[float]]]) -> Iterator[Figure]:
     for name in ("load", "store"):
         worst = [1e3 * max(one[name]) for one in rounds]
-        _say(
-            f"{how}, {name}: let go {statistics.median(worst):.1f}"
-            f" ms after the patience, at most {max(worst):.1f} (bar 10)"
-        )
-    for name in rounds[0]:
-        if name in ("load", "store"):
-            continue
+        what = f"{how}, {name}: let go after the patience, ms"
+        yield Figure(f"{what}, median", statistics.median(worst))
+        yield Figure(f"{what}, most", max(worst), at_most=10)
+    for name in sorted(rounds[0].keys() - {"load", "store"}):
         p50, p99 = (
-            statistics.median(_quantile(one[name], part) for one in rounds)
+            1e6 * statistics.median(percentile(one[name], part) for one in rounds)
             for part in (0.5, 0.99)
         )
-        bar = " (bar 200)" if name.startswith("call") else ""
-        _say(f"{how}, {name}: median {1e6 * p50:.0f} us{bar}, p99 {1e6 * p99:.0f} us")
-
-
-def _quantile(values: Sequence[float], part: float) -> float:
-    return sorted(values)[int(part * (len(values) - 1))]
-
-
-def _say(line: str) -> None:
-    sys.stdout.write(f"{line}\n")
-    sys.stdout.flush()
+        at_most = 200 if name.startswith("call") else None
+        yield Figure(f"{how}, {name}: median, us", p50, at_most=at_most)
+        yield Figure(f"{how}, {name}: p99, us", p99)
 
 
 def main() -> None:
-    """Measure, and print a line for each figure."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--patience", type=float, default=0.5)
-    options = parser.parse_args()
-    _say(f"load {os.getloadavg()[0]:.1f} at the start, patience {options.patience} s")
+    """Measure, print, and exit 1 where a limit is missed."""
+    given = arguments_of(__doc__, rounds=5, patience=0.5).parse_args()
+    figures = list[Figure]()
     for how in ("frozen", "dead"):
         with tempfile.TemporaryDirectory() as folder:
             rounds = [
-                asyncio.run(_measure(how, Path(folder), options.patience))
-                for _ in range(options.rounds)
+                asyncio.run(_measure(how, Path(folder), given.patience))
+                for _ in range(given.rounds)
             ]
-        _report(how, rounds)
-    _say(f"load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores")
+        figures += _figures(how, rounds)
+    report(figures, given)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib.resources
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from html import escape
 from pathlib import Path
 
@@ -22,7 +22,9 @@ __all__ = (
     "picture_of",
     "write_document",
     "write_head",
+    "write_numbers",
     "write_section",
+    "write_verdict",
 )
 
 
@@ -52,6 +54,28 @@ def write_section(title: str, note: str, *parts: str) -> str:
     """Return a section of the document: what to know of it, then its parts."""
     head = f"<h2>{escape(title)}</h2>"
     return "\n".join((head, f'<p class="note">{escape(note)}</p>', *parts))
+
+
+def write_verdict(is_same: bool, same: str, problems: Sequence[str]) -> str:
+    """Return whether tokens were the ``same``, as it is said, and what went wrong."""
+    words = same if is_same else "tokens differ"
+    if is_same and problems:
+        words += ", but something else went wrong"
+    listed = "".join(f"<li>{escape(problem)}</li>" for problem in problems)
+    listed = f'<ul class="problems">{listed}</ul>' if problems else ""
+    kind = "verdict" if is_same and not problems else "verdict bad"
+    return f'<p class="{kind}" id="verdict">{words}</p>{listed}'
+
+
+def write_numbers(figures: Iterable[tuple[str, str, str]]) -> str:
+    """Return the table of names, values and remarks."""
+    rows = "\n".join(
+        f'<tr><th scope="row">{escape(name)}</th><td class="value">{escape(value)}</td>'
+        f'<td class="remark">{escape(remark)}</td></tr>'
+        for name, value, remark in figures
+    )
+    table = f'<table id="numbers">\n<tbody>\n{rows}\n</tbody>\n</table>'
+    return f"<h2>The numbers</h2>\n{table}"
 
 
 def write_document(title: str, package: str, body: str) -> str:

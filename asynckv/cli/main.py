@@ -26,7 +26,7 @@ _COMMANDS: Final = {
 """Where each is, and its line in the list of commands, which imports none of them."""
 
 _DEMO_OF_THE_CACHE: Final = (
-    "asynckv.cli.demo.cache.command:demo_cache",
+    "asynckv.cli.demo.command:demo_cache",
     "Two engines and one store: see what they need not compute.",
 )
 
@@ -44,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         from cyclopts import App, CycloptsError
 
-        from asynckv.cli.sources import ENVIRONMENT, from_file
+        from asynckv.cli.options import ENVIRONMENT, from_file
     except ModuleNotFoundError as exc:
         print(_NOT_INSTALLED.format(missing=exc.name), file=sys.stderr)
         sys.exit(2)

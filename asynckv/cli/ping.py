@@ -8,13 +8,14 @@ from __future__ import annotations
 import asyncio
 import sys
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter, validators
 
 from asynckv import __version__
-from asynckv.cli.keys import NO_KEY_OPTIONS, Fingerprint, KeyOptions
+from asynckv.cli.bench.report import percentile
+from asynckv.cli.options import NO_KEY_OPTIONS, Fingerprint, KeyOptions
 from asynckv.cli.process import INTERRUPTED
 from asynckv.errors import AsyncKVError, NotServed
 from asynckv.types import KVFingerprint
@@ -78,12 +79,12 @@ async def _ping(
     async with asyncio.timeout(timeout_s):
         async with keys.connect(url, fingerprint) as peer:
             request, what = await _request_of(peer)
-            took_s = sorted([await _timed(request) for _ in range(count)])
+            took_s = [await _timed(request) for _ in range(count)]
             print(f"{url} is {peer.identity}, which serves {what}")
             print(f"payload goes by {peer.transport}, in protocol {PROTOCOL_MAJOR}")
             print(
-                f"{count} requests: p50 {_quantile(took_s, 0.5) * 1e3:.3f} ms, "
-                f"p99 {_quantile(took_s, 0.99) * 1e3:.3f} ms"
+                f"{count} requests: p50 {percentile(took_s, 0.5) * 1e3:.3f} ms, "
+                f"p99 {percentile(took_s, 0.99) * 1e3:.3f} ms"
             )
             print(f"this side is asynckv {__version__}")
 
@@ -113,7 +114,3 @@ async def _timed(request: Callable[[], Awaitable[object]]) -> float:
     began_s = time.perf_counter()
     await request()
     return time.perf_counter() - began_s
-
-
-def _quantile(in_order: Sequence[float], part: float) -> float:
-    return in_order[min(int(part * len(in_order)), len(in_order) - 1)]

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, TypeAlias, TypeVar
 
 from cyclopts import App, Parameter
 
-from asynckv.cli.keys import NO_KEY_OPTIONS, Fingerprint, KeyOptions
+from asynckv.cli.options import NO_KEY_OPTIONS, Fingerprint, KeyOptions
 from asynckv.cli.process import INTERRUPTED
 from asynckv.errors import AsyncKVError
 from asynckv.observability.lines import as_line

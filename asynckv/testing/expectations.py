@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Iterator
 from typing import Final, TypeVar
 
 import numpy
@@ -18,6 +19,7 @@ __all__ = (
     "expect_error",
     "expect_same",
     "is_same",
+    "naming",
     "noise",
     "only",
 )
@@ -91,3 +93,13 @@ async def expect_error(kind: type[_E], call: Awaitable[object]) -> _E:
     except kind as exc:
         return exc
     raise AssertionError(f"{kind.__name__} was expected, and nothing was raised")
+
+
+@contextlib.contextmanager
+def naming(check: object) -> Iterator[None]:
+    """Note in whatever error comes out of the block which check it was."""
+    try:
+        yield
+    except Exception as exc:
+        exc.add_note(f"in {getattr(check, '__name__', check)}")
+        raise

@@ -13,6 +13,7 @@ from typing import Final, TypeAlias
 
 from asynckv.abc import KVLookupBuffer
 from asynckv.buffers.lookup import LookupBuffer
+from asynckv.testing.expectations import naming
 from asynckv.testing.lookup_checks.cancelling import CANCELLING_CHECKS
 from asynckv.testing.lookup_checks.delivering import DELIVERING_CHECKS, ROOM_CHECKS
 from asynckv.testing.lookup_checks.selecting import SELECTING_CHECKS
@@ -43,9 +44,6 @@ async def check_lookup_buffer(make_pair: MakeLookupPair) -> None:
     :raises AssertionError: a buffer breaks the contract; a note names the check
     """
     for check in LOOKUP_CHECKS:
-        try:
+        with naming(check):
             async with make_pair() as (producer, consumer, local):
                 await check(producer, consumer, local)
-        except Exception as exc:
-            exc.add_note(f"in {getattr(check, '__name__', check)}")
-            raise

@@ -22,6 +22,7 @@ from asynckv.testing.expectations import (
     expect,
     expect_error,
     expect_same,
+    naming,
     noise,
 )
 from asynckv.types import DTYPE_NBYTES
@@ -448,9 +449,6 @@ async def check_pipe(make_pair: MakePipePair) -> None:
     :raises AssertionError: the pipe breaks the contract; a note names the check
     """
     for check in PIPE_CHECKS:
-        try:
+        with naming(check):
             async with make_pair() as (near, far):
                 await check(near, far)
-        except Exception as exc:
-            exc.add_note(f"in {getattr(check, '__name__', check)}")
-            raise

@@ -23,6 +23,7 @@ from asynckv.testing.expectations import (
     expect,
     expect_same,
     is_same,
+    naming,
     noise,
 )
 from asynckv.types import TensorSpec
@@ -467,9 +468,6 @@ async def check_store_buffer(make_pair: MakeStorePair) -> None:
     :raises AssertionError: the buffer breaks the contract; a note names the check
     """
     for check in STORE_CHECKS:
-        try:
+        with naming(check):
             async with make_pair() as (client, local):
                 await check(client, local)
-        except Exception as exc:
-            exc.add_note(f"in {getattr(check, '__name__', check)}")
-            raise

@@ -38,7 +38,7 @@ from asynckv.abc import (
 )
 from asynckv.protocol.wire import digest_of
 from asynckv.testing.blocked import until
-from asynckv.testing.expectations import expect
+from asynckv.testing.expectations import expect, naming
 
 __all__ = (
     "DONE",
@@ -448,9 +448,6 @@ async def check_tier(make_tier: MakeTier) -> None:
     :raises AssertionError: the tier breaks the contract; a note names the check
     """
     for check in TIER_CHECKS:
-        try:
+        with naming(check):
             async with make_tier() as make:
                 await check(make)
-        except Exception as exc:
-            exc.add_note(f"in {getattr(check, '__name__', check)}")
-            raise

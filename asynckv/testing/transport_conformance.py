@@ -28,6 +28,7 @@ from __future__ import annotations
 
 from typing import Final
 
+from asynckv.testing.expectations import naming
 from asynckv.testing.transport_checks.ending import ENDING_CHECKS, STOPPING_CHECKS
 from asynckv.testing.transport_checks.moving import MOVING_CHECKS
 from asynckv.testing.transport_checks.sides import MakeTransportPair, TransportCheck
@@ -48,8 +49,5 @@ async def check_transport(make_pair: MakeTransportPair) -> None:
         check
     """
     for check in TRANSPORT_CHECKS:
-        try:
+        with naming(check):
             await check(make_pair)
-        except Exception as exc:
-            exc.add_note(f"in {getattr(check, '__name__', check)}")
-            raise

@@ -1,4 +1,4 @@
-"""What benchmarks share: paired runs with their A/A, limits, and a serving process."""
+"""What benchmarks share: paired runs with limits, other processes, sides of a tier."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Paired runs: asynckv beside a baseline in turns, divided by the baseline's A/A.
+"""Paired runs: asynckv beside baselines in turns, divided by the baseline's A/A.
 
 A run is a few rounds of baseline, asynckv, baseline. The quotient of the two turns of
 the baseline is its A/A; a run whose A/A is outside 0.85 to 1.15 is void. The figure is
@@ -7,10 +7,13 @@ the median over the runs that count.
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
+import json
 import math
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import NoReturn
 
 from asynckv.cli.bench.rounds import (
     A_A_BOUNDS,
@@ -19,11 +22,22 @@ from asynckv.cli.bench.rounds import (
     Measurement,
     Round,
     Sample,
+    a_a_of,
     measure,
     measure_between,
 )
 
-__all__ = ("Figure", "Run", "Runs", "measure_case", "measure_runs", "report")
+__all__ = (
+    "Figure",
+    "Run",
+    "Runs",
+    "arguments_of",
+    "figures_of",
+    "measure_case",
+    "measure_runs",
+    "ratio_of",
+    "report",
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,7 +60,7 @@ class Run:
 
 @dataclasses.dataclass(frozen=True)
 class Runs:
-    """All runs of one case, the void ones too."""
+    """All runs of one case beside one baseline, the void ones too."""
 
     title: str
     runs: Sequence[Run]
@@ -71,7 +85,7 @@ class Runs:
         a_as = ", ".join(f"{run.a_a:.2f}" for run in self.runs)
         spread = f"[{min(counted):.2f}-{max(counted):.2f}]" if counted else "[]"
         return (
-            f"{self.title}: {self.figure:.2f} {spread} of the baseline, "
+            f"{self.title}: {self.figure:.2f} {spread} of it, "
             f"{self.median(lambda run: run.ours):.4g} beside "
             f"{self.median(lambda run: run.baseline):.4g}; "
             f"CPU/GB {self.cpu_ratio:.2f} of it, "
@@ -97,55 +111,55 @@ class Figure:
         return self.at_most is None or self.found <= self.at_most
 
     def __str__(self) -> str:
-        if self.at_least is None and self.at_most is None:
-            return f"      {self.what}: {self.found:.2f}"
-        sign, bound = (
-            (">=", self.at_least) if self.at_most is None else ("<=", self.at_most)
-        )
-        verdict = "met   " if self.is_met else "MISSED"
-        return f"{verdict}{self.what}: {self.found:.2f} {sign} {bound:g}"
+        limits = ((">=", self.at_least), ("<=", self.at_most))
+        said = [f" {sign} {limit:,.4g}" for sign, limit in limits if limit is not None]
+        verdict = "" if not said else "met" if self.is_met else "MISSED"
+        return f"{verdict:7}{self.what}: {self.found:,.3f}{''.join(said)}"
 
 
 async def measure_runs(
     title: str,
     ours: Measurement,
-    baseline: Measurement,
+    beside: Mapping[str, Measurement],
     cpu: CpuClock,
     *,
     runs: int,
     rounds: int = 4,
-) -> Runs:
+) -> Mapping[str, Runs]:
     """Measure until ``runs`` runs count, or twice as many were made."""
-    beside = {"baseline": baseline}
     case = Case(lambda: measure_between(ours, beside, cpu))
     return await measure_case(title, case, runs=runs, rounds=rounds)
 
 
-async def measure_case(title: str, case: Case, *, runs: int, rounds: int = 4) -> Runs:
-    """As :func:`measure_runs`, of a case with one baseline."""
-    found: list[Run] = []
-    while sum(not run.is_void for run in found) < runs and len(found) < 2 * runs:
-        found.append(_run(await measure(case, rounds, lambda _: None)))
-    result = Runs(title, found)
-    print(result, flush=True)
-    return result
+async def measure_case(
+    title: str, case: Case, *, runs: int, rounds: int = 4, beside: str = ""
+) -> Mapping[str, Runs]:
+    """As :func:`measure_runs`. The first baseline says which count, or ``beside``."""
+    found: dict[str, list[Run]] = {}
+    made = counted = 0
+    while counted < runs and made < 2 * runs:
+        measured = await measure(case, rounds, lambda _: None)
+        for name in measured[0].baselines:
+            found.setdefault(name, []).append(_run(measured, name))
+        judged = found[beside or next(iter(found))][-1]
+        made, counted = made + 1, counted + (not judged.is_void)
+    results = {name: Runs(f"{title} / {name}", of) for name, of in found.items()}
+    print(*results.values(), sep="\n", flush=True)
+    return results
 
 
-def _run(rounds: Sequence[Round]) -> Run:
-    pairs = [pair for one in rounds for pair in one.baselines.values()]
-    middles = [(first.value + second.value) / 2 for first, second in pairs]
-    ratios = [one.ours.value / m for one, m in zip(rounds, middles, strict=True)]
-    turns = [math.log(second.value / first.value) for first, second in pairs]
-    # Every other one upside down: what a turn's place does is no difference.
-    turns = [one if number % 2 else -one for number, one in enumerate(turns)]
-    a_a = math.exp(statistics.median(turns))
+def _run(rounds: Sequence[Round], name: str) -> Run:
+    pairs = [one.baselines[name] for one in rounds]
+    means = [(first.value + second.value) / 2 for first, second in pairs]
+    ratios = [one.ours.value / mean for one, mean in zip(rounds, means, strict=True)]
+    a_a = a_a_of([second.value / first.value for first, second in pairs])
     ours_cpu = _cpu_s_per_gb([one.ours for one in rounds])
     baseline_cpu = _cpu_s_per_gb([sample for pair in pairs for sample in pair])
     return Run(
         figure=statistics.median(ratios) / a_a,
         a_a=a_a,
         ours=statistics.median(one.ours.value for one in rounds),
-        baseline=statistics.median(middles),
+        baseline=statistics.median(means),
         cpu_ratio=ours_cpu / baseline_cpu if baseline_cpu else math.nan,
         cpu_s_per_gb=ours_cpu,
     )
@@ -157,14 +171,41 @@ def _cpu_s_per_gb(samples: Sequence[Sample]) -> float:
     return cpu_s / nbytes * 1e9 if nbytes else 0.0
 
 
-def report(figures: Sequence[Figure], *, only_report: bool) -> None:
+def ratio_of(some: Sequence[float], others: Sequence[float]) -> float:
+    """Return the median of each divided by its neighbour."""
+    return statistics.median(a / b for a, b in zip(some, others, strict=True))
+
+
+def arguments_of(
+    doc: str | None, only: Collection[str] = (), **defaults: object
+) -> argparse.ArgumentParser:
+    """Return what reads ``--only``, if there is a choice, options and how to report."""
+    parser = argparse.ArgumentParser(description=(doc or "").split("\n")[0])
+    if only:
+        parser.add_argument("--only", nargs="+", choices=only, default=list(only))
+    for name, default in defaults.items():
+        option = f"--{name.replace('_', '-')}"
+        parser.add_argument(option, type=type(default), default=default)
+    parser.add_argument("--only-report", action="store_true", help="a miss is no error")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    return parser
+
+
+def figures_of(name: str, values: Mapping[str, float]) -> list[Figure]:
+    """Return what is only said."""
+    return [Figure(f"{name}: {what}", value) for what, value in values.items()]
+
+
+def report(figures: Sequence[Figure], given: argparse.Namespace) -> NoReturn:
     """Print what was met and what was not; exit 1 for a miss.
 
     :raises SystemExit: always
     """
-    print()
-    for figure in figures:
-        print(figure)
-    missed = [figure for figure in figures if not figure.is_met]
-    print(f"{len(missed)} of {len(figures)} figures miss their limits")
-    raise SystemExit(bool(missed) and not only_report)
+    missed = sum(not figure.is_met for figure in figures)
+    if given.json:
+        rows = [dataclasses.asdict(one) | {"is_met": one.is_met} for one in figures]
+        print(json.dumps(rows))
+    else:
+        print(*["", *figures], sep="\n")
+        print(f"{missed} of {len(figures)} figures miss their limits")
+    raise SystemExit(bool(missed) and not given.only_report)

@@ -19,10 +19,9 @@ import msgspec
 
 from asynckv.cli.process import run
 from asynckv.links.options import cores, default_lanes
-from benchmarks.peers.kinds import KINDS, peers_of
 from benchmarks.peers.measuring import Options, run_peer
-from benchmarks.peers.report import PeerReport
-from benchmarks.peers.tables import write_report, write_summary
+from benchmarks.peers.peer import KINDS, peers_of
+from benchmarks.peers.report import PeerReport, write_report, write_summary
 
 __all__ = ("main",)
 

@@ -1,16 +1,20 @@
-"""The contract of a peer: serve a pool in one process, pull it into another."""
+"""The contract of a peer: serve a pool in one process, pull it into another.
+
+Each kind of peer is imported only in its own environment.
+"""
 
 from __future__ import annotations
 
 import abc
 import asyncio
 import concurrent.futures
+import importlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import ClassVar, ParamSpec, TypeVar
+from typing import ClassVar, Final, ParamSpec, TypeVar
 
 from benchmarks.peers.work import Pool, Work
 
-__all__ = ("Peer",)
+__all__ = ("KINDS", "Peer", "peer_class", "peers_of")
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -33,8 +37,6 @@ class Peer(abc.ABC):
     """Its source takes CPU while nobody asks: it is stopped between its turns."""
     same_host: ClassVar[bool] = False
     """It does not cross TCP, so neither does asynckv."""
-    is_checked: ClassVar[bool] = False
-    """It compares checksums of the payload."""
 
     def __init__(self, pool: Pool, works: Sequence[Work]) -> None:
         self.pool = pool
@@ -73,3 +75,39 @@ class Peer(abc.ABC):
         return await loop.run_in_executor(
             self._thread, lambda: function(*args, **kwargs)
         )
+
+
+KINDS: Final = {
+    "streams": "streams:Streams",
+    "streams-read": "streams:StreamsRead",
+    "anyio": "streams:AnyioStreams",
+    "zmq": "zmq_pair:ZmqPair",
+    "gloo": "gloo:Gloo",
+    "grpc": "grpc_aio:GrpcAio",
+    "redis": "redis_store:RedisStore",
+    "flight": "flight:Flight",
+    "nixl": "nixl:Nixl",
+    "nixl-tcp": "nixl:NixlTcp",
+    "mooncake": "mooncake:Mooncake",
+}
+
+
+def peers_of(environment: str) -> list[str]:
+    """Return the peers that are measured in an environment of that name.
+
+    >>> peers_of("nixl"), peers_of("zmq")
+    (['nixl', 'nixl-tcp'], ['zmq'])
+    """
+    return [name for name in KINDS if name.partition("-")[0] == environment]
+
+
+def peer_class(name: str) -> type[Peer]:
+    """Return the class of a peer.
+
+    :raises ImportError: its package is not in this environment
+    """
+    module, _, attribute = KINDS[name].partition(":")
+    found = getattr(importlib.import_module(f"benchmarks.peers.{module}"), attribute)
+    if not (isinstance(found, type) and issubclass(found, Peer)):
+        raise ImportError(f"{KINDS[name]} is no peer")
+    return found

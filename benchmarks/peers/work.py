@@ -9,7 +9,7 @@ from typing import Final, TypeAlias
 import numpy
 import numpy.typing
 
-__all__ = ("FULL", "QUICK", "REQUEST_NBYTES", "Piece", "Pool", "Work", "WrongBytes")
+__all__ = ("QUICK", "REQUEST_NBYTES", "WORKS", "Piece", "Pool", "Work", "WrongBytes")
 
 Bytes: TypeAlias = numpy.typing.NDArray[numpy.uint8]
 
@@ -156,7 +156,7 @@ class Pool:
 
 
 PING_NBYTES: Final = 64
-FULL: Final = (
+WORKS: Final = (
     Work("layers", "1 GiB as 64 layers of 16 MiB", 64, 16 * _MIB, 16 * _MIB),
     Work("once", "64 MiB at once", 1, 64 * _MIB, 64 * _MIB, 8),
     Work("blocks", "10,000 blocks of 4 KiB", 10_000, 4 * _KIB, 8 * _KIB, 4),

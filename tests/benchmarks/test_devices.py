@@ -15,13 +15,14 @@ from asynckv.errors import GPUUnavailable
 from asynckv.testing.expectations import is_same
 from asynckv.transports.nccl.api import open_nccl
 from benchmarks.devices import (
+    TOKENS,
     DevicePair,
     DeviceRow,
+    content_of,
     device_number,
     main,
     run_device_bench,
 )
-from benchmarks.pairing.gpu_serving import TOKENS, content_of
 from harness.fake_devices import fake_device
 from harness.gpu_processes import BEGIN
 
@@ -56,7 +57,7 @@ def test_a_row_says_its_ratio() -> None:
 
 
 CHILD = """
-from benchmarks.pairing.gpu_serving import serve_gpu
+from benchmarks.devices import serve_gpu
 asyncio.run(serve_gpu(open_device(), int(sys.argv[2]), int(sys.argv[3])))
 """
 
@@ -122,7 +123,7 @@ async def test_parts_are_counted() -> None:
 
 
 CODE = """
-from benchmarks.pairing.gpu_serving import serve_gpu
+from benchmarks.devices import serve_gpu
 asyncio.run(serve_gpu(open_device(), 2**20, 4))
 """
 

@@ -14,7 +14,7 @@ import pytest
 from asynckv.buffers.lookup import LookupBuffer
 from asynckv.buffers.serve import serve
 from asynckv.buffers.store import StoreBuffer
-from asynckv.cli.keys import KeyOptions
+from asynckv.cli.options import KeyOptions
 from asynckv.cli.ping import ping
 from asynckv.testing.pairs import free_port
 from asynckv.types import KVFingerprint

@@ -2,8 +2,9 @@
 
 Raw sockets, one or several, with a thread for each: they block, and are called in
 threads. Bare asyncio streams, which send small orders out and constant bytes back, in
-order. And the bare asyncio echo of :mod:`asynckv.cli.bench.echo`. None does any of
-asynckv's work.
+order. And a bare asyncio echo: an ``asyncio.Protocol`` on each side, a length before
+each message, one msgspec frame with the bytes in it, and one future for the answer; it
+runs on the very loops that asynckv runs on. None does any of asynckv's work.
 
 The serving side has one port for all of them, which a :class:`Meeting` in its store
 names: there only those read it that the link has let in. Its token opens a connection.
@@ -26,13 +27,12 @@ import socket
 import struct
 import time
 from collections.abc import AsyncIterator, Sequence
-from typing import Final
+from typing import Final, Self, cast
 
 import msgspec
 import numpy
 import torch
 
-from asynckv.cli.bench.echo import EchoConnection, answer_echoes
 from asynckv.protocol.handshake import MAX_LANES
 from asynckv.waits.own_tasks import OwnTasks
 
@@ -42,11 +42,13 @@ __all__ = (
     "MEETING_KEY",
     "BaselineServer",
     "Baselines",
+    "EchoConnection",
     "Kind",
     "Meeting",
     "RawStreams",
     "StreamsConnection",
     "What",
+    "answer_echoes",
     "connect_to",
     "meeting_as_tensor",
     "meeting_from",
@@ -56,7 +58,6 @@ __all__ = (
     "read_order",
     "receive_into",
 )
-
 
 MEETING_KEY: Final = "asynckv bench"
 MAX_NBYTES: Final = 128 * 2**20
@@ -149,18 +150,16 @@ def _hang_up(connection: socket.socket) -> None:
 class BaselineServer:
     """Answers the connections of a bench's baselines. Used as a context manager.
 
-    Listens as soon as it is made. Raw sockets send memory of their own, or
-    ``sources``, of which each connection begins at another place.
+    Listens as soon as it is made. Raw sockets send memory of their own.
     """
 
-    def __init__(self, host: str, sources: Sequence[memoryview] = ()) -> None:
+    def __init__(self, host: str) -> None:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._listener = socket.create_server((host, 0), family=family)
         self._listener.setblocking(False)
         port = self._listener.getsockname()[1]
         self.meeting = Meeting(port, secrets.token_bytes(_TOKEN_NBYTES))
         """What lets a measuring side in."""
-        self._sources = collections.deque(sources)
         self._connections = OwnTasks()
         self._accepting = OwnTasks()
         self._threads = concurrent.futures.ThreadPoolExecutor(MAX_LANES, "raw baseline")
@@ -222,8 +221,7 @@ class BaselineServer:
 
     async def _answer_raw(self, connection: socket.socket) -> None:
         connection.setblocking(True)
-        self._sources.rotate(-(len(self._sources) // 4))
-        peer = _RawPeer(connection, list(self._sources))
+        peer = _RawPeer(connection)
         loop = asyncio.get_running_loop()
         try:
             await loop.run_in_executor(self._threads, peer.obey_forever)
@@ -234,11 +232,8 @@ class BaselineServer:
 class _RawPeer:
     """One raw socket, and the memory that it sends from and receives into."""
 
-    def __init__(
-        self, connection: socket.socket, sources: Sequence[memoryview]
-    ) -> None:
+    def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
-        self._sources = sources
         self._memory = numpy.ones(0, dtype=numpy.uint8)
         self._shape = (0, 0)
         self._places: list[memoryview] = []
@@ -254,11 +249,8 @@ class _RawPeer:
             answer = time.process_time_ns().to_bytes(_CPU_NBYTES, "big")
             self._connection.sendall(answer)
             return
-        places = self._sources
-        if what is not What.PULL or not places or nbytes != len(places[0]):
-            self._make_places(parts, nbytes)
-            places = self._places
-        for place in itertools.islice(itertools.cycle(places), parts):
+        self._make_places(parts, nbytes)
+        for place in itertools.islice(itertools.cycle(self._places), parts):
             if what is What.PULL:
                 self._connection.sendall(place)
             else:
@@ -460,3 +452,117 @@ async def open_baselines(
         echo = await EchoConnection.open(await connected(Kind.ECHO))
         stack.callback(echo.close)
         yield Baselines(raw, streams, echo)
+
+
+_LENGTH_NBYTES: Final = 4
+_MAX_NBYTES: Final = 64 * 1024
+
+
+class _Message(msgspec.Struct, frozen=True):
+    number: int
+    body: bytes
+
+
+_encode: Final = msgspec.msgpack.Encoder().encode
+_decode: Final = msgspec.msgpack.Decoder(_Message).decode
+
+
+class _Messages(asyncio.Protocol):
+    """Cuts what comes into messages. ``over`` is done when the connection is."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self.over: asyncio.Future[None] = self._loop.create_future()
+        self._transport: asyncio.Transport | None = None
+        self._pending = b""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        # Not asked by isinstance(): that of uvloop is none.
+        self._transport = cast(asyncio.Transport, transport)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if not self.over.done():
+            self.over.set_result(None)
+
+    def data_received(self, data: bytes) -> None:
+        data = self._pending + data if self._pending else data
+        start = 0
+        while len(data) - start >= _LENGTH_NBYTES:
+            body = start + _LENGTH_NBYTES
+            end = body + int.from_bytes(data[start:body], "big")
+            if end - body > _MAX_NBYTES:
+                self.close()
+                return
+            if end > len(data):
+                break
+            self.received(data[body:end])
+            start = end
+        self._pending = data[start:]
+
+    def received(self, message: bytes) -> None:
+        """Send a message back."""
+        try:
+            asked = _decode(message)
+        except msgspec.MsgspecError:
+            self.close()  # it says what no bench says
+            return
+        self.send(_encode(_Message(asked.number, asked.body)))
+
+    def send(self, message: bytes) -> None:
+        """Send one message."""
+        if self._transport is not None:
+            length = len(message).to_bytes(_LENGTH_NBYTES, "big")
+            self._transport.write(length + message)
+
+    def close(self) -> None:
+        """Hang up. Never waits."""
+        if self._transport is not None:
+            self._transport.abort()
+
+
+async def answer_echoes(connection: socket.socket) -> None:
+    """Send back what comes, until the peer hangs up. Cancelling it hangs up."""
+    loop = asyncio.get_running_loop()
+    _, messages = await loop.create_connection(_Messages, sock=connection)
+    try:
+        await messages.over
+    finally:
+        messages.close()
+
+
+class EchoConnection(_Messages):
+    """The measuring side: one message at a time. Made by :meth:`open`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._number = 0
+        self._answer: asyncio.Future[_Message] | None = None
+
+    @classmethod
+    async def open(cls, connection: socket.socket) -> Self:
+        """Go on with a connection of that kind."""
+        loop = asyncio.get_running_loop()
+        return (await loop.create_connection(cls, sock=connection))[1]
+
+    def received(self, message: bytes) -> None:
+        answer, self._answer = self._answer, None
+        if answer is not None and not answer.done():
+            answer.set_result(_decode(message))
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        answer, self._answer = self._answer, None
+        if answer is not None and not answer.done():
+            answer.set_exception(exc or ConnectionError("the bare echo hung up"))
+
+    async def ping(self, body: bytes) -> bytes:
+        """Send some bytes there and back.
+
+        :raises ConnectionError: the other side hung up
+        """
+        if self.over.done():
+            raise ConnectionError("the bare echo has hung up")
+        self._number += 1
+        self._answer = self._loop.create_future()
+        self.send(_encode(_Message(self._number, body)))
+        return (await self._answer).body

@@ -40,9 +40,11 @@ from asynckv.tensors.blocks import spec_in
 __all__ = (
     "EDGES_MS",
     "Exhibit",
+    "GiveBack",
     "ask",
     "case_of_shape",
     "catalogue",
+    "in_microseconds",
     "open_lag",
     "open_moving",
     "open_outstanding",
@@ -58,7 +60,7 @@ _Transfer = Callable[[], Awaitable[float]]
 """Moves payload once and returns the seconds that count."""
 
 
-class _GiveBack(Exception):
+class GiveBack(Exception):
     """Leaves ``async with drop_select()`` so that the entry stays."""
 
 
@@ -72,8 +74,8 @@ async def pull(lookup: KVLookupBuffer, tokens: list[int], memory: Memory) -> flo
     try:
         async with lookup.drop_select(tokens, into=into):
             elapsed_s = time.perf_counter() - began_s
-            raise _GiveBack
-    except _GiveBack:
+            raise GiveBack
+    except GiveBack:
         return elapsed_s
 
 
@@ -159,7 +161,7 @@ async def open_moving(
             calls = [await transfer() for _ in range(times)]
             nbytes = memory.nbytes * times
             if subject.unit == "us":
-                return _in_microseconds(calls, nbytes)
+                return in_microseconds(calls, nbytes)
             return Sample(nbytes / sum(calls) / 1e9, nbytes)
 
         return measure
@@ -190,7 +192,7 @@ async def open_ping(rig: Rig, subject: Subject, times: int) -> AsyncIterator[Cas
     async def measure_round() -> Round:
         await _insert(rig, subject, tokens, times)
         select = partial(rig.lookup.drop_select, tokens)
-        return await measure_in_turns(times, select, bare, _in_microseconds)
+        return await measure_in_turns(times, select, bare, in_microseconds)
 
     yield Case(measure_round)
 
@@ -271,7 +273,8 @@ async def _at_once(
             group.create_task(call_on())
 
 
-def _in_microseconds(calls: Sequence[float], nbytes: int = 0) -> Sample:
+def in_microseconds(calls: Sequence[float], nbytes: int = 0) -> Sample:
+    """Return what calls took: the median."""
     taken = tuple(call * 1e6 for call in calls)
     return Sample(statistics.median(taken), nbytes, taken)
 

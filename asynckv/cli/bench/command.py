@@ -14,9 +14,9 @@ from cyclopts import Parameter, validators
 from rich.console import Console
 from rich.text import Text
 
-from asynckv.cli.bench.settings import DigestName, Selection, Settings
+from asynckv.cli.bench.report import DigestName, Selection, Settings
 from asynckv.cli.document import check_writable
-from asynckv.cli.keys import tls_of
+from asynckv.cli.options import tls_of
 from asynckv.cli.process import INTERRUPTED, LoopName, run, until_ended
 from asynckv.errors import AsyncKVError, ConfigError
 

@@ -1,28 +1,37 @@
-"""What a bench found: values only, as ``--json`` writes them. docs/bench.md has them.
+"""What a user chooses for a bench, and what it found: values only.
 
-A new field has a default, and what a field means never changes: else ``FORMAT`` does.
-With the sums over samples: medians, percentiles, histograms, pure functions of numbers.
+``--json`` writes the latter, as docs/bench.md describes it: a new field has a default,
+and what a field means never changes: else ``FORMAT`` does. With the sums over samples:
+medians, percentiles, histograms, pure functions of numbers. Nothing here imports torch,
+so that ``--help`` does not either.
 """
 
 from __future__ import annotations
 
 import bisect
+import dataclasses
 import statistics
 from collections.abc import Sequence
-from typing import Final, Literal
+from typing import Final, Literal, TypeAlias
 
 import msgspec
+
+from asynckv.cli.process import LoopName
+from asynckv.security.tls import TLS
 
 __all__ = (
     "FORMAT",
     "Baseline",
     "BenchReport",
+    "DigestName",
     "Group",
     "Histogram",
     "Machine",
     "Measured",
     "Percentiles",
     "Row",
+    "Selection",
+    "Settings",
     "Spread",
     "Subject",
     "Unit",
@@ -32,6 +41,46 @@ __all__ = (
     "percentiles_of",
     "spread_of",
 )
+
+_START_S = 4.0
+_CASE_S, _QUICK_CASE_S = 5.0, 0.4
+
+DigestName: TypeAlias = Literal["auto", "full", "edges", "off"]
+"""As ``asynckv.links.options.Digest``, which imports torch."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Settings:
+    """Options of the link, as ``serve`` and ``connect`` have them, and the loop."""
+
+    digest: DigestName = "auto"
+    lanes: int | None = None
+    secret_file: str | None = None
+    tls: TLS | None = None
+    allow_plaintext: bool = False
+    loop: LoopName = "auto"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Selection:
+    """Which cases are measured, and for how long.
+
+    ``cases`` are names or patterns, ``shapes`` are tensors by bytes of each, as
+    ``32x2MiB``: one case each, and the only ones where no ``cases`` are named.
+    ``seconds`` is how long each case is measured, instead of so many rounds.
+    """
+
+    quick: bool = False
+    cases: tuple[str, ...] = ()
+    shapes: tuple[str, ...] = ()
+    seconds: float | None = None
+
+    def about_s(self, cases: int) -> float:
+        """About how long so many cases take on an idle machine."""
+        each_s = _QUICK_CASE_S if self.quick else _CASE_S
+        if self.seconds is not None:
+            each_s = self.seconds + 1
+        return _START_S + cases * each_s
 
 
 class Spread(msgspec.Struct, frozen=True):

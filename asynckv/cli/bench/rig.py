@@ -30,7 +30,7 @@ from asynckv.cli.bench.baselines import (
     meeting_from,
     open_baselines,
 )
-from asynckv.cli.bench.settings import Settings
+from asynckv.cli.bench.report import Settings
 from asynckv.errors import ConfigError
 from asynckv.links.address import LOOPBACK, parse_url
 from asynckv.tensors.blocks import KVBlocks, KVMemory

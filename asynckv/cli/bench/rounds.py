@@ -36,6 +36,7 @@ __all__ = (
     "Measurement",
     "Round",
     "Sample",
+    "a_a_of",
     "judge",
     "measure",
     "measure_between",
@@ -217,11 +218,7 @@ def _baseline(name: str, rounds: Sequence[Round], edges: Sequence[float]) -> Bas
         for one, (first, second) in zip(rounds, pairs, strict=True)
     ]
     second_turn = [second.value / first.value for first, second in pairs]
-    # The turns change places from round to round, so what a turn's place does
-    # is no difference of the baseline from itself.
-    a_a = _middle(
-        one if number % 2 else 1 / one for number, one in enumerate(second_turn)
-    )
+    a_a = a_a_of(second_turn)
     samples = [sample for pair in pairs for sample in pair]
     low, high = A_A_BOUNDS
     return Baseline(
@@ -231,6 +228,17 @@ def _baseline(name: str, rounds: Sequence[Round], edges: Sequence[float]) -> Bas
         a_a,
         is_void=not low <= a_a <= high,
         second_turn=_middle(second_turn),
+    )
+
+
+def a_a_of(second_turns: Sequence[float]) -> float:
+    """Return the baseline over itself, of quotients of its second and first turns.
+
+    Every other one is turned upside down: what only a turn's place does is no
+    difference of the baseline from itself.
+    """
+    return _middle(
+        one if number % 2 else 1 / one for number, one in enumerate(second_turns)
     )
 
 

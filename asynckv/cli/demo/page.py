@@ -10,14 +10,18 @@ import math
 from collections.abc import Sequence
 from html import escape
 
-from asynckv.cli.demo.report import BackpressureReport, DemoReport, HandOver, LayerTrace
-from asynckv.cli.demo.wording import (
+from asynckv.cli.demo.report import (
+    BackpressureReport,
     Bar,
+    DemoReport,
+    HandOver,
+    LayerTrace,
     figures_of,
     first_token_bars,
     second_request_bars,
     write_bytes,
     write_fall,
+    write_machine,
     write_seconds,
     write_tail,
     write_transport,
@@ -29,7 +33,9 @@ from asynckv.cli.document import (
     picture_of,
     write_document,
     write_head,
+    write_numbers,
     write_section,
+    write_verdict,
 )
 
 __all__ = (
@@ -217,7 +223,7 @@ def render_page(report: DemoReport) -> str:
             _timelines(report),
             _backpressure(report),
             _survival(report),
-            _table(report),
+            write_numbers(figures_of(report)),
             _words_of(report),
             _foot(report),
         )
@@ -226,25 +232,14 @@ def render_page(report: DemoReport) -> str:
 
 
 def _head(report: DemoReport) -> str:
-    identical = report.tokens_identical
-    good = identical and not report.problems
-    words = "every act generated the same tokens" if identical else "tokens differ"
-    if identical and report.problems:
-        words += ", but something else went wrong"
-    machine = report.machine
     facts = (
         f"{report.model} on {report.device} · {report.prompt_tokens:,} prompt tokens · "
         f"{write_bytes(report.kv_bytes)} of KV, {write_transport(report.transport)}"
     )
-    where = (
-        f"asynckv {machine.version} · {machine.began} · {machine.host} · "
-        f"Python {machine.python}, torch {machine.torch}"
-    )
-    problems = "".join(f"<li>{escape(problem)}</li>" for problem in report.problems)
-    listed = f'<ul class="problems">{problems}</ul>' if problems else ""
-    head = write_head("Prefill here, decode there", facts, where)
-    kind = "verdict" if good else "verdict bad"
-    return f'{head}\n<p class="{kind}" id="verdict">{words}</p>{listed}'
+    same = "every act generated the same tokens"
+    verdict = write_verdict(report.tokens_identical, same, report.problems)
+    title = "Prefill here, decode there"
+    return f"{write_head(title, facts, write_machine(report.machine))}\n{verdict}"
 
 
 def _first_token(report: DemoReport) -> str:
@@ -315,17 +310,6 @@ def _survival(report: DemoReport) -> str:
         "on."
     )
     return f"<h2>A killed decoder</h2>\n<p>{words}</p>"
-
-
-def _table(report: DemoReport) -> str:
-    rows = "\n".join(
-        f'<tr><th scope="row">{escape(figure.name)}</th>'
-        f'<td class="value">{escape(figure.value)}</td>'
-        f'<td class="remark">{escape(figure.remark)}</td></tr>'
-        for figure in figures_of(report)
-    )
-    table = f'<table id="numbers">\n<tbody>\n{rows}\n</tbody>\n</table>'
-    return f"<h2>The numbers</h2>\n{table}"
 
 
 def _words_of(report: DemoReport) -> str:

@@ -51,8 +51,10 @@ from asynckv.cli.demo.report import (
     Recompute,
     SecondRequest,
     Survival,
+    write_bytes,
+    write_seconds,
+    write_tail,
 )
-from asynckv.cli.demo.wording import write_bytes, write_seconds, write_tail
 from asynckv.cli.process import describe_host
 
 __all__ = (

@@ -34,13 +34,14 @@ from asynckv.cli.demo.messages import (
 )
 from asynckv.cli.demo.models import (
     DemoPrompt,
+    Place,
     PreparedModel,
     PromptTokenizer,
     load_model,
     loading,
+    place_named,
     prepare_model,
 )
-from asynckv.cli.demo.place import Place, place_named
 from asynckv.cli.demo.report import BackpressureSample
 from asynckv.cli.demo.worker import Engine, LoopLag, Stage, resident_bytes, ticking
 from asynckv.errors import AsyncKVError

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 import torch
 
 from asynckv.cli.demo.messages import Failed, Note, Order, decode_order, encode_line
-from asynckv.cli.demo.place import HOST, Place
+from asynckv.cli.demo.models import HOST, Place
 
 if TYPE_CHECKING:  # it takes seconds to import
     from transformers import DynamicCache, PreTrainedModel

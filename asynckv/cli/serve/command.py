@@ -1,4 +1,4 @@
-"""``asynckv serve``: what its options mean, and what it logs.
+"""``asynckv serve``: what it runs, and what it logs.
 
 What needs torch is imported when it is used, so that ``--help`` is quick.
 """
@@ -12,9 +12,13 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import Final
 
-from asynckv.cli.keys import NO_KEY_OPTIONS, KeyOptions
+from asynckv.cli.options import (
+    NO_KEY_OPTIONS,
+    KeyOptions,
+    LogLevel,
+    ServeOptions,
+)
 from asynckv.cli.process import run
-from asynckv.cli.serve.options import LogLevel, ServeOptions
 from asynckv.errors import AsyncKVError
 from asynckv.observability.lines import without_secrets
 

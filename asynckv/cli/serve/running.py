@@ -18,10 +18,9 @@ from typing import Any, Final, Literal
 from asynckv.buffers.lookup import LookupBuffer
 from asynckv.buffers.serve import Server, serve
 from asynckv.buffers.store import StoreBuffer
-from asynckv.cli.keys import KeyOptions
+from asynckv.cli.options import KeyOptions, ServeOptions
 from asynckv.cli.process import stop_signal
 from asynckv.cli.serve.http import Page, Pages, serve_http
-from asynckv.cli.serve.options import ServeOptions
 from asynckv.errors import ConfigError
 from asynckv.observability.lines import redacted
 from asynckv.stores.tiered import TieredStore

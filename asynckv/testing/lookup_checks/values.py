@@ -12,6 +12,7 @@ import torch
 from asynckv.abc import KVLookupBuffer
 from asynckv.buffers.lookup import LookupBuffer
 from asynckv.testing.blocked import until
+from asynckv.testing.expectations import expect, is_same
 
 __all__ = (
     "DTYPES",
@@ -60,23 +61,9 @@ def noise(nbytes: int, seed: int = 0) -> torch.Tensor:
 
 def same(found: object, expected: torch.Tensor | None) -> bool:
     """Whether bytes, dtype and shape are those expected."""
-    if found is None or expected is None:
+    if expected is None or not isinstance(found, torch.Tensor):
         return found is expected
-    if not isinstance(found, torch.Tensor):
-        return False
-    if (found.dtype, found.shape) != (expected.dtype, expected.shape):
-        return False
-    pair = [tensor.contiguous().reshape(-1) for tensor in (found, expected)]
-    return torch.equal(*(tensor.view(torch.uint8) for tensor in pair))
-
-
-def expect(is_so: bool, otherwise: object) -> None:
-    """Say what is wrong if it is not so.
-
-    :raises AssertionError: it is not so
-    """
-    if not is_so:
-        raise AssertionError(str(otherwise))
+    return is_same(found, expected)
 
 
 async def expect_error(

@@ -4,9 +4,8 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from benchmarks.peers.anyio_streams import AnyioStreams
 from benchmarks.peers.peer import Peer
-from benchmarks.peers.streams import Streams, StreamsRead
+from benchmarks.peers.streams import AnyioStreams, Streams, StreamsRead
 from benchmarks.peers.work import QUICK, Pool
 
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 import numpy
 import pytest
 
-from benchmarks.peers.work import FULL, QUICK, Piece, Pool, Work, WrongBytes
+from benchmarks.peers.work import QUICK, WORKS, Piece, Pool, Work, WrongBytes
 
 BLOCKS = Work("blocks", "ten blocks", 10, 8, 16)
 LAYERS = Work("layers", "two layers", 2, 64, 64)
@@ -80,4 +80,4 @@ def test_poison_is_no_part_of_any_work(source: Pool, target: Pool) -> None:
 
 
 def test_every_work_has_a_quick_one_of_the_same_name() -> None:
-    assert [work.name for work in FULL] == [work.name for work in QUICK]
+    assert [work.name for work in WORKS] == [work.name for work in QUICK]

@@ -17,13 +17,13 @@ from asynckv.cli.bench.report import (
     Measured,
     Percentiles,
     Row,
+    Settings,
     Spread,
     Subject,
     Unit,
 )
 from asynckv.cli.bench.rig import Rig, open_rig
 from asynckv.cli.bench.server import serving
-from asynckv.cli.bench.settings import Settings
 
 __all__ = ("any_left", "plain_rig", "rig", "sample_report", "void_row")
 

@@ -16,6 +16,7 @@ from asynckv.cli.bench.baselines import (
     MAX_PARTS,
     Baselines,
     BaselineServer,
+    EchoConnection,
     Kind,
     Meeting,
     What,
@@ -27,7 +28,6 @@ from asynckv.cli.bench.baselines import (
     read_order,
     receive_into,
 )
-from asynckv.cli.bench.echo import EchoConnection
 from asynckv.protocol.handshake import MAX_LANES
 from asynckv.testing import until_blocked
 
@@ -168,21 +168,6 @@ async def test_nobody_there_is_an_error() -> None:
     with pytest.raises(OSError), ThreadPoolExecutor(1) as thread:
         async with open_baselines(HOST, server.meeting, 2, thread):
             raise AssertionError
-
-
-async def test_each_connection_sends_from_another_place_of_what_it_was_given() -> None:
-    sources = [memoryview(bytes([number]) * 100) for number in range(8)]
-    place, found = bytearray(100), []
-    with ThreadPoolExecutor(1) as thread:
-        async with BaselineServer(HOST, sources) as meeting:
-            for _ in range(5):
-                async with open_baselines(HOST, meeting, 1, thread) as beside:
-                    await to_thread(beside.raw.pull, [memoryview(place)])
-                    found.append(place[0])
-                    # into memory of its own
-                    await to_thread(beside.raw.push, [memoryview(place)])
-    assert found == [2, 4, 6, 0, 2]
-    assert [source[0] for source in sources] == list(range(8))
 
 
 @pytest.mark.both_loops

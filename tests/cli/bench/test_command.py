@@ -14,9 +14,8 @@ import msgspec
 import pytest
 
 from asynckv.cli.bench.command import bench
-from asynckv.cli.bench.report import FORMAT, BenchReport
+from asynckv.cli.bench.report import FORMAT, BenchReport, Settings
 from asynckv.cli.bench.rig import open_rig
-from asynckv.cli.bench.settings import Settings
 
 COMMAND = (sys.executable, "-u", "-m", "asynckv", "bench")
 

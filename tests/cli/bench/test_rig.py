@@ -5,9 +5,9 @@ import threading
 import pytest
 
 import asynckv
+from asynckv.cli.bench.report import Settings
 from asynckv.cli.bench.rig import Rig, WrongBytes, copy_all, make_memory, open_rig
 from asynckv.cli.bench.server import serving
-from asynckv.cli.bench.settings import Settings
 
 
 async def test_a_rig_reaches_buffer_and_baselines(rig: Rig) -> None:

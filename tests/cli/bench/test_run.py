@@ -12,7 +12,7 @@ from rich.console import Console
 import asynckv
 from asynckv.cli.bench import run as running
 from asynckv.cli.bench.cases import Exhibit, catalogue
-from asynckv.cli.bench.report import BenchReport, Subject
+from asynckv.cli.bench.report import BenchReport, Selection, Settings, Subject
 from asynckv.cli.bench.rig import Rig
 from asynckv.cli.bench.rounds import (
     ROUNDS,
@@ -29,7 +29,6 @@ from asynckv.cli.bench.run import (
     run_case,
 )
 from asynckv.cli.bench.server import serving
-from asynckv.cli.bench.settings import Selection, Settings
 from asynckv.errors import ConfigError, PeerLost
 
 

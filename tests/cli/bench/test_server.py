@@ -9,9 +9,9 @@ import pytest
 import asynckv
 from asynckv.cli.bench import server as child
 from asynckv.cli.bench.baselines import MEETING_KEY, meeting_from
+from asynckv.cli.bench.report import Settings
 from asynckv.cli.bench.rig import open_rig
 from asynckv.cli.bench.server import ServerEnded, own_child, own_server, serving
-from asynckv.cli.bench.settings import Settings
 from asynckv.errors import PeerLost
 from asynckv.testing.certificates import Authority
 

@@ -15,7 +15,7 @@ from rich.console import Console
 from asynckv.cli.demo.command import demo
 from asynckv.cli.demo.live import LiveDisplay, final_table
 from asynckv.cli.demo.messages import Computed, Doing, Landed, Progress, Sampled
-from asynckv.cli.demo.place import HOST, Place, check_place, place_named
+from asynckv.cli.demo.models import HOST, Place, check_place, place_named
 from asynckv.cli.demo.report import BackpressureSample, DemoReport
 from asynckv.errors import ConfigError, GPUUnavailable
 from harness.fake_devices import fake_device

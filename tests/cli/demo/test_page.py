@@ -17,9 +17,9 @@ from asynckv.cli.demo.page import (
     draw_timeline,
     render_page,
 )
-from asynckv.cli.demo.report import DemoReport
-from asynckv.cli.demo.wording import (
+from asynckv.cli.demo.report import (
     Bar,
+    DemoReport,
     figures_of,
     first_token_bars,
     write_bytes,

@@ -56,7 +56,7 @@ BelongingTo = Callable[[Path], list[int]]
 
 ON_A_FAKE_GPU = """
 from asynckv.cli.demo.{role} import main
-from asynckv.cli.demo.place import Place
+from asynckv.cli.demo.models import Place
 from harness.fake_devices import fake_device_of
 from harness.fake_gpus import FakeGpus
 gpu = fake_device_of(FakeGpus().process())

@@ -7,10 +7,9 @@ from typing import Any
 
 import pytest
 
-from asynckv.cli.keys import KeyOptions
 from asynckv.cli.main import main
+from asynckv.cli.options import KeyOptions, ServeOptions
 from asynckv.cli.serve.command import serve
-from asynckv.cli.serve.options import ServeOptions
 
 pytest.importorskip("uvloop").new_event_loop().close()  # its first makes a lasting pipe
 

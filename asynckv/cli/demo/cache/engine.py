@@ -18,7 +18,7 @@ import torch
 
 import asynckv
 from asynckv.abc import KVStoreBuffer
-from asynckv.cli.demo.cache.workload import CHUNK_TOKENS
+from asynckv.cli.demo.cache.report import CHUNK_TOKENS
 from asynckv.cli.demo.messages import (
     Answered,
     Ask,

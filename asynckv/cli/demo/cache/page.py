@@ -12,10 +12,15 @@ from collections.abc import Callable, Iterator
 from html import escape
 from typing import Final
 
-from asynckv.cli.demo.cache.report import CacheReport, Request, hit_rate
-from asynckv.cli.demo.cache.workload import Part
-from asynckv.cli.demo.wording import write_bytes, write_seconds
-from asynckv.cli.document import write_document, write_head, write_section
+from asynckv.cli.demo.cache.report import CacheReport, Part, Request, hit_rate
+from asynckv.cli.demo.report import write_bytes, write_machine, write_seconds
+from asynckv.cli.document import (
+    write_document,
+    write_head,
+    write_numbers,
+    write_section,
+    write_verdict,
+)
 
 __all__ = ("headline", "render_page")
 
@@ -43,7 +48,7 @@ def render_page(report: CacheReport) -> str:
             _first_tokens(report),
             _sources(report),
             _kill(report),
-            _table(report),
+            write_numbers(_figures(report)),
             _foot(report),
         )
     )
@@ -71,28 +76,18 @@ def _compare(found_s: float, cold_s: float) -> str:
 
 
 def _head(report: CacheReport) -> str:
-    good = not report.problems
-    same = report.tokens_identical
-    words = "the same tokens, whatever was found" if same else "tokens differ"
-    if same and not good:
-        words += ", but something else went wrong"
-    machine, several = report.machine, len(report.shared) + len(report.restarted)
+    several = len(report.shared) + len(report.restarted)
     facts = (
         f"{report.model} · two engines, one server · {several} requests, the longest "
         f"{max(one.prompt_tokens for one in report.shared):,} prompt tokens · "
         f"{report.chunk_tokens} tokens a block, {write_bytes(report.block_bytes)}"
     )
-    where = (
-        f"asynckv {machine.version} · {machine.began} · {machine.host} · "
-        f"Python {machine.python}, torch {machine.torch}"
-    )
-    problems = "".join(f"<li>{escape(problem)}</li>" for problem in report.problems)
-    listed = f'<ul class="problems">{problems}</ul>' if problems else ""
     lines = (re.sub(r"(?<=\d) (?=m?s\b)", "&nbsp;", line) for line in headline(report))
     seen = "".join(f'<p class="seen">{line}</p>' for line in lines)
-    kind = "verdict" if good else "verdict bad"
-    verdict = f'<p class="{kind}" id="verdict">{words}</p>{listed}'
-    return "\n".join((write_head("Compute a prompt once", facts, where), verdict, seen))
+    same = "the same tokens, whatever was found"
+    verdict = write_verdict(report.tokens_identical, same, report.problems)
+    head = write_head("Compute a prompt once", facts, write_machine(report.machine))
+    return f"{head}\n{verdict}\n{seen}"
 
 
 def _first_tokens(report: CacheReport) -> str:
@@ -186,16 +181,6 @@ def _kill(report: CacheReport) -> str:
         "document, and then the new engine once more with nothing stored."
     )
     return f"<h2>What was killed</h2>\n<p>{words}</p>"
-
-
-def _table(report: CacheReport) -> str:
-    rows = "\n".join(
-        f'<tr><th scope="row">{escape(name)}</th><td class="value">{escape(value)}</td>'
-        f'<td class="remark">{escape(remark)}</td></tr>'
-        for name, value, remark in _figures(report)
-    )
-    table = f'<table id="numbers">\n<tbody>\n{rows}\n</tbody>\n</table>'
-    return f"<h2>The numbers</h2>\n{table}"
 
 
 def _figures(report: CacheReport) -> Iterator[tuple[str, str, str]]:

@@ -17,12 +17,15 @@ from typing import Final, TypeAlias
 
 import msgspec
 
-from asynckv.cli.demo.cache.report import CacheReport, Request, find_problems, hit_rate
-from asynckv.cli.demo.cache.workload import (
+from asynckv.cli.demo.cache.report import (
     AFTER_THE_KILL,
     CHUNK_TOKENS,
+    CacheReport,
+    Request,
     Step,
     Workload,
+    find_problems,
+    hit_rate,
 )
 from asynckv.cli.demo.live import LiveDisplay
 from asynckv.cli.demo.messages import (
@@ -37,7 +40,7 @@ from asynckv.cli.demo.messages import (
 )
 from asynckv.cli.demo.play import both, start_worker, this_machine
 from asynckv.cli.demo.processes import Worker
-from asynckv.cli.demo.wording import write_seconds
+from asynckv.cli.demo.report import write_seconds
 
 __all__ = ("play_cache",)
 

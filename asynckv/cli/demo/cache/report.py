@@ -1,21 +1,92 @@
-"""What the demo of the cache found out: values, and what they add up to.
+"""What is asked in the demo of the cache, and what it found out.
 
-Times to first token count from the moment in which the parent sends the request, by
-its own clock, to the moment in which it reads that the token is there.
+About one document, in one chat, and after a kill. Times to first token count from the
+moment in which the parent sends the request, by its own clock, to the moment in which
+it reads that the token is there.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import importlib.resources
 import itertools
 import statistics
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Final, Literal, TypeAlias
 
 import msgspec
 
-from asynckv.cli.demo.cache.workload import Part
+from asynckv.cli.demo.models import read_prompt
 from asynckv.cli.demo.report import Machine
 
-__all__ = ("CacheReport", "Request", "find_problems", "hit_rate")
+__all__ = (
+    "AFTER_THE_KILL",
+    "CHUNK_TOKENS",
+    "CacheReport",
+    "Part",
+    "Request",
+    "Step",
+    "Workload",
+    "find_problems",
+    "hit_rate",
+    "read_workload",
+)
+
+Part: TypeAlias = Literal["document", "chat", "killed"]
+
+CHUNK_TOKENS: Final = 64
+"""So many tokens are one block, which is one value of the store."""
+
+_ANSWER_TOKENS: Final = 12
+_KINDS: Final[Mapping[Part, tuple[str, int]]] = {
+    "document": ("question", _ANSWER_TOKENS),
+    "chat": ("turn", 24),
+}
+"""What a request of each part is called, and how many tokens an answer has."""
+
+_QUESTIONS: Final = (
+    "Who was Ansa Merrow?",
+    "What ran from the upper kitchen to the lower one?",
+    "Why did the stairs give way?",
+    "What stood on the wooden tag of each portion?",
+    "What happened to Corin in the winter storm?",
+    "Where is the ledger today?",
+)
+
+AFTER_THE_KILL: Final = "What did Old Pell's father try?"
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """One request: to engine 1 or 2, ``words`` being the user's."""
+
+    part: Part
+    name: str
+    engine: int
+    words: str
+    max_new_tokens: int = _ANSWER_TOKENS
+
+
+@dataclasses.dataclass(frozen=True)
+class Workload:
+    """What is asked twice: ``steps``, one by one, those of a part one after another."""
+
+    document: str
+    steps: tuple[Step, ...]
+
+
+def read_workload() -> Workload:
+    """Read the story and the chat; both engines are asked in turn. Blocks."""
+    chat = importlib.resources.files(__package__).joinpath("chat.txt")
+    turns = chat.read_text(encoding="utf-8").splitlines()
+    steps = (*_steps("document", _QUESTIONS), *_steps("chat", turns))
+    return Workload(read_prompt().document, tuple(steps))
+
+
+def _steps(part: Part, several: Iterable[str]) -> Iterator[Step]:
+    kind, tokens = _KINDS[part]
+    for number, words in enumerate(several):
+        yield Step(part, f"{kind} {number + 1}", number % 2 + 1, words, tokens)
 
 
 class Request(msgspec.Struct, frozen=True):
@@ -109,6 +180,17 @@ class CacheReport(msgspec.Struct, frozen=True):
             for tier, blocks in one.by_tier.items():
                 counted[tier] = counted.get(tier, 0) + blocks
         return counted
+
+    @property
+    def sums(self) -> dict[str, object]:
+        """The figures that its values add up to, for ``--json``."""
+        return {
+            "tokens_identical": self.tokens_identical,
+            "document_ratio": self.document_ratio,
+            "restart_ratio": self.restart_ratio,
+            "hit_rate_alone": hit_rate(self.alone),
+            "hit_rate_shared": hit_rate(self.shared),
+        }
 
 
 def hit_rate(requests: Iterable[Request]) -> float:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from asynckv.cli.demo.cache.report import CacheReport, Request
-from asynckv.cli.demo.cache.workload import (
+from asynckv.cli.demo.cache.report import (
     CHUNK_TOKENS,
+    CacheReport,
+    Request,
     Step,
     read_workload,
 )

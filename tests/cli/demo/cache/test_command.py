@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from asynckv.cli.demo.cache.command import demo_cache
+from asynckv.cli.demo.command import demo_cache
 
 COMMAND = (sys.executable, "-u", "-m", "asynckv", "demo", "cache")
 TINY = ("--model", "random-tiny")

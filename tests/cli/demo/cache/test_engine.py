@@ -10,7 +10,7 @@ import pytest
 
 import asynckv
 from asynckv.cli.demo.cache.engine import CacheEngine
-from asynckv.cli.demo.cache.workload import CHUNK_TOKENS
+from asynckv.cli.demo.cache.report import CHUNK_TOKENS
 from asynckv.cli.demo.messages import (
     Answered,
     Ask,

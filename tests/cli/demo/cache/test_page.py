@@ -11,9 +11,9 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from asynckv.cli.demo.cache.command import final_table
 from asynckv.cli.demo.cache.page import headline, render_page
 from asynckv.cli.demo.cache.report import CacheReport
+from asynckv.cli.demo.command import cache_table
 
 LookAt = Callable[..., dict[str, Any]]
 
@@ -78,7 +78,7 @@ def test_blocks_that_never_came_to_the_disk_are_told(cache_report: CacheReport) 
 def test_the_terminal_has_a_row_for_each_request(cache_report: CacheReport) -> None:
     console = Console(file=io.StringIO(), width=110)
     bad = msgspec.structs.replace(cache_report, problems=("turn 2: less",))
-    console.print(final_table(bad))
+    console.print(cache_table(bad))
     assert isinstance(console.file, io.StringIO)
     shown = console.file.getvalue()
     assert len(re.findall(r"^(question|turn|the new|the old) ", shown, re.M)) == 14

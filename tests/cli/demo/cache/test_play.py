@@ -13,7 +13,7 @@ import pytest
 from rich.console import Console
 
 from asynckv.cli.demo.cache.play import play_cache
-from asynckv.cli.demo.cache.workload import read_workload
+from asynckv.cli.demo.cache.report import read_workload
 from asynckv.cli.demo.live import LiveDisplay
 from asynckv.cli.demo.processes import WorkerEnded
 

@@ -1,4 +1,4 @@
-"""What figures add up to, and what counts as a problem."""
+"""What is asked of the engines, what figures add up to, and what is a problem."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ import msgspec
 import pytest
 
 from asynckv.cli.demo.cache.report import (
+    CHUNK_TOKENS,
     CacheReport,
     find_problems,
     hit_rate,
+    read_workload,
 )
-from asynckv.cli.demo.cache.workload import CHUNK_TOKENS
 
 
 def test_a_run_in_which_all_went_well_has_no_problem(cache_report: CacheReport) -> None:
@@ -71,3 +72,16 @@ def test_what_was_not_kept_is_told(
 ) -> None:
     (told,) = {*find_problems(changed(cache_report, place, **values))}
     assert problem in told
+
+
+def test_requests_go_to_one_engine_and_the_other_in_turn() -> None:
+    steps = read_workload().steps
+    assert [step.part for step in steps] == ["document"] * 6 + ["chat"] * 6
+    assert [step.engine for step in steps] == [1, 2] * 6
+    assert len({step.words for step in steps}) == 12
+
+
+def test_the_document_is_long_and_the_chat_is_not_about_it() -> None:
+    workload = read_workload()
+    assert len(workload.document) > 7_000
+    assert not any("Ansa" in step.words for step in workload.steps[6:])

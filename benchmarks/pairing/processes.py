@@ -1,4 +1,4 @@
-"""The processes that payload comes from; each ends when its pipe is closed."""
+"""The other processes of a benchmark, each of which ends when its pipe is closed."""
 
 from __future__ import annotations
 
@@ -7,28 +7,39 @@ import contextlib
 import multiprocessing
 import os
 import signal
+import sys
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager
+from functools import partial
 from multiprocessing.connection import Connection
 from typing import Final
 
+from asynckv.cli.bench.report import Settings
+from asynckv.cli.bench.rig import Rig, open_rig
 from asynckv.cli.bench.server import serving
-from asynckv.cli.bench.settings import Settings
-from asynckv.cli.process import run
-from benchmarks.peers.kinds import peer_class
-from benchmarks.peers.work import Pool, Work
+from asynckv.cli.process import LoopName, run
 
-__all__ = ("Served", "Source", "cpu_s_of", "own_process", "serving_peer", "serving_us")
+__all__ = (
+    "INLINE",
+    "OwnProcess",
+    "Served",
+    "cpu_s_of",
+    "on_two_cores",
+    "own_process",
+    "own_rig",
+)
 
 _START_S: Final = 90.0
 _STOP_GRACE_S: Final = 5.0
+INLINE: Final = "?payload=inline"
+"""Keeps peers of one host from mapping memory, as they choose by themselves."""
 
 Served = Callable[[], AbstractAsyncContextManager[str]]
 """Serves while it is entered, and yields the address."""
 
 
-class Source:
+class OwnProcess:
     """A process that serves. Made by :func:`own_process`."""
 
     def __init__(self, pid: int, address: str) -> None:
@@ -51,36 +62,19 @@ def cpu_s_of(pid: int) -> float:
 
 
 @contextlib.asynccontextmanager
-async def serving_us(url: str, settings: Settings) -> AsyncIterator[str]:
-    """Serve asynckv, and the raw baseline beside it."""
-    async with serving(url, settings) as address:
-        yield address
-
-
-@contextlib.asynccontextmanager
-async def serving_peer(name: str, works: Sequence[Work]) -> AsyncIterator[str]:
-    """Serve a peer with a pool of its own."""
-    kind = peer_class(name)
-    os.environ.update(kind.environ)
-    peer = kind(Pool.source(works), works)
-    try:
-        yield await peer.serve()
-    finally:
-        await peer.aclose()
-
-
-@contextlib.asynccontextmanager
-async def own_process(served: Served) -> AsyncIterator[Source]:
+async def own_process(
+    served: Served, loop: LoopName = "auto"
+) -> AsyncIterator[OwnProcess]:
     """Start a process, yield it once it serves, and end it at the end.
 
     :raises ChildProcessError: it cannot serve, or says nothing for long
     """
     context = multiprocessing.get_context("spawn")
     here, there = context.Pipe()
-    process = context.Process(target=_run, args=(served, there), daemon=False)
+    process = context.Process(target=_run, args=(served, there, loop), daemon=False)
     await asyncio.to_thread(process.start)
     there.close()
-    source = Source(process.pid or 0, "")
+    source = OwnProcess(process.pid or 0, "")
     try:
         source.address = await asyncio.to_thread(_address_from, here)
         yield source
@@ -92,6 +86,19 @@ async def own_process(served: Served) -> AsyncIterator[Source]:
         if process.is_alive():
             process.kill()
             process.join()
+
+
+@contextlib.asynccontextmanager
+async def own_rig(
+    settings: Settings, url: str = "tcp://127.0.0.1:0", query: str = INLINE
+) -> AsyncIterator[tuple[Rig, int]]:
+    """Serve a bench in a process of its own; yield its rig, and its process's number.
+
+    The baselines' raw sockets are those of ``asynckv bench``.
+    """
+    async with own_process(partial(serving, url, settings), settings.loop) as there:
+        async with open_rig(f"{there.address}{query}", settings) as rig:
+            yield rig, there.pid
 
 
 def _address_from(pipe: Connection) -> str:
@@ -106,8 +113,12 @@ def _address_from(pipe: Connection) -> str:
     return text
 
 
-def _run(served: Served, pipe: Connection) -> None:
-    run(_serve(served, pipe))
+def _run(served: Served, pipe: Connection, loop: LoopName) -> None:
+    run(_serve(served, pipe), loop)
+    # The baselines' threads may hold the last of torch's memory: one that lets go of
+    # it while the interpreter ends takes the process down.
+    sys.stdout.flush()
+    os._exit(0)
 
 
 async def _serve(served: Served, pipe: Connection) -> None:
@@ -123,3 +134,27 @@ async def _serve(served: Served, pipe: Connection) -> None:
         loop.add_reader(pipe.fileno(), over.set_result, None)
         await over
         loop.remove_reader(pipe.fileno())
+
+
+@contextlib.contextmanager
+def on_two_cores(*pids: int) -> Iterator[None]:
+    """Keep this process and those others on a core each, with all their threads.
+
+    Left alone, the scheduler puts two blocking threads on one core or on two as it
+    likes, and a ping between them takes 16 us or 70; event loops it keeps on two.
+    """
+    cores = sorted(os.sched_getaffinity(0))
+    _keep_on(os.getpid(), cores[:1])
+    for pid in pids:
+        _keep_on(pid, cores[-1:])
+    try:
+        yield
+    finally:
+        for pid in (os.getpid(), *pids):
+            _keep_on(pid, cores)
+
+
+def _keep_on(pid: int, cores: Sequence[int]) -> None:
+    for task in os.listdir(f"/proc/{pid}/task"):
+        with contextlib.suppress(ProcessLookupError):
+            os.sched_setaffinity(int(task), cores)

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 from cyclopts import App, CycloptsError
 
-from asynckv.cli.serve.options import ServeOptions
-from asynckv.cli.sources import ENVIRONMENT, from_file
+from asynckv.cli.options import ENVIRONMENT, ServeOptions, from_file
 from asynckv.errors import ConfigError
 from asynckv.types import KVFingerprint
 
