@@ -11,6 +11,7 @@ import dataclasses
 import functools
 import gc
 import importlib.util
+import itertools
 import logging
 import os
 import threading
@@ -40,7 +41,10 @@ from asynckv.transports.nccl.directions import NcclSettings
 from asynckv.transports.nccl.worker import WorkerUse
 from harness.fake_devices import FakeDevice, fake_device
 from harness.fake_gpus import FakeGpus
+from harness.forks import ForkServer, fork_server
 from harness.gpu_processes import GPU_KINDS, GpuKind, usable
+
+HERE: Final = Path(__file__).parent
 
 GRACE_S: Final = 1.0
 """How long what was closed or cancelled may take to be gone."""
@@ -103,7 +107,27 @@ def _let_torch_log_to_the_root() -> None:
             logger.propagate = True
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(
+    collector: pytest.Collector,
+) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+    report = yield
+    # Of several processes each begins with another share: what one has compiled, the
+    # others find, instead of compiling all of it side by side.
+    own: dict[str, Any] = getattr(collector.config, "workerinput", {})
+    if own and collector.path == HERE:
+        number, count = int(own["workerid"].removeprefix("gw")), own["workercount"]
+        shares = [report.result[first::count] for first in range(count)]
+        report.result = [*itertools.chain(*shares[number:], *shares[:number])]
+    return report
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(
+    config: pytest.Config, items: list[pytest.Item]
+) -> None:
+    if hasattr(config, "workerinput"):  # from here on in the same order
+        items.sort(key=lambda item: item.path)
     reasons = {"gpu": _why_no_gpu, "model": _why_no_model, "vllm": _why_no_vllm}
     for item in items:
         for marker, why_not in reasons.items():
@@ -298,6 +322,13 @@ def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
 def stranger_authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
     """Another one."""
     return Authority(tmp_path_factory.mktemp("stranger"))
+
+
+@pytest.fixture(scope="session")
+def forks() -> Iterator[ForkServer]:
+    """Forks processes for tests: cheaper than to start them."""
+    with fork_server() as forks:
+        yield forks
 
 
 @dataclasses.dataclass(frozen=True)
