@@ -31,6 +31,7 @@ class _Order(msgspec.Struct, frozen=True):
     code: str
     arguments: tuple[str, ...]
     environ: dict[str, str]
+    prints_errors: bool
 
 
 class Fork:
@@ -65,16 +66,19 @@ class ForkServer:
         self._orders = orders
 
     @contextlib.asynccontextmanager
-    async def running(self, code: str, *args: str) -> AsyncIterator[Fork]:
+    async def running(
+        self, code: str, *args: str, prints_errors: bool = False
+    ) -> AsyncIterator[Fork]:
         """Run ``code``; leaving kills it, if it still runs, and waits for its end.
 
-        ``args`` are in its ``sys.argv``, from 1 on; its standard input and output are
-        those of the :class:`Fork`.
+        ``args`` are in its ``sys.argv``, from 1 on; its standard input and output, and
+        its errors if it ``prints_errors``, are those of the :class:`Fork`.
         """
         (talk, theirs), (notes, watched) = socket.socketpair(), socket.socketpair()
         with theirs, watched:
-            order = msgspec.json.encode(_Order(code, args, dict(os.environ)))
-            socket.send_fds(self._orders, [order], [theirs.fileno(), watched.fileno()])
+            order = _Order(code, args, dict(os.environ), prints_errors)
+            ends = [theirs.fileno(), watched.fileno()]
+            socket.send_fds(self._orders, [msgspec.json.encode(order)], ends)
         reader, watching = await asyncio.open_connection(sock=notes)
         talking = await asyncio.open_connection(sock=talk)
         fork = Fork(int(await reader.readline()), talking, reader)
@@ -87,6 +91,11 @@ class ForkServer:
                 writer.close()
                 with contextlib.suppress(ConnectionError):
                     await writer.wait_closed()
+
+    async def printed_by(self, code: str, *args: str) -> str:
+        """Run ``code`` to its end; return what it printed, with its errors."""
+        async with self.running(code, *args, prints_errors=True) as fork:
+            return (await fork.stdout.read()).decode()
 
 
 @contextlib.contextmanager
@@ -119,6 +128,8 @@ def main() -> str:
                 os._exit(0)
             elif _is_watched(*descriptors):
                 break
+    if order.prints_errors:
+        os.dup2(1, 2)
     os.environ.clear()
     os.environ.update(order.environ)
     sys.argv[1:] = order.arguments

@@ -50,3 +50,8 @@ async def test_leaving_kills_what_still_runs(forks: ForkServer) -> None:
     async with forks.running(ECHO) as process:
         assert await ask(process, "1") == "1"
     assert await process.wait() == -signal.SIGKILL
+
+
+async def test_what_it_printed_is_told_with_its_errors(forks: ForkServer) -> None:
+    code = "import sys\nprint(sys.argv[1], flush=True)\nsys.exit('an error')"
+    assert await forks.printed_by(code, "1") == "1\nan error\n"
