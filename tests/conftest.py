@@ -11,10 +11,12 @@ import dataclasses
 import functools
 import gc
 import importlib.util
+import itertools
+import logging
 import os
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Generator, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Generator, Iterator, Mapping, Set
 from multiprocessing import resource_tracker
 from pathlib import Path
 from types import ModuleType
@@ -39,7 +41,10 @@ from asynckv.transports.nccl.directions import NcclSettings
 from asynckv.transports.nccl.worker import WorkerUse
 from harness.fake_devices import FakeDevice, fake_device
 from harness.fake_gpus import FakeGpus
+from harness.forks import ForkServer, fork_server
 from harness.gpu_processes import GPU_KINDS, GpuKind, usable
+
+HERE: Final = Path(__file__).parent
 
 GRACE_S: Final = 1.0
 """How long what was closed or cancelled may take to be gone."""
@@ -82,7 +87,47 @@ def pytest_configure() -> None:
         os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [*paths, home]))
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    # All of it stays: to search it for garbage, over and over, takes a third longer.
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
+        _let_torch_log_to_the_root()
+
+
+def _let_torch_log_to_the_root() -> None:
+    # Else pytest gives its handlers to each of 50 loggers, and takes them again, six
+    # times a test.
+    for name, logger in logging.root.manager.loggerDict.items():
+        if name.partition(".")[0] == "torch" and isinstance(logger, logging.Logger):
+            logger.propagate = True
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(
+    collector: pytest.Collector,
+) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+    report = yield
+    # Of several processes each begins with another share: what one has compiled, the
+    # others find, instead of compiling all of it side by side.
+    own: dict[str, Any] = getattr(collector.config, "workerinput", {})
+    if own and collector.path == HERE:
+        number, count = int(own["workerid"].removeprefix("gw")), own["workercount"]
+        shares = [report.result[first::count] for first in range(count)]
+        report.result = [*itertools.chain(*shares[number:], *shares[:number])]
+    return report
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(
+    config: pytest.Config, items: list[pytest.Item]
+) -> None:
+    if hasattr(config, "workerinput"):  # from here on in the same order
+        items.sort(key=lambda item: item.path)
     reasons = {"gpu": _why_no_gpu, "model": _why_no_model, "vllm": _why_no_vllm}
     for item in items:
         for marker, why_not in reasons.items():
@@ -211,17 +256,14 @@ def garbage() -> Iterator[_Garbage]:
     gc.callbacks.append(garbage.note)
     yield garbage
     gc.callbacks.remove(garbage.note)
-    gc.unfreeze()
 
 
 @pytest.fixture(autouse=True)
-def what_was_imported_is_no_garbage(garbage: _Garbage) -> None:
-    garbage.tidy()
-
-
-@pytest.fixture(autouse=True)
-def nothing_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
+def nothing_left_behind(
+    request: pytest.FixtureRequest, garbage: _Garbage
+) -> Iterator[None]:
     """Fail a test that leaves a thread, a child process or a descriptor behind."""
+    garbage.tidy()
     if request.node.get_closest_marker("multiprocess") is not None:
         resource_tracker.ensure_running()  # it stays until the interpreter ends
     before = _Belongings.now()
@@ -279,48 +321,49 @@ def stranger_authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
     return Authority(tmp_path_factory.mktemp("stranger"))
 
 
+@pytest.fixture(scope="session")
+def forks() -> Iterator[ForkServer]:
+    """Forks processes for tests: cheaper than to start them."""
+    with fork_server() as forks:
+        yield forks
+
+
 @dataclasses.dataclass(frozen=True)
 class _Belongings:
-    """What this process has that outlives a test: by what it is, and its name."""
+    """What this process has that outlives a test."""
 
-    threads: Mapping[threading.Thread, str]
-    processes: Mapping[int, str]
-    descriptors: Mapping[tuple[int, str], str]
+    threads: Set[threading.Thread]
+    processes: Set[str]
+    descriptors: Set[tuple[str, str]]
 
     @classmethod
     def now(cls) -> _Belongings:
         return cls(
-            threads={thread: repr(thread) for thread in threading.enumerate()},
-            processes={pid: f"process {pid}" for pid in _children()},
-            descriptors={
-                (fd, target): f"descriptor {fd}, {target}"
-                for fd, target in _descriptors()
-            },
+            threads=set(threading.enumerate()),
+            processes=set(_children()),
+            descriptors=set(_descriptors()),
         )
 
     def beyond(self, before: _Belongings) -> list[str]:
         """Name what is here and was not ``before``."""
+        descriptors = sorted(self.descriptors - before.descriptors)
         return [
-            f"  {name}"
-            for now, then in (
-                (self.threads, before.threads),
-                (self.processes, before.processes),
-                (self.descriptors, before.descriptors),
-            )
-            for item, name in now.items()
-            if item not in then
+            *(f"  {thread!r}" for thread in self.threads - before.threads),
+            *(f"  process {pid}" for pid in sorted(self.processes - before.processes)),
+            *(f"  descriptor {fd}, {target}" for fd, target in descriptors),
         ]
 
 
-def _children() -> Iterator[int]:
-    for children in Path("/proc/self/task").glob("*/children"):
+def _children() -> Iterator[str]:
+    for thread in os.listdir("/proc/self/task"):
         try:
-            yield from map(int, children.read_text().split())
+            with open(f"/proc/self/task/{thread}/children") as children:
+                yield from children.read().split()
         except OSError:
-            continue  # that thread has just ended
+            continue  # it has just ended
 
 
-def _descriptors() -> Iterator[tuple[int, str]]:
+def _descriptors() -> Iterator[tuple[str, str]]:
     """Sockets, pipes, event loops and shared memory; not the files of libraries."""
     for name in os.listdir("/proc/self/fd"):
         try:
@@ -328,7 +371,7 @@ def _descriptors() -> Iterator[tuple[int, str]]:
         except OSError:
             continue  # the descriptor of this listing
         if not target.startswith("/") or target.startswith(("/memfd:", "/dev/shm/")):
-            yield int(name), target
+            yield name, target
 
 
 @pytest.fixture(params=GPU_KINDS)

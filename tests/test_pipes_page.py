@@ -2,8 +2,6 @@ from __future__ import annotations
 
 import asyncio
 import re
-import subprocess
-import sys
 import textwrap
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -16,6 +14,7 @@ import asynckv
 from asynckv import KVPipe
 from asynckv.testing.blocked import until
 from asynckv.testing.pairs import free_port, open_pipe_pair
+from harness.forks import ForkServer
 
 PAGE = (Path(__file__).parents[1] / "docs" / "pipes.md").read_text()
 SNIPPETS = re.findall(r"^```python\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
@@ -123,8 +122,6 @@ async def test_the_ranks_of_the_snippet_meet() -> None:
 
 
 @pytest.mark.multiprocess
-def test_the_whole_program_on_the_page_runs() -> None:
-    code = snippet_with("asyncio.run")
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+async def test_the_whole_program_on_the_page_runs(forks: ForkServer) -> None:
     shown = "".join(f"torch.Size([2, 4]) {layer}\n" for layer in range(3))
-    assert (done.stdout, done.stderr) == (shown, "")
+    assert await forks.printed_by(snippet_with("asyncio.run")) == shown

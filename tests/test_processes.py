@@ -1,16 +1,17 @@
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
 
 from asynckv.processes import ProcessBound
+from harness.forks import ForkServer
 
 FORK = """
-import asyncio, os, sys
+import asyncio, os, sys, warnings
 import torch
 import asynckv
+
+# Newer Pythons warn of what this is about: a fork beside other threads.
+warnings.simplefilter("ignore", DeprecationWarning)
 
 async def refused(*calls):
     for call in calls:
@@ -75,14 +76,11 @@ asyncio.run(main())
 
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("scheme", ["tcp", "unix"])
-def test_a_forked_child_can_use_nothing_and_harms_nothing(
-    scheme: str, tmp_path: object
+async def test_a_forked_child_can_use_nothing_and_harms_nothing(
+    forks: ForkServer, scheme: str, tmp_path: object
 ) -> None:
     url = "tcp://127.0.0.1:0" if scheme == "tcp" else f"unix://{tmp_path}/a.sock"
-    # Newer Pythons warn of what this is about: a fork beside other threads.
-    command = [sys.executable, "-W", "ignore::DeprecationWarning", "-c", FORK, url]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=50)
-    assert (run.stdout, run.stderr) == ("the parent went on\n", "")
+    assert await forks.printed_by(FORK, url) == "the parent went on\n"
 
 
 def test_what_was_made_here_is_no_copy() -> None:

@@ -1,13 +1,12 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 import asynckv
+from harness.forks import ForkServer
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted(
@@ -20,14 +19,9 @@ def python_snippets() -> list[str]:
     return re.findall(r"^```python\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
 
 
-def test_the_first_snippet_does_what_it_says() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", python_snippets()[0]],
-        capture_output=True,
-        text=True,
-        timeout=50,
-    )
-    assert (done.stdout, done.stderr) == ("1500 True\n", "")
+@pytest.mark.multiprocess
+async def test_the_first_snippet_does_what_it_says(forks: ForkServer) -> None:
+    assert await forks.printed_by(python_snippets()[0]) == "1500 True\n"
 
 
 def test_every_name_that_the_readme_promises_is_there() -> None:
@@ -56,10 +50,8 @@ def test_every_source_file_that_a_page_names_exists(page: Path) -> None:
     assert [path for path in named - example if not (ROOT / path).exists()] == []
 
 
-def test_the_fastapi_snippet_is_an_app() -> None:
+@pytest.mark.multiprocess
+async def test_the_fastapi_snippet_is_an_app(forks: ForkServer) -> None:
     snippet = next(text for text in python_snippets() if "FastAPI(" in text)
     code = snippet + "print(*app.openapi()['paths'])"
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=50
-    )
-    assert (done.stdout, done.stderr) == ("/decode\n", "")
+    assert await forks.printed_by(code) == "/decode\n"

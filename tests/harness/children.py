@@ -6,8 +6,21 @@ import asyncio
 import contextlib
 import sys
 from collections.abc import AsyncIterator
+from typing import Protocol
 
-__all__ = ("ask", "line_of", "running", "tell")
+__all__ = ("Talks", "ask", "line_of", "running", "tell")
+
+
+class Talks(Protocol):
+    """A process whose standard input and output are here."""
+
+    @property
+    def stdin(self) -> asyncio.StreamWriter | None:
+        """What it reads."""
+
+    @property
+    def stdout(self) -> asyncio.StreamReader | None:
+        """What it prints."""
 
 
 @contextlib.asynccontextmanager
@@ -28,14 +41,14 @@ async def running(code: str, *args: str) -> AsyncIterator[asyncio.subprocess.Pro
         await process.communicate()
 
 
-async def line_of(process: asyncio.subprocess.Process) -> str:
+async def line_of(process: Talks) -> str:
     """Wait for what it prints next; an empty line if it has ended."""
     if process.stdout is None:
         raise ValueError("what it prints goes elsewhere")
     return (await process.stdout.readline()).decode().strip()
 
 
-async def tell(process: asyncio.subprocess.Process, line: str) -> None:
+async def tell(process: Talks, line: str) -> None:
     """Write a line to its standard input."""
     if process.stdin is None:
         raise ValueError("it reads from elsewhere")
@@ -43,7 +56,7 @@ async def tell(process: asyncio.subprocess.Process, line: str) -> None:
     await process.stdin.drain()
 
 
-async def ask(process: asyncio.subprocess.Process, line: str) -> str:
+async def ask(process: Talks, line: str) -> str:
     """Write a line to it, and wait for what it prints next."""
     await tell(process, line)
     return await line_of(process)

@@ -1,9 +1,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
-import subprocess
-import sys
 import threading
 
 import pytest
@@ -19,6 +18,8 @@ from asynckv.protocol.frames import (
 )
 from asynckv.protocol.values import Limits
 from asynckv.testing.blocked import until
+from harness.children import line_of
+from harness.forks import ForkServer
 from harness.link_pairs import Hearer, linked, name_of
 
 pytestmark = pytest.mark.both_loops
@@ -171,16 +172,15 @@ async def test_a_loop_that_stalls_judges_nobody() -> None:
 
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("stop", [signal.SIGSTOP, signal.SIGKILL])
-async def test_a_process_that_is_frozen_or_killed_is_lost(stop: signal.Signals) -> None:
-    with subprocess.Popen(  # noqa: ASYNC220 - the loop does nothing else
-        [sys.executable, "-c", _LISTENING], stdout=subprocess.PIPE, text=True
-    ) as process:
-        assert process.stdout is not None
-        url = process.stdout.readline().strip()
-        link = await dial(url, identity=name_of("a"), limits=Limits(heartbeat_ms=100))
+async def test_a_process_that_is_frozen_or_killed_is_lost(
+    forks: ForkServer, stop: signal.Signals
+) -> None:
+    async with forks.running(_LISTENING) as process:
+        url, limits = await line_of(process), Limits(heartbeat_ms=100)
+        link = await dial(url, identity=name_of("a"), limits=limits)
         hearer = Hearer()
         link.open_stream(hearer, OpenPipe())
-        process.send_signal(stop)
+        os.kill(process.pid, stop)
         loss = await hearer.loss()
         process.kill()
         await link.aclose()

@@ -10,8 +10,8 @@ from typing import cast
 import pytest
 
 from asynckv.links.fd_socket import has_fd_sockets
-from harness import children
 from harness.children import ask, line_of
+from harness.forks import Fork, ForkServer
 from harness.gpu_processes import BEGIN, GpuKind, usable
 
 pytestmark = [
@@ -105,26 +105,26 @@ except asynckv.PipeBroken:
 
 @contextlib.asynccontextmanager
 async def connected(
-    way: str, how: str
-) -> AsyncIterator[tuple[asyncio.subprocess.Process, asyncio.subprocess.Process]]:
+    forks: ForkServer, way: str, how: str
+) -> AsyncIterator[tuple[Fork, Fork]]:
     """Start both, and wait until the sender has sent."""
     kind = way if way == "map" else usable(cast(GpuKind, way))
     transport = "map" if way == "map" else "cuda_ipc"
     async with (
         asyncio.timeout(50),
-        children.running(BEGIN + RECEIVER, kind, how) as receiver,
+        forks.running(BEGIN + RECEIVER, kind, how) as receiver,
     ):
         url = await line_of(receiver)
-        async with children.running(BEGIN + SENDER, kind, url) as sender:
+        async with forks.running(BEGIN + SENDER, kind, url) as sender:
             assert await line_of(sender) == await line_of(receiver) == transport
             assert await ask(sender, "send") == "sent"
             yield sender, receiver
 
 
 @WAYS
-async def test_two_processes_send_through_memory(way: str) -> None:
+async def test_two_processes_send_through_memory(forks: ForkServer, way: str) -> None:
     device = "cpu" if way == "map" else "cuda"
-    async with connected(way, "take") as (sender, receiver):
+    async with connected(forks, way, "take") as (sender, receiver):
         assert await line_of(receiver) == f"{device} 1.0"
         assert await line_of(receiver) == f"{device} 2.0"
         assert await ask(sender, "go") == "end"
@@ -132,8 +132,10 @@ async def test_two_processes_send_through_memory(way: str) -> None:
 
 
 @DEATHS
-async def test_a_sender_that_is_killed_while_it_is_read(way: str) -> None:
-    async with connected(way, "hold") as (sender, receiver):
+async def test_a_sender_that_is_killed_while_it_is_read(
+    forks: ForkServer, way: str
+) -> None:
+    async with connected(forks, way, "hold") as (sender, receiver):
         assert await line_of(receiver) == "reads"
         sender.kill()
         while (said := await line_of(receiver)) == "reads":
@@ -142,8 +144,10 @@ async def test_a_sender_that_is_killed_while_it_is_read(way: str) -> None:
 
 
 @DEATHS
-async def test_a_receiver_that_is_killed_while_it_reads(way: str) -> None:
-    async with connected(way, "hold") as (sender, receiver):
+async def test_a_receiver_that_is_killed_while_it_reads(
+    forks: ForkServer, way: str
+) -> None:
+    async with connected(forks, way, "hold") as (sender, receiver):
         assert await line_of(receiver) == "reads"
         assert await ask(sender, "held") == "2 True"
         receiver.kill()

@@ -3,9 +3,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-import subprocess
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -37,6 +34,7 @@ from asynckv.testing import (
 from asynckv.testing.blocked import until
 from asynckv.testing.pairs import free_port, open_group
 from asynckv.testing.pipe_checks import PIPE_CHECKS, PipeCheck
+from harness.forks import ForkServer
 
 CHECKS_OF_ONE_SIDE = [
     check
@@ -260,23 +258,16 @@ asyncio.run(main(int(sys.argv[1])))
 """
 
 
-@pytest.fixture
-def sending_rank() -> Iterator[tuple[subprocess.Popen[bytes], int]]:
-    """Another process that is rank 1 of 2, and the port of rank 0."""
-    port = free_port()
-    command = [sys.executable, "-c", SENDING_RANK, str(port)]
-    with subprocess.Popen(command) as process:
-        yield process, port
-        process.kill()
-
-
 @pytest.mark.both_loops
 @pytest.mark.multiprocess
 async def test_a_rank_that_is_killed_in_the_middle_is_lost_and_named(
-    sending_rank: tuple[subprocess.Popen[bytes], int],
+    forks: ForkServer,
 ) -> None:
-    process, port = sending_rank
-    async with join_group(rank=0, size=2, host="127.0.0.1", port=port) as group:
+    port = free_port()
+    async with (
+        forks.running(SENDING_RANK, str(port)) as process,
+        join_group(rank=0, size=2, host="127.0.0.1", port=port) as group,
+    ):
         for _ in range(3):
             assert await group.prev_pipe.recv_tensor() is not None
         process.kill()
