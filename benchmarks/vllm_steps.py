@@ -142,7 +142,7 @@ class _Runner:
         self._take_blocks(name)
         self.scheduler.on_new_request(request)
         count, _ = self.scheduler.matched_tokens(request, 0)
-        self.scheduler.allocated(request, self._of[name], count)
+        self.scheduler.allocated(request, lambda: self._of[name], count)
         return request
 
     def finish(self, request: _Request) -> dict[str, Any]:

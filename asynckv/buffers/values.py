@@ -58,11 +58,10 @@ class EvictionOrder(Generic[K]):
 
         It would free ``nbytes``.
         """
-        self.discard(key)
+        self.nbytes += nbytes - self._nbytes_of.pop(key, 0)
         self._nbytes_of[key] = nbytes
         if not is_used:
             self._nbytes_of.move_to_end(key, last=False)
-        self.nbytes += nbytes
 
     def discard(self, key: K) -> None:
         """Take ``key`` out; nothing happens if it is not in here."""
@@ -325,7 +324,8 @@ class StoredValues:
         """End the holds on all that there are."""
         for one in held:
             if one is not None:
-                self.release(one)
+                self._release(one)
+        self.room.change()
 
     def hold_names(self, names: Sequence[Name]) -> list[PinnedValue | None]:
         """As :meth:`hold`, and that is no use of them."""
@@ -337,6 +337,10 @@ class StoredValues:
 
     def release(self, pinned: PinnedValue) -> None:
         """End one reader's hold; a second call does nothing."""
+        self._release(pinned)
+        self.room.change()
+
+    def _release(self, pinned: PinnedValue) -> None:
         if not pinned.is_held:
             return
         pinned.is_held = False
@@ -349,7 +353,6 @@ class StoredValues:
             self._now_idle(value, is_used=not value.is_unread)
         else:
             value.region.release()
-        self.room.change()
 
     def remove(self, key: str, owner: Owner) -> bool:
         """Forget ``key``; ``True`` if it was there."""
@@ -394,7 +397,7 @@ class StoredValues:
     def has(self, keys: Sequence[str], owner: Owner) -> tuple[bool, ...]:
         """Tell of each key if its ``owner`` has it."""
         self._check_open()
-        return tuple(self._live((key, owner)) is not None for key in keys)
+        return tuple([self._live((key, owner)) is not None for key in keys])
 
     async def nearest(self, keys: Sequence[str], owner: Owner) -> list[str | None]:
         """Tell of each key where it is: in ``"memory"``, in which tier, or nowhere.

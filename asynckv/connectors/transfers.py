@@ -29,7 +29,6 @@ __all__ = (
     "TransferState",
     "Transfers",
     "Way",
-    "flat",
     "output_of",
     "reason_of",
     "results_of",
@@ -66,7 +65,7 @@ class TransferState:
 
     request_id: str
     way: Way
-    block_ids: frozenset[int] = frozenset()
+    block_ids: BlockIds = ()
     phase: Phase = Phase.MOVING
     reason: str = ""
     is_cancelled: bool = False
@@ -112,7 +111,7 @@ class TransferLedger:
         return len(self._states)
 
     def begin(
-        self, request_id: str, way: Way, block_ids: frozenset[int] = frozenset()
+        self, request_id: str, way: Way, block_ids: BlockIds = ()
     ) -> TransferState | None:
         """A transfer is issued; ``None``, and counted, if one is under way already."""
         name = (request_id, way)
@@ -221,7 +220,7 @@ class ExpectedLoads:
 
     def begin(self, request_id: str, block_ids: BlockIds) -> TransferState | None:
         """A load is ordered; ``None``, and counted, if the request has one."""
-        return self._ledger.begin(request_id, "recv", frozenset(flat(block_ids)))
+        return self._ledger.begin(request_id, "recv", block_ids)
 
     def abort(self, request_id: str) -> bool:
         """Nobody waits for it; ``True``: its blocks must stay until it has ended."""
@@ -247,7 +246,7 @@ class ExpectedLoads:
             finished_recving=frozenset(state.request_id for state in states),
             failed_recving=frozenset(state.request_id for state in failed),
             # What else the workers name may be somebody else's by now.
-            invalid_block_ids=frozenset[int]().union(*(f.block_ids for f in failed)),
+            invalid_block_ids=_blocks_of(failed),
             reasons={state.request_id: state.reason for state in failed},
         )
 
@@ -256,9 +255,9 @@ class ExpectedLoads:
         self._aborts.clear()
 
 
-def flat(block_ids: BlockIds) -> Iterable[int]:
-    """Return the blocks of all groups."""
-    return (block for group in block_ids for block in group)
+def _blocks_of(states: Iterable[TransferState]) -> frozenset[int]:
+    """Return the blocks of all groups of these."""
+    return frozenset[int]().union(*(one for state in states for one in state.block_ids))
 
 
 logger = logging.getLogger(__name__)
@@ -303,7 +302,7 @@ class Transfers:
         request_id: str,
         way: Way,
         run: Callable[[], Coroutine[Any, Any, None]],
-        block_ids: Iterable[int] = (),
+        block_ids: BlockIds = (),
         ended: Callable[[], None] | None = None,
     ) -> TransferState | None:
         """Run a transfer; ``None``, and counted, if the request has one of that way.
@@ -316,7 +315,7 @@ class Transfers:
             if ended is not None:
                 ended()
             return None
-        state = self.ledger.begin(request_id, way, frozenset(block_ids))
+        state = self.ledger.begin(request_id, way, block_ids)
         if state is None:
             return None
         task = asyncio.get_running_loop().create_task(
@@ -332,13 +331,13 @@ class Transfers:
         self,
         request_id: str,
         way: Way,
-        block_ids: Iterable[int],
+        block_ids: BlockIds,
         reason: str,
         *,
         lacks_room: bool = False,
     ) -> None:
         """Tell of a transfer that could not even begin."""
-        state = self.ledger.begin(request_id, way, frozenset(block_ids))
+        state = self.ledger.begin(request_id, way, block_ids)
         if state is not None:
             state.lacks_room = lacks_room
             self.ledger.settle(state, reason)
@@ -426,7 +425,7 @@ class Transfers:
             ),
             finished_recving=frozenset(state.request_id for state in received),
             failed_recving=frozenset(state.request_id for state in failed),
-            invalid_block_ids=frozenset[int]().union(*(f.block_ids for f in failed)),
+            invalid_block_ids=_blocks_of(failed),
             reasons={
                 state.request_id: state.reason for state in states if state.reason
             },

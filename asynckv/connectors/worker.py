@@ -25,7 +25,7 @@ from asynckv.connectors.requests import (
     LoadRequest,
     StoreRequest,
 )
-from asynckv.connectors.transfers import Transfers, flat, reason_of
+from asynckv.connectors.transfers import Transfers, reason_of
 from asynckv.devices.copying import CopyPool
 from asynckv.devices.cuda import Event
 from asynckv.devices.lanes import DeviceLanes
@@ -68,7 +68,7 @@ class Loading(abc.ABC):
             logger.exception("no load of %s began", as_line(request.request_id))
             refusal = reason_of(exc)
         if refusal and (request.block_ids or request.refusal):
-            blocks = flat(request.block_ids)
+            blocks = request.block_ids
             self._transfers.refuse(request.request_id, "recv", blocks, refusal)
 
     @abc.abstractmethod

@@ -247,7 +247,8 @@ class TierStack(LowerTiers):
         self._write_later(name, self.clients)
 
     def used(self, name: Name) -> None:
-        later = self._later.pop(name, ())
+        if not (later := self._later.pop(name, ())):
+            return
         takers = [one for one in later if one.takes_writes]
         self._write_later(name, [one for one in later if one not in takers])
         if takers:

@@ -56,8 +56,8 @@ async def ended(transfers: Transfers, count: int = 1) -> None:
 
 
 async def test_each_end_is_told_once_with_its_reason(transfers: Transfers) -> None:
-    transfers.begin("good", "recv", nothing, [1])
-    transfers.begin("bad", "recv", fails, [2, 3])
+    transfers.begin("good", "recv", nothing, ((1,),))
+    transfers.begin("bad", "recv", fails, ((2,), (3,)))
     transfers.begin("sent", "send", fails)
     await ended(transfers, 3)
     results = transfers.results()
@@ -72,7 +72,7 @@ async def test_each_end_is_told_once_with_its_reason(transfers: Transfers) -> No
 async def test_one_that_could_not_begin_is_told_too(transfers: Transfers) -> None:
     told: list[KVTransferResults] = []
     transfers.call_when_ended(lambda: told.append(transfers.results()))
-    transfers.refuse("r", "recv", [1, 2], "no such peer")
+    transfers.refuse("r", "recv", ((1, 2),), "no such peer")
     assert told[0].finished_recving == told[0].failed_recving == {"r"}
     assert told[0].invalid_block_ids == {1, 2}
     assert told[0].reasons == {"r": "no such peer"}
@@ -87,7 +87,7 @@ async def test_a_cancelled_one_is_told_when_it_is_quiet(transfers: Transfers) ->
         finally:
             await quiet.wait()
 
-    transfers.begin("r", "recv", stubborn, [1])
+    transfers.begin("r", "recv", stubborn, ((1,),))
     await asyncio.sleep(0)
     transfers.cancel("r", "recv")
     await asyncio.sleep(0)
@@ -147,7 +147,9 @@ async def test_what_begins_while_it_is_closing_is_refused(
     await asyncio.sleep(0)
     closing = asyncio.create_task(transfers.aclose())
     await until_blocked(closing)
-    late = transfers.begin("new", "recv", for_ever, [1], lambda: called.append("end"))
+    late = transfers.begin(
+        "new", "recv", for_ever, ((1,),), lambda: called.append("end")
+    )
     quiet.set()
     await closing  # it waits for no load that had the time to begin
     assert (late, called) == (None, ["end"])
@@ -206,14 +208,14 @@ def test_the_two_directions_of_a_request_are_two_transfers(
 def test_what_was_cancelled_fails_even_if_all_of_it_came(
     ledger: TransferLedger,
 ) -> None:
-    state = ledger.begin("r", "recv", frozenset({1, 2}))
+    state = ledger.begin("r", "recv", ((1, 2),))
     assert ledger.cancel("r", "recv") is state
     assert ledger.cancel("r", "recv") is None, "it is stopping already"
     assert state is not None and not state.is_over
     ledger.settle(state)
     (told,) = ledger.take_unreported()
     assert told.reason == "cancelled"
-    assert told.block_ids == {1, 2}
+    assert told.block_ids == ((1, 2),)
     assert told.phase is Phase.TOLD
 
 

@@ -142,14 +142,14 @@ class ServedPin:
     ) -> None:
         self._service = service
         self._stream = stream
-        self._charged = REQUEST_NBYTES + sum(len(key.encode()) for key in keys)
+        self._charged = _nbytes_of(keys)
         self._pinned = pinned
         try:
             service.kept.queries.take(self._charged)
         except BaseException:
             service.values.release_all(pinned)
             raise
-        stream.send(Pinned(tuple(one is not None for one in pinned)))
+        stream.send(Pinned(tuple([one is not None for one in pinned])))
 
     def on_frame(self, frame: Frame, body: bytes) -> None:
         if not isinstance(frame, Cancel):
@@ -185,9 +185,9 @@ class ServedFromTiers:
         self._stream = stream
         self._answer = answer
         self._next: StreamHandler | None = None
-        nbytes = REQUEST_NBYTES + sum(len(key.encode()) for key in keys)
         self._task = service.run_kept(
-            service.kept.queries, nbytes, self._run, "values from lower tiers"
+            *(service.kept.queries, _nbytes_of(keys)),
+            *(self._run, "values from lower tiers"),
         )
         service.under_way.add(self._task)
         self._task.add_done_callback(service.ended)
@@ -322,9 +322,10 @@ class StoreService(Service):
                 return ServedPut(self, stream, frame, body)
             frame = Delete(frame.key)
         keys = frame.keys if isinstance(frame, Contains | Pin) else (frame.key,)
-        is_far = self.values.lower is not None and not all(self.values.has(keys, owner))
-        if isinstance(frame, Pin):  # of many keys: others have their turn in between
-            is_far |= len(keys) > _HELD_AT_ONCE
+        # Of many keys: others have their turn in between.
+        is_far = isinstance(frame, Pin) and len(keys) > _HELD_AT_ONCE
+        if not is_far and self.values.lower is not None:
+            is_far = not all(self.values.has(keys, owner))
         if not (is_far or isinstance(frame, Stat)):
             return self._answer(stream, frame)
         return ServedFromTiers(
@@ -409,6 +410,11 @@ class StoreService(Service):
             if pinned is None:
                 self.kept.queries.give(REQUEST_NBYTES)
         return pinned
+
+
+def _nbytes_of(keys: Sequence[str]) -> int:
+    """Return what a request for so many values keeps here."""
+    return REQUEST_NBYTES + len("".join(keys).encode())
 
 
 _NOWHERE: Final = 255

@@ -33,7 +33,6 @@ from asynckv.connectors.requests import LoadRequest, P2PMetadata
 from asynckv.connectors.transfers import (
     Transfers,
     TransferState,
-    flat,
 )
 from asynckv.connectors.worker import Loading
 from asynckv.devices.cuda import Event
@@ -282,7 +281,7 @@ class P2PLoading(Loading):
             request.request_id,
             "recv",
             lambda: self._load(load),
-            flat(request.block_ids),
+            request.block_ids,
             lambda: self._ended(load),
         )
         if state is None:

@@ -152,6 +152,8 @@ class StoreScheduler(
     ) -> tuple[int | None, bool]:
         self._check_thread()
         known = self._known(request)
+        if known.is_asked and known.stored is None and not known.is_loaded:
+            return None, False  # as most often: many are asked of in every step
         if not self._loads.are_free(request.request_id):
             return None, False  # an older load of that id is not quiet yet
         if known.is_loaded or not self._is_consumer or not known.keys:

@@ -31,11 +31,7 @@ from asynckv.connectors.engine import (
 from asynckv.connectors.options import ConnectorOptions
 from asynckv.connectors.requests import StoreMetadata, StorePart, StoreRequest
 from asynckv.connectors.store.packing import PackedBlocks
-from asynckv.connectors.transfers import (
-    TransferCounters,
-    Transfers,
-    flat,
-)
+from asynckv.connectors.transfers import TransferCounters, Transfers
 from asynckv.connectors.worker import CacheWorker, Loading
 from asynckv.devices.cuda import Event
 from asynckv.devices.lanes import DeviceLanes
@@ -263,8 +259,7 @@ class StoreLoading(Loading):
     def _begin(self, request: StoreRequest) -> None:
         packed = self._rank.packed()
         load = functools.partial(self.load, request, packed, packed.moves.now())
-        blocks = flat(request.block_ids)
-        self._transfers.begin(request.request_id, "recv", load, blocks)
+        self._transfers.begin(request.request_id, "recv", load, request.block_ids)
 
     def clear(self) -> None:
         """Loads happen between steps."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final
@@ -111,9 +112,7 @@ class AsyncKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
     ) -> None:
-        if self._scheduling.knows(request.request_id):
-            block_ids = blocks.get_block_ids()
-            self._scheduling.allocated(request, block_ids, num_external_tokens)
+        self._scheduling.allocated(request, blocks.get_block_ids, num_external_tokens)
 
     def build_connector_meta(
         self, scheduler_output: SchedulerOutput
@@ -283,7 +282,7 @@ class AsyncKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             attention=self._attention,
         )
 
-    @property
+    @functools.cached_property
     def _scheduling(self) -> SchedulerRole:
         """Made when it is first needed: then the workers have told of theirs."""
         if self._scheduler is None:
@@ -299,7 +298,7 @@ class AsyncKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 logger.warning(_NOT_TOLD)
         return self._scheduler
 
-    @property
+    @functools.cached_property
     def _working(self) -> WorkerRole:
         if self._worker is None:
             raise RuntimeError("this is the scheduler's connector, not a worker's")

@@ -9,7 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final
 
-__all__ = ("COUNTERS", "GAUGES", "added", "gauges_of", "summary")
+from asynckv.abc import KVConnectorMetadata
+
+__all__ = ("COUNTERS", "GAUGES", "added", "gauges_of", "saved_by", "summary")
 
 COUNTERS: Final = {
     "loads": "Requests whose KV was loaded, on all ranks.",
@@ -56,6 +58,14 @@ def gauges_of(statistics: object) -> dict[str, int]:
     if (is_reachable := getattr(statistics, "is_reachable", None)) is not None:
         found["store_reachable"] = int(is_reachable)
     return found
+
+
+def saved_by(orders: KVConnectorMetadata) -> frozenset[str]:
+    """Return whose prompts a step saves, and does not refuse to."""
+    saves = getattr(orders, "saves", ())
+    return frozenset(
+        [one.request_id for one in saves if not getattr(one, "refusal", "")]
+    )
 
 
 def summary(counts: Mapping[str, Any]) -> dict[str, int | float]:

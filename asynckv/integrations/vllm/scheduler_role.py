@@ -6,6 +6,7 @@ Plain functions, in every step: of requests that move nothing nothing is looked 
 from __future__ import annotations
 
 import asyncio
+import collections
 import hashlib
 import logging
 import time
@@ -29,7 +30,7 @@ from asynckv.abc import (
     TakesHandshakes,
 )
 from asynckv.integrations.bridge import Bridge
-from asynckv.integrations.vllm.counts import gauges_of
+from asynckv.integrations.vllm.counts import gauges_of, saved_by
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -104,10 +105,6 @@ class SchedulerRole:
             self._computing.add(ours.request_id)
             self._connector.on_new_request(ours)
 
-    def knows(self, request_id: str) -> bool:
-        """Whether it may move anything."""
-        return request_id in self._requests
-
     def matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
@@ -115,18 +112,21 @@ class SchedulerRole:
         ours = self._requests.get(request.request_id)
         if ours is None:
             return 0, False
-        if self._asking is not None:
+        if self._asking is not None and self._asking.answers:
             self._asking.take_answers()
         return self._connector.get_num_new_matched_tokens(ours, num_computed_tokens)
 
     def allocated(
-        self, request: Request, block_ids: _Blocks, num_external_tokens: int
+        self,
+        request: Request,
+        block_ids: Callable[[], _Blocks],
+        num_external_tokens: int,
     ) -> None:
         """Blocks are there, some of them perhaps to be filled from elsewhere."""
         ours = self._requests.get(request.request_id)
         if ours is not None:
             self._connector.update_state_after_alloc(
-                ours, _as_ours(block_ids), num_external_tokens
+                ours, _as_ours(block_ids()), num_external_tokens
             )
 
     def orders(
@@ -143,12 +143,12 @@ class SchedulerRole:
         orders = self._connector.build_connector_meta(step)
         if orders == type(orders)():
             return None
-        saves = getattr(orders, "saves", ())
-        ordered = [one for one in saves if not getattr(one, "refusal", "")]
-        saved = self._saving if self._reports_saves else self._read
-        saved.update(one.request_id for one in ordered)
+        saved = saved_by(orders)
         if self._reports_saves:
-            self._count(failed_saves=len(saves) - len(ordered))
+            self._saving |= saved
+            self._count(failed_saves=len(getattr(orders, "saves", ())) - len(saved))
+        else:
+            self._read |= saved
         for load in getattr(orders, "loads", ()):
             if load.block_ids:
                 self._began[load.request_id] = time.monotonic()
@@ -286,10 +286,11 @@ class SchedulerRole:
         self, ended: KVTransferResults, said: KVTransferResults
     ) -> KVTransferResults:
         """Return the ends that are of this connector, and what ranks said of them."""
-        sent = ended.finished_sending
-        sent &= said.finished_sending | self._saving | self._held
-        received = ended.finished_recving
-        received &= said.finished_recving | self._began.keys()
+        sent, received = ended.finished_sending, ended.finished_recving
+        if sent:
+            sent &= said.finished_sending | self._saving | self._held
+        if received:
+            received &= said.finished_recving | self._began.keys()
         if not self._failures:
             return KVTransferResults(finished_sending=sent, finished_recving=received)
         take = self._failures.pop
@@ -318,18 +319,24 @@ class SchedulerRole:
         self, output: SchedulerOutput, block_ids: BlockIdsOf
     ) -> KVConnectorStep:
         """Tell of those prompts whose computing has not been told to its end."""
+        counts = output.num_scheduled_tokens
+        ours = self._computing & counts.keys()
+        if not ours:
+            return _NO_STEP
         new, cached = output.scheduled_new_reqs, output.scheduled_cached_reqs
-        ours = self._computing
-        told = [(each.req_id, each.num_computed_tokens) for each in new]
-        told += zip(cached.req_ids, cached.num_computed_tokens, strict=True)
+        told = [(one.req_id, one.num_computed_tokens) for one in new]
+        if not ours.issubset([request_id for request_id, _ in told]):
+            told += zip(cached.req_ids, cached.num_computed_tokens, strict=True)
         scheduled = []
-        for request_id, before in [one for one in told if one[0] in ours]:
-            count = output.num_scheduled_tokens[request_id]
+        for request_id, before in told:
+            if request_id not in ours:
+                continue
+            count = counts[request_id]
             ids = _as_ours(block_ids(request_id))
             scheduled.append(KVScheduled(request_id, ids, before, count))
             if before + count >= self._requests[request_id].num_tokens:
                 self._computing.discard(request_id)
-        return KVConnectorStep(tuple(scheduled)) if scheduled else _NO_STEP
+        return KVConnectorStep(tuple(scheduled))
 
 
 class _Asking:
@@ -338,19 +345,21 @@ class _Asking:
     def __init__(
         self, connector: AsksElsewhere, statistics: Callable[[], object]
     ) -> None:
+        self.answers: collections.deque[KVAnswer] = collections.deque()
+        """Those that have come, and that the connector has not got yet."""
         self.gauges: dict[str, int] = {}
         """What there is, as the loop saw it last: replaced, never changed."""
         self._connector = connector
         self._statistics = statistics
-        self._bridge = Bridge[KVAnswer]("vllm scheduler")
+        self._bridge = Bridge[None]("vllm scheduler")
         self._bridge.run(connector.start, timeout_s=_START_S)
         self._bridge.at_end(connector.aclose)
         self._bridge.start(self._recheck)
 
     def take_answers(self) -> None:
         """Give the connector the answers that have come. Never waits."""
-        for answer in self._bridge.news():
-            self._connector.take_answer(answer)
+        while self.answers:
+            self._connector.take_answer(self.answers.popleft())
 
     def ask(self) -> None:
         """Hand over what the connector wants to know, all at once. Never waits."""
@@ -373,7 +382,7 @@ class _Asking:
             # No request may be asked of for ever: nothing is known of it.
             logger.exception("nobody knows of %r", question.request_id)
         finally:
-            self._bridge.tell(answer)
+            self.answers.append(answer)
 
     async def _recheck(self) -> None:
         """Look at what there is, now and then: it changes while nobody asks."""
@@ -386,7 +395,7 @@ class _Asking:
 
 
 def _as_ours(block_ids: _Blocks) -> BlockIds:
-    return tuple(tuple(group) for group in block_ids)
+    return tuple(map(tuple, block_ids))
 
 
 def _request_of(request: Request) -> KVRequest:

@@ -28,7 +28,7 @@ from asynckv.abc import (
 from asynckv.connectors.transfers import reason_of
 from asynckv.errors import GPUFailed
 from asynckv.integrations.bridge import Bridge
-from asynckv.integrations.vllm.counts import gauges_of
+from asynckv.integrations.vllm.counts import gauges_of, saved_by
 
 __all__ = ("WorkerRole",)
 
@@ -102,7 +102,7 @@ class WorkerRole:
         """Note what is to be done in this step. Never waits."""
         self._orders = orders
         if orders is not None and self._driver is not None:
-            self._saved = _saved_by(orders)
+            self._saved = saved_by(orders)
             bind = functools.partial(self._driver.bind, orders, self._saved)
             self._parts.append(bind)
 
@@ -231,6 +231,8 @@ class _Driver:
         self._worker = worker
         self._notify = tell
         self._streams = worker if isinstance(worker, SupportsStreams) else None
+        if self.mark() is None:  # of caches in host memory there never is one
+            self._streams = None
         self._reports_saves = reports_saves
         self._parts: asyncio.Queue[Callable[[], Awaitable[None]]] = asyncio.Queue()
         self._bound: KVConnectorMetadata | None = None
@@ -408,7 +410,7 @@ def _failed_loads(orders: KVConnectorMetadata, error: Exception) -> KVTransferRe
 
 def _failed_saves(orders: KVConnectorMetadata, error: Exception) -> KVTransferResults:
     """Say that a step saved nothing: no blocks may be held for ever."""
-    saves = _saved_by(orders)
+    saves = saved_by(orders)
     return KVTransferResults(
         finished_sending=saves,
         failed_sending=saves,
@@ -419,11 +421,3 @@ def _failed_saves(orders: KVConnectorMetadata, error: Exception) -> KVTransferRe
 def _call_all(functions: Iterable[Callable[[], None]]) -> None:
     for function in functions:
         function()
-
-
-def _saved_by(orders: KVConnectorMetadata) -> frozenset[str]:
-    return frozenset(
-        save.request_id
-        for save in getattr(orders, "saves", ())
-        if not getattr(save, "refusal", "")
-    )
