@@ -34,8 +34,7 @@ from harness.fake_devices import (
     fake_device_of,
     faultless_gpus,
 )
-from harness.gpu_pairs import GpuPair, open_gpu_pair
-from harness.nccl_buffer_pairs import NcclBuffers, open_nccl_buffers
+from harness.gpu_pairs import GpuPair, NcclBuffers, open_gpu_pair, open_nccl_buffers
 
 __all__ = ("a_staged_insert",)
 

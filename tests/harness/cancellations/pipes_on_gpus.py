@@ -20,9 +20,7 @@ from harness.fake_devices import (
     fake_device_of,
     faultless_gpus,
 )
-from harness.gpu_pipe_pairs import GpuPipes
-from harness.ipc_pipe_pairs import open_ipc_pipes
-from harness.nccl_pipe_pairs import open_nccl_pipes
+from harness.gpu_pipe_pairs import GpuPipes, open_ipc_pipes, open_nccl_pipes
 
 __all__: tuple[str, ...] = ()
 

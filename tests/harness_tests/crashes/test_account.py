@@ -11,8 +11,7 @@ from asynckv.abc import KVEntry
 from asynckv.buffers.lookup import LookupBuffer
 from asynckv.buffers.statistics import LookupStatistics
 from harness.crashes.account import Account, Findings
-from harness.crashes.contents import is_right, named_tensors, tokens_of
-from harness.crashes.orders import Report
+from harness.crashes.workers import Report, is_right, named_tensors, tokens_of
 
 
 def now(inserted: int, acknowledged: int) -> LookupStatistics:

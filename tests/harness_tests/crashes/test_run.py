@@ -15,10 +15,8 @@ from asynckv.buffers.serve import serve
 from asynckv.testing.blocked import until, until_blocked
 from asynckv.types import TensorSpec
 from harness.crashes.account import Account, Findings
-from harness.crashes.crew import Crew
-from harness.crashes.footprint import Footprint
-from harness.crashes.orders import Order, Report
-from harness.crashes.run import judge, new_buffer
+from harness.crashes.run import Crew, Footprint, judge, new_buffer
+from harness.crashes.workers import Order, Report
 from harness.crashes.workshop import open_workshop
 
 

@@ -15,7 +15,6 @@ from asynckv.protocol.transfer_frames import DeviceFrame, OpenDevices
 from asynckv.protocol.wire import decode_chunk_header, digest_of, encode_chunk_header
 from asynckv.transfers.tokens import as_tokens
 from asynckv.types import TensorSpec
-from harness.bodies import body_with
 from harness.fuzzing import replaying
 from harness.fuzzing.gpu_scene import record_gpus
 from harness.fuzzing.meanings import changed_meanings, meaning_of
@@ -29,6 +28,7 @@ from harness.fuzzing.replaying import (
 )
 from harness.fuzzing.scenes import record
 from harness.fuzzing.wire_frames import WireFrame, split
+from harness.raw_inserts import body_with
 
 ASKED = [*encode_frame(1, Get("k")), *encode_frame(3, Insert("e", 1, True), b"body")]
 CONTROL = Connection(

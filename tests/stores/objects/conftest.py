@@ -10,8 +10,7 @@ from typing import TypeAlias
 import pytest
 
 from asynckv.abc import StoreTier
-from harness.moto_server import MotoServer
-from harness.object_fixtures import moto, obstore_has_its_threads, s3
+from harness.moto_server import MotoServer, moto, obstore_has_its_threads, s3
 
 __all__ = (
     "KINDS",

@@ -11,7 +11,7 @@ from asynckv.testing.blocked import until
 from asynckv.transfers.source import release_staged
 from harness.cancellations.connectors.grounds import P2PGround
 from harness.cancellations.sweeper import Sweeper, scenario
-from harness.shared_puts import SharedPuts
+from harness.gpu_pairs import SharedPuts
 
 __all__: tuple[str, ...] = ()
 
