@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 from collections.abc import Callable
 
@@ -16,10 +17,18 @@ from harness.fuzzing.replaying import (
     check_cuts,
 )
 from harness.fuzzing.samples import frame_makers
+from harness.fuzzing.scenes import record
 
 pytestmark = [pytest.mark.trust, pytest.mark.timeout(240)]
 
 Figures = Callable[[str], None]
+
+
+@pytest.fixture(scope="module")
+def recording() -> Recording:
+    """Return what two sides said who did everything there is to do."""
+    return asyncio.run(record())
+
 
 WRONG_BYTES = {
     "Insert body: tokens",  # stored under the key of another prompt
