@@ -49,7 +49,7 @@ async def _is_whole_or_absent(
 async def an_insert(ground: Ground, sweeper: Sweeper, nbytes: int) -> None:
     """Into a buffer that has room."""
     entries = Entries(ground, nbytes)
-    for cancel in sweeper.sweep():
+    async for cancel in sweeper.sweep():
         entries.begin()
         outcome = await cancel(entries.insert, ground.producer)
         await _is_whole_or_absent(ground, entries, outcome)
@@ -61,7 +61,7 @@ async def an_insert_that_waits_for_room(
 ) -> None:
     """And that gets it, soon or in that very tick."""
     entries, filler = Entries(ground, nbytes), Filler(ground.local)
-    for cancel in sweeper.sweep():
+    async for cancel in sweeper.sweep():
         entries.begin()
         partner = await filler.fill_for(sweeper, filler.free)
         outcome = await cancel(entries.insert, ground.producer)
@@ -80,7 +80,7 @@ async def an_insert_that_goes_straight_to_its_consumer(
         now = ground.local.statistics()
         return (now.waiting_selects, now.leased) == (1, 0)
 
-    for cancel in sweeper.sweep():
+    async for cancel in sweeper.sweep():
         entries.begin()
         partner = await filler.fill_for(sweeper, entries.take, ground.consumer)
         outcome = await cancel(entries.insert, ground.producer)
@@ -94,7 +94,6 @@ async def an_insert_that_goes_straight_to_its_consumer(
         await filler.free()
         await entries.settled(ground.consumer)
         entries.expect_in(False)
-        await ground.check_quiet()
 
 
 async def _is_given_back(
@@ -109,7 +108,7 @@ async def _is_given_back(
 async def a_select(ground: Ground, sweeper: Sweeper, nbytes: int) -> None:
     """Of an entry that is there, into memory of the caller."""
     entries = Entries(ground, nbytes)
-    for cancel in sweeper.sweep():
+    async for cancel in sweeper.sweep():
         await entries.bring()
         outcome = await cancel(entries.take, ground.consumer)
         entries.into.fill_(OVERWRITE)
@@ -121,7 +120,7 @@ async def a_select(ground: Ground, sweeper: Sweeper, nbytes: int) -> None:
 async def a_select_that_waits(ground: Ground, sweeper: Sweeper, nbytes: int) -> None:
     """For an entry that comes soon, or in that very tick."""
     entries = Entries(ground, nbytes)
-    for cancel in sweeper.sweep():
+    async for cancel in sweeper.sweep():
         entries.begin()
         partner = Partner(
             sweeper,
@@ -145,7 +144,7 @@ async def a_select_before_another(
     def waiting() -> int:
         return ground.local.statistics().waiting_selects
 
-    for cancel in sweeper.sweep():
+    async for cancel in sweeper.sweep():
         entries.begin()
         other = Partner(
             sweeper, lambda: waiting() == 1, entries.take_new, ground.producer
@@ -165,7 +164,6 @@ async def a_select_before_another(
             await asyncio.wait({other.task})
         await entries.settled(ground.producer)
         entries.expect_in(False)
-        await ground.check_quiet()
 
 
 @scenario("KVLookupBuffer.drop_select", kinds=OVER_LINKS, sizes=(LARGE,))
@@ -178,7 +176,7 @@ async def a_select_that_waits_for_its_bound(
     async def release() -> None:
         budget.release(budget.max_bytes)
 
-    for cancel in sweeper.sweep():
+    async for cancel in sweeper.sweep():
         await entries.bring()
         await budget.reserve(budget.max_bytes)
         partner = Partner(sweeper, lambda: len(budget._line) > 0, release)
@@ -204,7 +202,7 @@ async def a_borrow(ground: Ground, sweeper: Sweeper, nbytes: int) -> None:
             finally:
                 del entry  # an error would keep a view of the buffer's memory
 
-    for cancel in sweeper.sweep():
+    async for cancel in sweeper.sweep():
         is_used = False
         await entries.bring()
         outcome = await cancel(borrow)
@@ -218,7 +216,7 @@ async def a_borrow(ground: Ground, sweeper: Sweeper, nbytes: int) -> None:
 async def a_peek(ground: Ground, sweeper: Sweeper, nbytes: int) -> None:
     """Takes nothing."""
     entries = Entries(ground, nbytes)
-    for cancel in sweeper.sweep():
+    async for cancel in sweeper.sweep():
         await entries.bring()
         outcome = await cancel(ground.consumer.peek, TOKENS)
         expect(outcome.cancelled or outcome.value == 1, f"peek: {outcome}")
@@ -236,7 +234,7 @@ async def a_taken(ground: Ground, sweeper: Sweeper, nbytes: int) -> None:
         asyncio.get_running_loop().call_soon(asked.set)
         await ground.producer.taken(entries.name)
 
-    for cancel in sweeper.sweep():
+    async for cancel in sweeper.sweep():
         asked = asyncio.Event()
         await entries.bring()
         partner = Partner(sweeper, asked.is_set, entries.take, ground.consumer)
@@ -244,14 +242,13 @@ async def a_taken(ground: Ground, sweeper: Sweeper, nbytes: int) -> None:
         await partner.ended()
         await ground.producer.taken(entries.name)
         entries.expect_in(False)
-        await ground.check_quiet()
 
 
 @scenario("KVLookupBuffer.withdraw", sizes=_ONE_SIZE)
 async def a_withdraw(ground: Ground, sweeper: Sweeper, nbytes: int) -> None:
     """Removes the entry or does not."""
     entries = Entries(ground, nbytes)
-    for cancel in sweeper.sweep():
+    async for cancel in sweeper.sweep():
         await entries.bring()
         outcome = await cancel(ground.producer.withdraw, entries.name)
         await entries.settled(ground.producer)

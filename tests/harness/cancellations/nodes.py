@@ -60,9 +60,8 @@ async def a_producers_node(ground: Ground, sweeper: Sweeper, nbytes: int) -> Non
             await node.lookup.insert([1], None, None, None, None)
             await asyncio.sleep(0)
 
-    for cancel in sweeper.sweep():
+    async for cancel in sweeper.sweep():
         await cancel(visit)
-        await ground.check_quiet()
 
 
 @scenario("open", **_BY_TCP)
@@ -75,14 +74,13 @@ async def a_consumers_node(ground: Ground, sweeper: Sweeper, nbytes: int) -> Non
                 async with node.lookup.drop_select([1]):
                     pass
 
-        for cancel in sweeper.sweep():
+        async for cancel in sweeper.sweep(is_open=True):
             if not await producer.lookup.peek([1]):
                 await producer.lookup.insert([1], None, None, None, None)
             outcome = await cancel(visit)
             await _until_left(producer)
             found = await producer.lookup.peek([1])
             expect(outcome.cancelled or not found, "it was taken")
-    await ground.check_quiet()
 
 
 @contextlib.asynccontextmanager
@@ -99,7 +97,7 @@ async def the_verbs_of_nodes(ground: Ground, sweeper: Sweeper, nbytes: int) -> N
         producing, consuming = producer.lookup, consumer.lookup
         statistics: Any = producing.statistics
         for name, (call, *args) in _verbs(producing, consuming, nbytes).items():
-            for cancel in sweeper.sweep(name):
+            async for cancel in sweeper.sweep(name, is_open=True):
                 await producing.insert([1], None, noise(nbytes, 1), None, None)
                 await cancel(call, *args)
                 await consuming.peek([1])
@@ -107,12 +105,11 @@ async def the_verbs_of_nodes(ground: Ground, sweeper: Sweeper, nbytes: int) -> N
                 for _ in range(statistics().entries):
                     await consuming.drop_select()
                 await until(lambda: not statistics().used_bytes)
-    for cancel in sweeper.sweep("its end"):
+    async for cancel in sweeper.sweep("its end", is_open=True):
         async with _two_nodes(ground) as (producer, consumer):
             await cancel(consumer.lookup.aclose)
             await consumer.lookup.aclose()
             await _until_left(producer)  # it forgets the peer that was closed
-    await ground.check_quiet()
 
 
 def _verbs(
@@ -155,13 +152,12 @@ async def a_barrier(ground: Ground, sweeper: Sweeper, nbytes: int) -> None:
 
     async with open_group(2, **ground.options) as groups:
         for rank in range(2):
-            for cancel in sweeper.sweep(f"of rank {rank}"):
+            async for cancel in sweeper.sweep(f"of rank {rank}", is_open=True):
                 other = asyncio.create_task(pass_by(groups[1 - rank]))
                 outcome = await cancel(groups[rank].barrier)
                 if outcome.cancelled:
                     await groups[rank].barrier()
                 await other
-    await ground.check_quiet()
 
 
 @scenario("join_group", "Group.__aenter__", "Group.__aexit__", **_BY_TCP)
@@ -177,9 +173,8 @@ async def a_joining(ground: Ground, sweeper: Sweeper, nbytes: int) -> None:
             await group.barrier()
 
     for rank in range(2):
-        for cancel in sweeper.sweep(f"of rank {rank}"):
+        async for cancel in sweeper.sweep(f"of rank {rank}"):
             other = asyncio.create_task(join(1 - rank))
-            await sweeper.pause()
             outcome = await cancel(join, rank)
             if outcome.cancelled:
                 # Lost in the middle, or waiting for somebody to come (again).
@@ -188,13 +183,12 @@ async def a_joining(ground: Ground, sweeper: Sweeper, nbytes: int) -> None:
             (error,) = await asyncio.gather(other, return_exceptions=True)
             is_told = isinstance(error, PeerLost | asyncio.CancelledError)
             expect(error is None or (outcome.cancelled and is_told), repr(error))
-            await ground.check_quiet()
 
 
 @scenario("Group.aclose", **_BY_TCP)
 async def a_groups_end(ground: Ground, sweeper: Sweeper, nbytes: int) -> None:
     """The other rank hears of it."""
-    for cancel in sweeper.sweep():
+    async for cancel in sweeper.sweep():
         async with open_group(2, **ground.options) as groups:
             await cancel(groups[0].aclose)
             if not cancel.has_begun:
@@ -206,4 +200,3 @@ async def a_groups_end(ground: Ground, sweeper: Sweeper, nbytes: int) -> None:
             groups[1].abort()
             for group in reversed(groups):
                 await group.aclose()
-        await ground.check_quiet()

@@ -57,12 +57,11 @@ async def a_lookup_on_a_gpu(ground: Ground, sweeper: Sweeper, nbytes: int) -> No
             expect(bool(gpu.process.owned), "it was entered without memory")
 
     with fake_device() as gpu:
-        for cancel in sweeper.sweep():
+        async for cancel in sweeper.sweep():
             own = LookupBuffer("1MiB", device=gpu.device, drain_s=0)
             await cancel(use, own, gpu)
             await own.aclose()
             await until(lambda: not gpu.process.owned)
-            await ground.check_quiet()
 
 
 @scenario("connect", **_ONCE)
@@ -85,10 +84,9 @@ async def a_way_between_gpus(ground: Ground, sweeper: Sweeper, nbytes: int) -> N
                 left = len(ours.process.owned) - before
                 return not (left or theirs.process.owned or server._services)
 
-            for cancel in sweeper.sweep():
+            async for cancel in sweeper.sweep(is_open=True):
                 await cancel(use)
                 await until(is_quiet)
-    await ground.check_quiet()
 
 
 def _expect_still(gpu: FakeDevice) -> None:
@@ -119,7 +117,7 @@ async def a_select_between_gpus(ground: Ground, sweeper: Sweeper, nbytes: int) -
                     await ticks(1)
 
             for call in (take, borrow):
-                for cancel in sweeper.sweep(call.__name__):
+                async for cancel in sweeper.sweep(call.__name__, is_open=True):
                     await pair.buffer.insert(TOKENS, None, noise(nbytes, 1), None, None)
                     outcome = await cancel(call)
                     if call is take:
@@ -134,7 +132,6 @@ async def a_select_between_gpus(ground: Ground, sweeper: Sweeper, nbytes: int) -
                     await until(lambda: not pair.peer.budget.used_bytes)
                     expect(pair.peer.transport == "nccl", "the way was lost")
                     expect_overwritten(key)
-    await ground.check_quiet()
 
 
 @scenario("RemoteStoreBuffer.get", "RemoteStoreBuffer.put", **_LARGE)
@@ -146,7 +143,7 @@ async def a_value_of_a_gpu(ground: Ground, sweeper: Sweeper, nbytes: int) -> Non
     old, new = noise(nbytes, 1), noise(nbytes, 2)
     async with _open_store() as (store, peer, there):
         memory = there.tensor(zeros(nbytes))
-        for cancel in sweeper.sweep("got"):
+        async for cancel in sweeper.sweep("got", is_open=True):
             await store.put("key", old)
             await cancel(peer.store.get, "key", into=memory)
             _expect_still(there)
@@ -154,7 +151,7 @@ async def a_value_of_a_gpu(ground: Ground, sweeper: Sweeper, nbytes: int) -> Non
             expect_same(await peer.store.get("key"), old)
             await _until_only(store, peer, nbytes)
             expect_overwritten(memory)
-        for cancel in sweeper.sweep("put"):
+        async for cancel in sweeper.sweep("put", is_open=True):
             memory.copy_(new)
             await store.put("key", old)
             outcome = await cancel(peer.store.put, "key", memory)
@@ -163,7 +160,6 @@ async def a_value_of_a_gpu(ground: Ground, sweeper: Sweeper, nbytes: int) -> Non
             if not outcome.cancelled or not is_same(value, old):
                 expect_same(value, new)
             await _until_only(store, peer, nbytes)
-    await ground.check_quiet()
 
 
 @contextlib.asynccontextmanager
@@ -194,7 +190,6 @@ async def layers_to_a_gpu(ground: Ground, sweeper: Sweeper, nbytes: int) -> None
     """
     for way in ("lanes", "ipc", "nccl"):
         await _insert(way, sweeper, nbytes, _by_layers)
-    await ground.check_quiet()
 
 
 @scenario("RemoteLookupBuffer.insert", **_LARGE)
@@ -202,7 +197,6 @@ async def an_insert_to_a_gpu(ground: Ground, sweeper: Sweeper, nbytes: int) -> N
     """All of it, or no entry: on one GPU, and between two."""
     for way in ("ipc", "nccl"):
         await _insert(way, sweeper, nbytes, _at_once)
-    await ground.check_quiet()
 
 
 async def _by_layers(lookup: RemoteLookupBuffer, source: torch.Tensor) -> None:
@@ -226,7 +220,7 @@ async def _insert(way: str, sweeper: Sweeper, nbytes: int, insert: Any) -> None:
             if way == "nccl":
                 await pair.opened()
             source = pair.theirs.tensor(noise(nbytes, 1))
-            for cancel in sweeper.sweep(way):
+            async for cancel in sweeper.sweep(way, is_open=True):
                 source.copy_(noise(nbytes, 1))
                 outcome = await cancel(insert, pair.peer.lookup, source)
                 source.fill_(OVERWRITE)
@@ -283,7 +277,7 @@ async def a_staged_insert(ground: Ground, sweeper: Sweeper, nbytes: int) -> None
                     finally:
                         release_staged(staged)
 
-            for cancel in sweeper.sweep():
+            async for cancel in sweeper.sweep(is_open=True):
                 filler = list(await room.take([most], set()) or ())
                 partner = Partner(sweeper, lambda: bool(room._line), make_room, filler)
                 outcome = await cancel(put)
@@ -293,7 +287,6 @@ async def a_staged_insert(ground: Ground, sweeper: Sweeper, nbytes: int) -> None
                 await _is_in_or_gone(pair, nbytes, outcome.cancelled)
                 await pair.emptied()
             expect(pair.puts.has_shown, "they went by another way")
-    await ground.check_quiet()
 
 
 @scenario("RemoteLookupBuffer.open_drop_select", "SelectStream.wait_for", **_LARGE)
@@ -317,7 +310,7 @@ async def a_reader_on_one_gpu(ground: Ground, sweeper: Sweeper, nbytes: int) -> 
                     for name, tensor in contents.items():
                         expect_same(await stream.wait_for(name), tensor)
 
-            for cancel in sweeper.sweep():
+            async for cancel in sweeper.sweep(is_open=True):
                 partner = Partner(
                     sweeper,
                     lambda: pair.buffer.statistics().waiting_selects > 0,
@@ -339,4 +332,3 @@ async def a_reader_on_one_gpu(ground: Ground, sweeper: Sweeper, nbytes: int) -> 
                 expect(not pair.pinned_bytes, "the peer keeps memory of the buffer")
                 expect_overwritten(into)
             expect(pair.peer.transport == "cuda_ipc", "it came by another way")
-    await ground.check_quiet()

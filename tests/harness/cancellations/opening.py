@@ -35,11 +35,10 @@ async def a_connection(ground: Ground, sweeper: Sweeper, nbytes: int) -> None:
         async with connect(ground.server.url, lanes=1, **ground.options) as peer:
             return await peer.lookup.peek([1])
 
-    for cancel in sweeper.sweep():
+    async for cancel in sweeper.sweep():
         outcome = await cancel(visit)
         expect(outcome.cancelled or outcome.value == 0, f"peek: {outcome}")
         await ground.consumer.peek([1])
-        await ground.check_quiet()
 
 
 @scenario("PeerConnection.link", **_ONCE)
@@ -48,13 +47,12 @@ async def a_connection_that_comes_back(
 ) -> None:
     """Who waits for it may give up; it comes back all the same."""
     async with connect(ground.server.url, lanes=1, **ground.options) as peer:
-        for cancel in sweeper.sweep():
+        async for cancel in sweeper.sweep(is_open=True):
             (await peer.link()).abort()
             await until(lambda: not peer.is_connected)
             await cancel(peer.link)
             expect((await peer.link()).is_open, "it did not come back")
             await until(lambda: len(ground.server._services) == 3)
-    await ground.check_quiet()
 
 
 @scenario(
@@ -75,9 +73,8 @@ async def what_listens(ground: Ground, sweeper: Sweeper, nbytes: int) -> None:
         "a listener": lambda: listen_pipe(url, **options),
     }
     for way, open_it in ways.items():
-        for cancel in sweeper.sweep(way):
+        async for cancel in sweeper.sweep(way):
             await cancel(visit, open_it)
-            await ground.check_quiet()
         await visit(open_it)
 
 
@@ -96,7 +93,7 @@ async def a_pipe(ground: Ground, sweeper: Sweeper, nbytes: int) -> None:
                 async with await listener.accept() as far:
                     expect(await far.recv_tensor() is None, "a tensor of nobody")
 
-        for cancel in sweeper.sweep():
+        async for cancel in sweeper.sweep(is_open=True):
             await cancel(visit)
             async with (
                 open_pipe(listener.url, lanes=1, **ground.options) as pipe,
@@ -104,7 +101,6 @@ async def a_pipe(ground: Ground, sweeper: Sweeper, nbytes: int) -> None:
             ):
                 await pipe.send_tensor(None)
                 expect(await far.recv_tensor() is None, "a tensor of nobody")
-    await ground.check_quiet()
 
 
 @scenario("PipeListener.accept", "PipeListener.accept_end", **_ONCE)
@@ -117,13 +113,12 @@ async def an_accept(ground: Ground, sweeper: Sweeper, nbytes: int) -> None:
             async with open_pipe(listener.url, lanes=1, **ground.options) as pipe:
                 expect(await pipe.recv_tensor() is None, "a tensor of nobody")
 
-        for cancel in sweeper.sweep():
+        async for cancel in sweeper.sweep(is_open=True):
             dialled = asyncio.create_task(dial())
             outcome = await cancel(listener.accept)
             async with outcome.value or await listener.accept() as pipe:
                 await pipe.send_tensor(None)
             await dialled
-    await ground.check_quiet()
 
 
 @scenario(
@@ -139,7 +134,7 @@ async def a_peers_end(ground: Ground, sweeper: Sweeper, nbytes: int) -> None:
             await peer.lookup.drop_select(entry_id="never comes")
 
     for way in ("peer", "lookup", "store"):
-        for cancel in sweeper.sweep(way):
+        async for cancel in sweeper.sweep(way):
             await entries.bring()
             opened = connect(ground.server.url, lanes=1, **ground.options)
             peer = await opened.__aenter__()
@@ -168,7 +163,7 @@ async def a_servers_end(ground: Ground, sweeper: Sweeper, nbytes: int) -> None:
             await sweeper.pause()
 
     async with LookupBuffer("1MiB", drain_s=0) as own:
-        for cancel in sweeper.sweep():
+        async for cancel in sweeper.sweep():
             async with contextlib.AsyncExitStack() as stack:
                 opened = serve(new_url(ground.scheme), lookup=own, **ground.options)
                 server = await stack.enter_async_context(opened)
@@ -189,7 +184,6 @@ async def a_servers_end(ground: Ground, sweeper: Sweeper, nbytes: int) -> None:
                 await own.drop_select(TOKENS)
             now = own.statistics()
             expect((now.leased, now.used_bytes) == (0, 0), f"left behind: {now}")
-            await ground.check_quiet()
 
 
 @scenario("KVLookupBuffer.aclose", "LookupBuffer.__aexit__", is_costly=True)
@@ -208,7 +202,7 @@ async def a_lookup_buffers_end(ground: Ground, sweeper: Sweeper, nbytes: int) ->
         await own.__aexit__(None, None, None)
 
     for way in ("closed", "left"):
-        for cancel in sweeper.sweep(way):
+        async for cancel in sweeper.sweep(way):
             own = LookupBuffer(ground.local.statistics().max_bytes, drain_s=5)
             await own.insert(TOKENS, None, noise(nbytes, 1), None, None, entry_id="it")
             waiting = [
@@ -228,13 +222,12 @@ async def a_lookup_buffers_end(ground: Ground, sweeper: Sweeper, nbytes: int) ->
             now = own.statistics()
             left = now.waiting_selects, now.waiting_inserts, now.leased
             expect(left == (0, 0, 0), f"left behind: {now}")
-            await ground.check_quiet()
 
 
 @scenario("KVStoreBuffer.aclose", sizes=(SMALL,), is_costly=True)
 async def a_store_buffers_end(ground: Ground, sweeper: Sweeper, nbytes: int) -> None:
     """A put that waits for room is told."""
-    for cancel in sweeper.sweep():
+    async for cancel in sweeper.sweep():
         own = StoreBuffer(2 * nbytes)
         await own.put("pinned", noise(2 * nbytes, 1))
         own.values.lookup("pinned", None)
@@ -246,4 +239,3 @@ async def a_store_buffers_end(ground: Ground, sweeper: Sweeper, nbytes: int) -> 
         await expect_error(BufferClosed, putting)
         await expect_error(BufferClosed, own.get("key"))
         await own.aclose()
-        await ground.check_quiet()

@@ -41,10 +41,9 @@ async def a_pipe_on_a_gpu(ground: Ground, sweeper: Sweeper, nbytes: int) -> None
                 await near.send_tensor(None)
                 expect(await far.recv_tensor() is None, "None is a value")
 
-        for cancel in sweeper.sweep():
+        async for cancel in sweeper.sweep():
             await cancel(use)
             await until(lambda: not calls_of_cuda())
-            await ground.check_quiet()
 
 
 @scenario("KVPipe.recv_tensor", **_ONCE | {"sizes": (SMALL, LARGE)})
@@ -53,7 +52,7 @@ async def a_receive_on_a_gpu(ground: Ground, sweeper: Sweeper, nbytes: int) -> N
     contents = noise(nbytes, 1)
     with fake_device(max_delay=2) as gpu:
         async with open_pipe_pair("mem", device=gpu.device) as (near, far):
-            for cancel in sweeper.sweep():
+            async for cancel in sweeper.sweep(is_open=True):
                 await near.send_tensor(contents)
                 outcome = await cancel(far.recv_tensor)
                 moving = [x for x in gpu.process.space.allocations() if x.users]
@@ -62,7 +61,6 @@ async def a_receive_on_a_gpu(ground: Ground, sweeper: Sweeper, nbytes: int) -> N
                     expect_same(await far.recv_tensor(), contents)
                 await near.flush()
                 expect(not far.statistics().held_tensors, "it was received twice")
-    await ground.check_quiet()
 
 
 @scenario(*_OPENED, "Pipe.gpus_settled", **_ONCE)
@@ -95,12 +93,11 @@ async def a_pipe_of_gpus(ground: Ground, sweeper: Sweeper, nbytes: int) -> None:
                 opened = sum(len(side.process.cuda._opened) for side in sides)
                 return not opened and not any(one.array.nbytes > 1 for one in left)
 
-            for cancel in sweeper.sweep(transport):
+            async for cancel in sweeper.sweep(transport, is_open=True):
                 await cancel(use, ours, theirs, transport)
                 await until(lambda: not calls_of_cuda())
                 gc.collect()
                 await until(lambda: is_quiet(sides))
-    await ground.check_quiet()
 
 
 @scenario("KVPipe.send_tensor", "KVPipe.recv_tensor", "KVPipe.flush", **_LARGE)
@@ -116,7 +113,7 @@ async def a_tensor_between_gpus(ground: Ground, sweeper: Sweeper, nbytes: int) -
             async with open_pair(gpus) as pair:
                 source = pair.ours.tensor(sent)
                 into = pair.theirs.tensor(zeros(nbytes))
-                for cancel in sweeper.sweep(f"sent by {transport}"):
+                async for cancel in sweeper.sweep(f"sent {transport}", is_open=True):
                     source.as_subclass(torch.Tensor).copy_(sent)
                     outcome = await cancel(pair.near.send_tensor, source)
                     source.fill_(OVERWRITE)
@@ -127,7 +124,7 @@ async def a_tensor_between_gpus(ground: Ground, sweeper: Sweeper, nbytes: int) -
                     expect(found is None, "a cancelled send has sent")
                     await _is_empty(pair)
                 source.as_subclass(torch.Tensor).copy_(sent)
-                for cancel in sweeper.sweep(f"received by {transport}"):
+                async for cancel in sweeper.sweep(f"taken {transport}", is_open=True):
                     await pair.near.send_tensor(source)
                     outcome = await cancel(pair.far.recv_tensor, into)
                     if outcome.value is not None:
@@ -137,14 +134,13 @@ async def a_tensor_between_gpus(ground: Ground, sweeper: Sweeper, nbytes: int) -
                         expect_same(await pair.far.recv_tensor(), sent)
                     await _is_empty(pair)
                     expect_overwritten(into)
-                for cancel in sweeper.sweep(f"flushed by {transport}"):
+                async for cancel in sweeper.sweep(f"flushed {transport}", is_open=True):
                     await pair.near.send_tensor(source)
                     await cancel(pair.near.flush)
                     await pair.near.flush()
                     expect_same(await pair.far.recv_tensor(), sent)
                     await _is_empty(pair)
                 expect(pair.moved > 0, "nothing has gone from GPU to GPU")
-    await ground.check_quiet()
 
 
 async def _is_empty(pair: GpuPipes) -> None:

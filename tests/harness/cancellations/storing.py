@@ -37,7 +37,7 @@ async def a_put(ground: Ground, sweeper: Sweeper, nbytes: int) -> None:
         finally:
             source.fill_(OVERWRITE)
 
-    for cancel in sweeper.sweep():
+    async for cancel in sweeper.sweep():
         old = noise(nbytes, next(numbers))
         source.copy_(new)
         await ground.store.put(_KEY, old)
@@ -48,7 +48,6 @@ async def a_put(ground: Ground, sweeper: Sweeper, nbytes: int) -> None:
             expect_same(value, new)
         if ground.is_local and outcome.cancelled:
             expect_same(value, old)
-        await ground.check_quiet()
 
 
 @scenario("KVStoreBuffer.put")
@@ -61,7 +60,7 @@ async def a_put_that_waits_for_room(
     async def free(filler: Any) -> None:
         values.discard(filler)
 
-    for cancel in sweeper.sweep():
+    async for cancel in sweeper.sweep():
         for key in (_KEY, "other"):
             await ground.store.delete(key)
         partner = Partner(
@@ -76,7 +75,6 @@ async def a_put_that_waits_for_room(
         if value is not None:
             expect_same(value, new)
         await ground.client.put("other", new)  # there is room again
-        await ground.check_quiet()
 
 
 @scenario("KVStoreBuffer.get")
@@ -92,7 +90,7 @@ async def a_get(ground: Ground, sweeper: Sweeper, nbytes: int) -> None:
         finally:
             into.fill_(OVERWRITE)
 
-    for cancel in sweeper.sweep():
+    async for cancel in sweeper.sweep():
         await cancel(get)
         into.fill_(OVERWRITE)
         expect_same(await ground.client.get(_KEY), value)
@@ -106,27 +104,25 @@ async def a_delete(ground: Ground, sweeper: Sweeper, nbytes: int) -> None:
     value, client = noise(nbytes, 4), ground.client
     calls: tuple[Any, ...] = ((client.delete, _KEY), (client.put, _KEY, None))
     for way, call in enumerate(calls):
-        for cancel in sweeper.sweep(f"{way}"):
+        async for cancel in sweeper.sweep(f"{way}"):
             await ground.store.put(_KEY, value)
             outcome = await cancel(*call)
             found = await client.get(_KEY)
             expect(outcome.cancelled or found is None, "it was forgotten")
             if found is not None:
                 expect_same(found, value)
-            await ground.check_quiet()
 
 
 @scenario("KVStoreBuffer.clear", sizes=_ONE_SIZE)
 async def a_clear(ground: Ground, sweeper: Sweeper, nbytes: int) -> None:
     """Forgets all keys or does not."""
-    for cancel in sweeper.sweep():
+    async for cancel in sweeper.sweep():
         for key in (_KEY, "other"):
             await ground.store.put(key, noise(nbytes, 9))
         outcome = await cancel(ground.client.clear)
         found = await ground.client.contains([_KEY, "other"])
         expect(found in ((True, True), (False, False)), f"all or none: {found}")
         expect(outcome.cancelled or not any(found), "all were forgotten")
-        await ground.check_quiet()
 
 
 @scenario(
@@ -146,11 +142,10 @@ async def a_question(ground: Ground, sweeper: Sweeper, nbytes: int) -> None:
     expect(there["contains"] == (True, False) and there["match_prefix"] == 1, there)
     expect(there["stat"] is not None, "it is there")
     for name, call in calls.items():
-        for cancel in sweeper.sweep(name):
+        async for cancel in sweeper.sweep(name):
             outcome = await cancel(call)
             expect(outcome.cancelled or outcome.value == there[name], f"{outcome}")
             expect(await call() == there[name], f"{name} is another")
-            await ground.check_quiet()
 
 
 @scenario("KVStoreBuffer.put_many")
@@ -166,7 +161,7 @@ async def many_puts(ground: Ground, sweeper: Sweeper, nbytes: int) -> None:
             for source in sources.values():
                 source.fill_(OVERWRITE)
 
-    for cancel in sweeper.sweep():
+    async for cancel in sweeper.sweep():
         for key, source in sources.items():
             await ground.store.delete(key)
             source.copy_(expected[key])
@@ -176,7 +171,6 @@ async def many_puts(ground: Ground, sweeper: Sweeper, nbytes: int) -> None:
             expect(outcome.cancelled or found is not None, "it was stored")
             if found is not None:
                 expect_same(found, value)
-        await ground.check_quiet()
 
 
 @scenario("KVStoreBuffer.get_many")
@@ -195,7 +189,7 @@ async def many_gets(ground: Ground, sweeper: Sweeper, nbytes: int) -> None:
             for place in into:
                 place.fill_(OVERWRITE)
 
-    for cancel in sweeper.sweep():
+    async for cancel in sweeper.sweep():
         await cancel(get)
         for place in into:
             place.fill_(OVERWRITE)
@@ -216,11 +210,10 @@ async def a_pin(ground: Ground, sweeper: Sweeper, nbytes: int) -> None:
             expect(found == (True, False), f"pinned: {found}")
             expect_same(await ground.client.get(_KEY), value)
 
-    for cancel in sweeper.sweep():
+    async for cancel in sweeper.sweep():
         await ground.store.delete(_KEY)
         others = ground.store.statistics().used_bytes
         await ground.store.put(_KEY, value)
         await cancel(pin)
         await ground.client.delete(_KEY)
         await until(lambda: ground.store.statistics().used_bytes == others)
-        await ground.check_quiet()

@@ -112,7 +112,7 @@ class _Stream:
 async def a_writer(ground: Ground, sweeper: Sweeper, nbytes: int) -> None:
     """Into a buffer that has room."""
     stream = _Stream(ground, nbytes)
-    for cancel in sweeper.sweep():
+    async for cancel in sweeper.sweep():
         stream.begin()
         await stream.check_written(await cancel(stream.write))
 
@@ -123,7 +123,7 @@ async def a_writer_that_waits_for_room(
 ) -> None:
     """And that gets it, soon or in that very tick."""
     stream, filler = _Stream(ground, nbytes), Filler(ground.local)
-    for cancel in sweeper.sweep():
+    async for cancel in sweeper.sweep():
         stream.begin()
         partner = await filler.fill_for(sweeper, filler.free)
         outcome = await cancel(stream.write)
@@ -142,7 +142,7 @@ async def a_writer_that_waits_for_another(
         await ticks(_UNTIL_IT_WAITS)
         await filler.free()
 
-    for cancel in sweeper.sweep():
+    async for cancel in sweeper.sweep():
         stream.begin()
         await filler.fill(stream.entries.name)
         partner = Partner(sweeper, lambda: True, end_the_other)
@@ -155,7 +155,7 @@ async def a_writer_that_waits_for_another(
 async def a_reader(ground: Ground, sweeper: Sweeper, nbytes: int) -> None:
     """Of an entry that is whole: in ``wait_for``, in the iteration, on leaving."""
     stream = _Stream(ground, nbytes)
-    for cancel in sweeper.sweep():
+    async for cancel in sweeper.sweep():
         stream.begin()
         await stream.write()
         await stream.check_read(await cancel(stream.read))
@@ -193,7 +193,7 @@ async def _read_beside_a_writer(
     """Once it waits for a tensor by its name, once for the next, whichever that is."""
     for by_name in (True, False):
         stream = _Stream(ground, nbytes, by_name=by_name, views=views)
-        for cancel in sweeper.sweep("by name" if by_name else "in order"):
+        async for cancel in sweeper.sweep("by name" if by_name else "in order"):
             stream.begin()
             partner = Partner(
                 sweeper,
@@ -211,11 +211,10 @@ async def a_writer_beside_its_reader(
 ) -> None:
     """The reader hears of the abort, or has read all of it."""
     stream = _Stream(ground, nbytes)
-    for cancel in sweeper.sweep():
+    async for cancel in sweeper.sweep():
         stream.begin()
         await sweeper.pause()
         reading = asyncio.create_task(stream.read())
-        await sweeper.pause()
         outcome = await cancel(stream.write)
         await stream.entries.settled(ground.producer)
         if outcome.cancelled:
@@ -239,11 +238,10 @@ async def a_writer_before_a_select(
     """A plain select that waits for its end waits on, and takes the next entry."""
     stream = _Stream(ground, nbytes)
     entries = stream.entries
-    for cancel in sweeper.sweep():
+    async for cancel in sweeper.sweep():
         stream.begin()
         await sweeper.pause()
         select = asyncio.create_task(entries.take(ground.consumer))
-        await sweeper.pause()
         outcome = await cancel(stream.write)
         await entries.settled(ground.producer)
         if outcome.cancelled and not entries.is_in:

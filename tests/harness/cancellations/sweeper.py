@@ -62,9 +62,10 @@ async def ticks(count: int) -> None:
 class Cancel:
     """One round of a sweep: awaited once, with the call that is cancelled in it."""
 
-    def __init__(self, round_: Round) -> None:
+    def __init__(self, round_: Round, pause: Callable[[], Awaitable[None]]) -> None:
         self.outcome: Outcome[Any] = Outcome(cancelled=False)
         self._round = round_
+        self._pause = pause
 
     @property
     def has_begun(self) -> bool:
@@ -80,7 +81,7 @@ class Cancel:
         async def check(k: int, mode: CancelMode, outcome: Outcome[_T]) -> None:
             self.outcome = outcome
 
-        return await self._round.run(lambda: call(*args, **options), check)
+        return await self._round.run(lambda: call(*args, **options), check, self._pause)
 
 
 class Sweeper:
@@ -104,6 +105,7 @@ class Sweeper:
         self.places: set[CodeType] = set()
         self.suspensions: dict[str, int] = {}
         self._name = self._now = ""
+        self._ground: Any = None
         self._round: Round | None = None
         self._limit = asyncio.timeout(None)
 
@@ -113,32 +115,44 @@ class Sweeper:
             await ticks(self.chance.randrange(_MAX_TICKS))
 
     @contextlib.asynccontextmanager
-    async def named(self, name: str) -> AsyncIterator[None]:
+    async def named(self, name: str, ground: Any = None) -> AsyncIterator[None]:
         """Sweep calls of that name; errors get a note with the call and the round.
+
+        The ``ground`` is quiet in the end.
 
         :raises TimeoutError: a round does not end
         """
         self._name = self._now = name
+        self._ground = ground
         self._limit = asyncio.timeout(None)
         try:
             async with self._limit:
                 yield
+                if ground is not None:
+                    await ground.check_quiet()
         except BaseException as exc:
             exc.add_note(f"{self._now}, {self._round}")
             raise
 
-    def sweep(self, way: str = "") -> Iterator[Cancel]:
+    async def sweep(
+        self, way: str = "", *, is_open: bool = False
+    ) -> AsyncIterator[Cancel]:
         """Yield for each round what cancels a call; the loop's body sets up and checks.
 
-        ``way`` tells several calls of one scenario apart.
+        ``way`` tells several calls of one scenario apart. After each round the ground
+        is quiet, unless something ``is_open`` there around the loop.
+
+        :raises AssertionError: something is left
         """
         self._now = name = f"{self._name} {way}".rstrip()
         for round_ in self._chosen(name):
-            self._round, cancel = round_, Cancel(round_)
+            self._round, cancel = round_, Cancel(round_, self.pause)
             if self._name:
                 now_s = asyncio.get_running_loop().time()
                 self._limit.reschedule(now_s + 3 * _TIMEOUT_S)
             yield cancel
+            if self._ground is not None and not is_open:
+                await self._ground.check_quiet()
             self.rounds += 1
             self.cancelled += cancel.outcome.cancelled
             self.places.update(round_.places)
@@ -185,7 +199,8 @@ class Scenario:
 
         :raises BaseException: a promise was broken; its notes name call and round
         """
-        async with sweeper.named(" ".join((self.name, *map(str, nbytes)))):
+        name = " ".join((self.name, *map(str, nbytes)))
+        async with sweeper.named(name, ground):
             await self.function(ground, sweeper, *nbytes)
 
 

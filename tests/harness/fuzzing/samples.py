@@ -17,7 +17,7 @@ from asynckv.protocol.values import Contents
 from asynckv.transfers.manifest import layout_of
 from asynckv.types import DTYPE_NBYTES, MAX_TENSOR_DIMENSIONS, TensorSpec
 
-__all__ = ("Maker", "frame_makers", "make_spec", "maker_of", "sample_contents")
+__all__ = ("Maker", "frame_makers", "make_spec", "sample_contents")
 
 Maker: TypeAlias = Callable[[random.Random], Any]
 
@@ -28,14 +28,6 @@ _NAMES: Final = (
 _DTYPES: Final = tuple(DTYPE_NBYTES)
 _SMALL: Final = 70
 _RARELY: Final = 0.05
-
-
-def maker_of(annotation: Any) -> Maker:
-    """Return what makes up values of a type that msgspec knows.
-
-    :raises NotImplementedError: of a kind that no frame had so far
-    """
-    return _maker(inspect.type_info(annotation))
 
 
 def frame_makers() -> dict[str, Maker]:

@@ -18,7 +18,7 @@ async def three_suspensions() -> None:
 
 @scenario()
 async def three_ticks(ground: object, sweeper: Sweeper, *sizes: int) -> None:
-    for cancel in sweeper.sweep():
+    async for cancel in sweeper.sweep():
         await cancel(three_suspensions)
         expect(sweeper.chance is None or sweeper.cancelled < 60, "broken")
 
@@ -38,7 +38,7 @@ async def test_it_cancels_at_each_suspension_by_each_mode_and_then_at_random() -
 
 async def test_an_error_names_the_call_and_the_round() -> None:
     async def broken(ground: object, sweeper: Sweeper) -> None:
-        for cancel in sweeper.sweep("a way"):
+        async for cancel in sweeper.sweep("a way"):
             await cancel(three_suspensions)
             raise AssertionError("broken")
 

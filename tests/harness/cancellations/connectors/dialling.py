@@ -35,35 +35,31 @@ async def a_peer_that_is_found(ground: P2PGround, sweeper: Sweeper) -> None:
     """Cancelled, it can be found; by its name, and by asking who answers."""
     side, served = _sides(ground)
     for is_named in (True, False):
-        for cancel in sweeper.sweep("named" if is_named else "asked who it is"):
+        async for cancel in sweeper.sweep("named" if is_named else "asked who it is"):
             peers = _new_peers(side, served, is_named=is_named)
-            await sweeper.pause()
             await cancel(peers.find, served.engine_id, 0)
             found = await peers.find(served.engine_id, 0)
             expect(found.is_connected, "it was found, and is not connected")
             await peers.aclose()
-            await ground.check_quiet()
 
 
 @scenario("PeerConnection.peer")
 async def a_peer_that_is_dialled(ground: P2PGround, sweeper: Sweeper) -> None:
     """Cancelled, it is dialled, or is not: the next call finds it."""
     side, served = _sides(ground)
-    for cancel in sweeper.sweep():
+    async for cancel in sweeper.sweep():
         line = _new_peers(side, served).line(served.engine_id, 0)
-        await sweeper.pause()
         await cancel(line.peer)
         expect(await line.peer() is await line.peer(), "it was dialled twice")
         await line.aclose()
         expect(not line.is_connected, "it was closed, and is connected")
-        await ground.check_quiet()
 
 
 @scenario("Peers.aclose", "PeerConnection.aclose")
 async def the_peers_end(ground: P2PGround, sweeper: Sweeper) -> None:
     """With one that is connected, one that is dialled, and one that was lost."""
     side, served = _sides(ground)
-    for cancel in sweeper.sweep():
+    async for cancel in sweeper.sweep():
         peers = _new_peers(side, served)
         (await peers.find(served.engine_id, 0)).abort()
         await peers.find(served.engine_id, 0)
@@ -72,14 +68,12 @@ async def the_peers_end(ground: P2PGround, sweeper: Sweeper) -> None:
             await ticks(1)
             dialling.cancel()  # the dial goes on
             await asyncio.wait({dialling})
-        await sweeper.pause()
         await cancel(peers.aclose)
         if not cancel.has_begun:
             await peers.aclose()
         expect(not peers.connected, "they were closed, and are connected")
         await expect_error(PeerLost, peers.find(served.engine_id, 0))
         await expect_error(PeerLost, peers.line(served.engine_id, 0).peer())
-        await ground.check_quiet()
 
 
 def _sides(ground: P2PGround) -> tuple[Side, Side]:
@@ -121,15 +115,13 @@ async def a_workers_start(ground: P2PGround, sweeper: Sweeper) -> None:
     """Cancelled, nothing is open, and it can be started."""
     side = _sides(ground)[1]
     with urls_of(ground.scheme, 1) as ((url,),):
-        for cancel in sweeper.sweep():
+        async for cancel in sweeper.sweep():
             worker, _ = new_worker(ground, side, url)
-            await sweeper.pause()
             outcome = await cancel(worker.start)
             is_open = worker.routes.server is not None
             expect(outcome.cancelled or is_open == worker.routes.serves, "not open")
             await worker.start()
             await worker.aclose()
-            await ground.check_quiet()
 
 
 @scenario(
@@ -145,11 +137,10 @@ async def a_workers_end(ground: P2PGround, sweeper: Sweeper) -> None:
         (ground.decode, "shutdown"),
     ):
         with urls_of(ground.scheme, 1) as ((url,),):
-            for cancel in sweeper.sweep(f"{side.engine_id} {name}"):
+            async for cancel in sweeper.sweep(f"{side.engine_id} {name}"):
                 worker, caches = new_worker(ground, side, url)
                 await worker.start()
                 await _begin_transfer(ground, side, worker, caches)
-                await sweeper.pause()
                 await cancel(getattr(worker, name))
                 if not cancel.has_begun:
                     await worker.aclose()
@@ -159,7 +150,6 @@ async def a_workers_end(ground: P2PGround, sweeper: Sweeper) -> None:
                 await worker.aclose()
                 for buffer in ground.buffers().values():
                     await _take_what_nobody_took(buffer)
-                await ground.check_quiet()
 
 
 async def _begin_transfer(

@@ -51,13 +51,12 @@ async def a_load(ground: P2PGround, sweeper: Sweeper) -> None:
         caches.expect_computed()
 
     for call in (run, read):
-        for cancel in sweeper.sweep(call.__name__):
+        async for cancel in sweeper.sweep(call.__name__):
             name = ground.new_name()
             await ground.save(name)
             caches.spoil()
             order = ground.load_request(name)
             load = P2PLoad(worker.engine, worker._registered(), order, _TIMEOUT_S)
-            await sweeper.pause()
             await cancel(call, load)
             await expect_quiet(caches)
             _, sources = worker.routes.sources(load.request)
@@ -70,7 +69,6 @@ async def a_load(ground: P2PGround, sweeper: Sweeper) -> None:
                 for source in left:
                     await release(source, load.request, _TIMEOUT_S)
             await ground.load(name, ground.decode.workers[1:])
-            await ground.check_quiet()
 
 
 @scenario("P2PSave.run")
@@ -88,11 +86,10 @@ async def a_save(ground: P2PGround, sweeper: Sweeper) -> None:
                 await save._write(target)
 
     for call in (run, write):
-        for cancel in sweeper.sweep(call.__name__):
+        async for cancel in sweeper.sweep(call.__name__):
             caches.compute()
             save = worker._saving.new_save(ground.save_request(ground.new_name()))
             save.offer_rest(worker._registered().now())
-            await sweeper.pause()
             outcome = await cancel(call, save)
             save.end()
             expect(not worker._staging.used_bytes, "room in host memory is still taken")
@@ -140,12 +137,11 @@ async def a_host_copy(ground: P2PGround, sweeper: Sweeper) -> None:
             await copies.copy_of(first)
 
     for call in (run, wait):
-        for cancel in sweeper.sweep(call.__name__):
+        async for cancel in sweeper.sweep(call.__name__, is_open=True):
             caches.compute()
             copies = HostCopies(moves, staging, blocks_of, lambda layer: None)
             copies.may_wait_for_room = False
             copies.ask((first,), moves.now())
-            await sweeper.pause()
             await cancel(call, copies)
             await expect_quiet(caches)
             copies.drop()
@@ -157,12 +153,11 @@ async def a_release(ground: P2PGround, sweeper: Sweeper) -> None:
     """Cancelled, it has let an entry go or not, and holds nothing."""
     worker = ground.decode.workers[0]
     several = len(ground.decode.workers) > 1 and ground.direction == "pull"
-    for cancel in sweeper.sweep():
+    async for cancel in sweeper.sweep():
         name = ground.new_name()
         await ground.save(name)
         order = ground.load_request(name)
         sources = list(worker.routes.sources(order)[1].values())
-        await sweeper.pause()
         outcome = await cancel(release, sources[0], order, _TIMEOUT_S)
         for number, (find, entry_id) in enumerate(sources):
             is_there = await (await find()).withdraw(entry_id)
@@ -172,7 +167,6 @@ async def a_release(ground: P2PGround, sweeper: Sweeper) -> None:
             for buffer in ground.buffers().values():
                 while buffer.statistics().entries:
                     await buffer.drop_select()
-        await ground.check_quiet()
 
 
 @scenario("report_failure", "withdraw")
@@ -184,12 +178,11 @@ async def a_failure(ground: P2PGround, sweeper: Sweeper) -> None:
         await report_failure(target, [1, 2, 3], _HEADER, "no room", _TIMEOUT_S)
 
     for takes_back in (False, True):
-        for cancel in sweeper.sweep("that is taken back" * takes_back):
+        async for cancel in sweeper.sweep("that is taken back" * takes_back):
             request = ground.save_request(ground.new_name())
             target = worker.routes.targets(request)[0]
             if takes_back:
                 await report(target)
-            await sweeper.pause()
             outcome = await (
                 cancel(withdraw, target, _TIMEOUT_S)
                 if takes_back
@@ -197,7 +190,6 @@ async def a_failure(ground: P2PGround, sweeper: Sweeper) -> None:
             )
             is_there = await _take_out(target)
             expect(outcome.cancelled or is_there != takes_back, f"is there: {is_there}")
-            await ground.check_quiet()
 
 
 @scenario("P2PNotifications.take_back_report")
@@ -205,15 +197,13 @@ async def a_report_taken_back(ground: P2PGround, sweeper: Sweeper) -> None:
     """Cancelled, what was said of a failure is there or not; else it is gone."""
     worker = ground.prefill.workers[0]
     notifications = worker._saving._notifications
-    for cancel in sweeper.sweep():
+    async for cancel in sweeper.sweep():
         request = ground.save_request(ground.new_name())
         notifications.report_failure(request, _HEADER, "no room")
         await until(lambda: not worker.statistics().releasing)
-        await sweeper.pause()
         outcome = await cancel(notifications.take_back_report, request)
         for target in worker.routes.targets(request):
             is_there = await _take_out(target)
             expect(outcome.cancelled or not is_there, "it is still there")
         expect(notifications.has_reported(request), "it is forgotten")
         notifications.forget_report(request)
-        await ground.check_quiet()

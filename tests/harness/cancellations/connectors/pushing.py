@@ -50,15 +50,13 @@ async def a_take(ground: P2PGround, sweeper: Sweeper) -> None:
     opening = buffer.open_insert(order.token_ids, None, specs, entry_id=entry_id)
     with contextlib.suppress(_GivenUp):
         async with opening as writer:
-            for cancel in sweeper.sweep("what a save takes"):
+            async for cancel in sweeper.sweep("what a save takes", is_open=True):
                 caches.compute()
                 save, ahead = worker._saving.new_save(order), asyncio.Queue[Any]()
                 save.offer_rest(moves.now())
-                await sweeper.pause()
                 await cancel(take, save, ahead)
                 await check(ahead)
-            for cancel in sweeper.sweep("what a GPU has ready"):
+            async for cancel in sweeper.sweep("what a GPU has ready", is_open=True):
                 await cancel(open_again)
                 await check(ahead)
             raise _GivenUp
-    await ground.check_quiet()

@@ -85,12 +85,11 @@ async def open_several(scheme: Scheme) -> AsyncIterator[SeveralGround]:
 async def a_save_by_all(ground: SeveralGround, sweeper: Sweeper) -> None:
     """Leaves the saves as they are: after another wait, both have all of it."""
     caches = ground.p2p.prefill.caches[0]
-    for cancel in sweeper.sweep():
+    async for cancel in sweeper.sweep():
         name, keys = ground.p2p.new_name(), ground.store.new_keys()
         worker = ground.saver()
         caches.compute()
         worker.bind_connector_metadata(ground.save_metadata(name, keys))
-        await sweeper.pause()
         await cancel(worker.wait_for_save)
         await worker.wait_for_save()
         caches.spoil()
@@ -104,7 +103,6 @@ async def a_save_by_all(ground: SeveralGround, sweeper: Sweeper) -> None:
         await mine.aclose()
         await ground.p2p.load(name)
         await ground.store.load(keys)
-        await ground.check_quiet()
 
 
 @scenario("MultiWorker.wait_for_layer_load")
@@ -118,18 +116,16 @@ async def a_layer_of_all(ground: SeveralGround, sweeper: Sweeper) -> None:
             await worker.wait_for_layer_load(layer)
         p2p.decode.caches[0].expect_computed()
 
-    for cancel in sweeper.sweep():
+    async for cancel in sweeper.sweep():
         name = p2p.new_name()
         await p2p.save(name)
         p2p.decode.caches[0].spoil()
         loads = P2PMetadata(loads=(p2p.load_request(name, is_async=False),))
         worker.bind_connector_metadata(_metadata(loads, StoreMetadata()))
         await worker.start_load_kv()
-        await sweeper.pause()
         await cancel(wait)
         await p2p.end_load(p2p.load_request(name))
         worker.clear_connector_metadata()
-        await ground.check_quiet()
 
 
 @scenario("MultiWorker.start")
@@ -137,14 +133,12 @@ async def the_start_of_all(ground: SeveralGround, sweeper: Sweeper) -> None:
     """Cancelled, none of them is open."""
     p2p = ground.p2p
     with urls_of(p2p.scheme, 2) as (urls,):
-        for cancel in sweeper.sweep():
+        async for cancel in sweeper.sweep():
             worker = MultiWorker([new_worker(p2p, p2p.prefill, url)[0] for url in urls])
-            await sweeper.pause()
             outcome = await cancel(worker.start)
             if outcome.cancelled:
                 await ground.check_quiet()  # nothing is open, before it is closed
             await worker.aclose()
-            await ground.check_quiet()
 
 
 @scenario("MultiWorker.aclose")
@@ -152,7 +146,7 @@ async def the_end_of_all(ground: SeveralGround, sweeper: Sweeper) -> None:
     """Each of them has ended, and memory is quiet."""
     p2p, caches = ground.p2p, ground.p2p.prefill.caches[0]
     with urls_of(p2p.scheme, 1) as ((url,),):
-        for cancel in sweeper.sweep():
+        async for cancel in sweeper.sweep():
             mine, _ = new_worker(p2p, p2p.prefill, url)
             mine.register_kv_caches(caches.layers)
             worker = ground.saver(also=mine)
@@ -163,14 +157,12 @@ async def the_end_of_all(ground: SeveralGround, sweeper: Sweeper) -> None:
             await worker.start_load_kv()
             await worker.children[1].wait_for_save()
             worker.save_kv_layer(p2p.model.layer_names[0])
-            await sweeper.pause()
             await cancel(worker.aclose)
             if not cancel.has_begun:
                 await worker.aclose()
             await expect_quiet(caches)
             for child in worker.children:
                 await has_let_go(child)
-            await ground.check_quiet()
 
 
 @scenario("MultiScheduler.ask", "MultiScheduler.aclose")
@@ -185,7 +177,7 @@ async def all_who_ask(ground: SeveralGround, sweeper: Sweeper) -> None:
             expect(not answer.num_keys, answer)
 
     for way in ("asked", "ended"):
-        for cancel in sweeper.sweep(way):
+        async for cancel in sweeper.sweep(way):
             engines = (
                 msgspec.structs.replace(engine, engine_id=name)
                 for name in ("one", "two")
@@ -200,4 +192,3 @@ async def all_who_ask(ground: SeveralGround, sweeper: Sweeper) -> None:
                 await cancel(scheduler.aclose)
             if way == "asked" or not cancel.has_begun:
                 await scheduler.aclose()
-            await ground.check_quiet()

@@ -40,15 +40,13 @@ async def a_layer_wait(ground: P2PGround, sweeper: Sweeper) -> None:
             for worker in ground.decode.workers:
                 await worker.wait_for_layer_load(layer)
 
-    for cancel in sweeper.sweep():
+    async for cancel in sweeper.sweep():
         order = await _begin_load(ground, is_async=False)
-        await sweeper.pause()
         outcome = await cancel(wait)
         if not outcome.cancelled:
             for caches in ground.decode.caches:
                 caches.expect_computed()
         await ground.end_load(order)
-        await ground.check_quiet()
 
 
 @scenario(
@@ -74,16 +72,14 @@ async def a_save_wait(ground: P2PGround, sweeper: Sweeper) -> None:
             await worker.wait_for_save()
 
     for is_held in (False, True):
-        for cancel in sweeper.sweep("of held blocks" * is_held):
+        async for cancel in sweeper.sweep("of held blocks" * is_held):
             name = ground.new_name()
             hold(is_held)
             ground.begin_save(name)
-            await sweeper.pause()
             await cancel(wait, is_held)
             hold(False)
             await ground.end_save(name)
             await ground.load(name)
-            await ground.check_quiet()
 
 
 @scenario(is_costly=True)
@@ -94,7 +90,7 @@ async def a_save_that_is_staged(ground: P2PGround, sweeper: Sweeper) -> None:
         for worker in ground.prefill.workers:
             await worker.wait_for_save()
 
-    for cancel in sweeper.sweep():
+    async for cancel in sweeper.sweep():
         fillers: dict[LookupBuffer, str] = {}
         for buffer in ground.buffers().values():
             room = buffer.statistics().max_bytes - _TOKEN_NBYTES
@@ -102,7 +98,6 @@ async def a_save_that_is_staged(ground: P2PGround, sweeper: Sweeper) -> None:
             fillers[buffer] = await buffer.insert([0], None, full, None, None)
         name = ground.new_name()
         ground.begin_save(name)
-        await sweeper.pause()
         await cancel(wait)
         await wait()
         for worker in ground.prefill.workers:
@@ -121,7 +116,7 @@ async def a_save_that_is_staged(ground: P2PGround, sweeper: Sweeper) -> None:
 @scenario(is_costly=True)
 async def a_load_that_is_aborted(ground: P2PGround, sweeper: Sweeper) -> None:
     """After so many ticks: its end is told when its blocks are quiet, and once."""
-    for cancel in sweeper.sweep():
+    async for cancel in sweeper.sweep():
         order = await _begin_load(ground, is_async=True)
         await cancel(ticks, _MAX_TICKS)
         for worker in ground.decode.workers:

@@ -20,26 +20,23 @@ __all__ = ("a_load_of_blocks", "a_save_of_blocks")
 @scenario("StoreWorker.wait_for_save")
 async def a_save_of_blocks(ground: StoreGround, sweeper: Sweeper) -> None:
     """Leaves the saves as they are: after another wait, all of it is saved."""
-    for cancel in sweeper.sweep():
+    async for cancel in sweeper.sweep():
         keys = ground.new_keys()
         ground.begin_save(keys)
-        await sweeper.pause()
         await cancel(ground.saver.wait_for_save)
         await ground.end_save(keys)
         await ground.load(keys)
-        await ground.check_quiet()
 
 
 @scenario("StoreWorker.flush", "Transfers.wait_others")
 async def a_flush(ground: StoreGround, sweeper: Sweeper) -> None:
     """Leaves no trace."""
-    for cancel in sweeper.sweep():
+    async for cancel in sweeper.sweep():
         keys = ground.new_keys()
         ground.begin_save(keys)
         await ground.saver.wait_for_save()
         await cancel(ground.saver.flush)
         await ground.end_save(keys)
-        await ground.check_quiet()
 
 
 @scenario("StoreScheduler.ask", "PrefixLookup.find")
@@ -47,23 +44,20 @@ async def a_question(ground: StoreGround, sweeper: Sweeper) -> None:
     """Leaves no trace."""
     keys = ground.new_keys()
     question = KVQuestion("q", (*keys, "nobody has this"))
-    for cancel in sweeper.sweep():
+    async for cancel in sweeper.sweep():
         await ground.save(keys)
-        await sweeper.pause()
         outcome = await cancel(ground.scheduler.ask, question)
         answer = outcome.value or await ground.scheduler.ask(question)
         expect(answer.num_keys == len(keys), answer)
-        await ground.check_quiet()
 
 
 @scenario("StorePins.hold")
 async def a_hold(ground: StoreGround, sweeper: Sweeper) -> None:
     """Cancelled, nothing is held."""
     holds = ground.scheduler.finder.holds
-    for cancel in sweeper.sweep():
+    async for cancel in sweeper.sweep():
         outcome = await cancel(holds.hold, ground.store, ("key",), 1.0, 1)
         expect(len(holds) == (outcome.value is not None), f"{len(holds)} are held")
-        await ground.check_quiet()
 
 
 @scenario("StoreLoading.load")
@@ -75,15 +69,13 @@ async def a_load_of_blocks(ground: StoreGround, sweeper: Sweeper) -> None:
         await loader._loading.load(ground.load_request(keys), loader._packed_blocks())
         caches.expect_computed()
 
-    for cancel in sweeper.sweep():
+    async for cancel in sweeper.sweep():
         keys = ground.new_keys()
         await ground.save(keys)
         caches.spoil()
-        await sweeper.pause()
         await cancel(load, keys)
         await expect_quiet(caches)
         await ground.load(keys)
-        await ground.check_quiet()
 
 
 @scenario(
@@ -103,42 +95,37 @@ async def packed_blocks(ground: StoreGround, sweeper: Sweeper) -> None:
             await packed.scatter(value, part.block_ids)
         caches.expect_computed()
 
-    for cancel in sweeper.sweep():
+    async for cancel in sweeper.sweep():
         caches.compute()
         await cancel(there_and_back)
         await expect_quiet(caches)
-        await ground.check_quiet()
 
 
 @scenario("StoreConnection.store")
 async def a_store_that_is_found(ground: StoreGround, sweeper: Sweeper) -> None:
     """Cancelled, the next call finds it."""
     config = config_of(ground.url)
-    for cancel in sweeper.sweep():
+    async for cancel in sweeper.sweep():
         line = StoreConnection(config, ground.new_engine(), None, "finder")
-        await sweeper.pause()
         await cancel(line.store)
         await (await line.store()).contains(["key"])
         await line.aclose()
-        await ground.check_quiet()
 
 
 @scenario("StoreConnection.aclose")
 async def a_connections_end(ground: StoreGround, sweeper: Sweeper) -> None:
     """Of that to a store, while it is dialled."""
     config = config_of(ground.url)
-    for cancel in sweeper.sweep():
+    async for cancel in sweeper.sweep():
         line = StoreConnection(config, ground.new_engine(), None, "line")
         dialling = asyncio.create_task(line.store())
         await ticks(3)
-        await sweeper.pause()
         await cancel(line.aclose)
         if not cancel.has_begun:
             await line.aclose()
         await asyncio.wait({dialling})
         dialling.exception()
         await expect_error(PeerLost, line.store())
-        await ground.check_quiet()
 
 
 @scenario(
@@ -148,24 +135,22 @@ async def a_connections_end(ground: StoreGround, sweeper: Sweeper) -> None:
 async def a_schedulers_end(ground: StoreGround, sweeper: Sweeper) -> None:
     """While it asks: it hears that nothing is there, now and later."""
     question = KVQuestion("q", ("key",))
-    for cancel in sweeper.sweep():
+    async for cancel in sweeper.sweep():
         scheduler = StoreScheduler(config_of(ground.url), ground.new_engine())
         await scheduler.finder.holds.hold(ground.store, ("key",), 1.0, 1)
         asking = asyncio.create_task(scheduler.ask(question))
         await ticks(3)
-        await sweeper.pause()
         await cancel(scheduler.aclose)
         if not cancel.has_begun:
             await scheduler.aclose()
         expect(not (await asking).num_keys, "it is stored")
         expect(not (await scheduler.ask(question)).num_keys, "it is stored")
-        await ground.check_quiet()
 
 
 @scenario("StoreWorker.aclose")
 async def a_store_workers_end(ground: StoreGround, sweeper: Sweeper) -> None:
     """In the middle of a load and of a save: its memory is quiet."""
-    for cancel in sweeper.sweep():
+    async for cancel in sweeper.sweep():
         keys, worker = ground.new_keys(), ground.new_worker()
         await ground.save(keys)
         ground.loaded.compute()
@@ -174,10 +159,8 @@ async def a_store_workers_end(ground: StoreGround, sweeper: Sweeper) -> None:
         worker.bind_connector_metadata(orders)
         await worker.start_load_kv()
         await worker.wait_for_save()
-        await sweeper.pause()
         await cancel(worker.shutdown)
         if not cancel.has_begun:
             await worker.aclose()
         await expect_quiet(ground.loaded)
         await has_let_go(worker)
-        await ground.check_quiet()
