@@ -16,8 +16,7 @@ import pytest
 
 from harness.fuzzing.corpus import OPENING, Corpus
 from harness.fuzzing.mutations import Item, join
-from harness.fuzzing.peer_target import PEER
-from harness.fuzzing.sides import SIDES
+from harness.fuzzing.peer_target import PEER, SIDES
 
 pytestmark = [pytest.mark.trust, pytest.mark.timeout(7200)]
 

@@ -12,7 +12,7 @@ from asynckv.protocol.codec import FrameDecoder, encode_frame
 from asynckv.protocol.frames import Frame, Insert, Ping
 from asynckv.protocol.wire import TYPE_CONTROL
 from asynckv.transfers.manifest import unpack
-from harness.fuzzing.corpus import Corpus, body_of
+from harness.fuzzing.corpus import Corpus, Maker, body_of, frame_makers
 from harness.fuzzing.mutations import (
     Item,
     change_bytes,
@@ -20,7 +20,6 @@ from harness.fuzzing.mutations import (
     change_tree,
     join,
 )
-from harness.fuzzing.samples import Maker, frame_makers
 
 FRAMES = frame_makers()
 CONTROL = msgspec.msgpack.encode({"t": "get", "key": "name"})

@@ -10,7 +10,7 @@ from asynckv.protocol.wire import TYPE_CONTROL
 from asynckv.types import TensorSpec
 from harness.fuzzing.fuzzer import TARGETS
 from harness.fuzzing.mutations import Item, join
-from harness.fuzzing.sides import SIDES
+from harness.fuzzing.peer_target import SIDES
 from harness.raw_inserts import body_with
 
 SIDE = {side.name: number for number, side in enumerate(SIDES)}

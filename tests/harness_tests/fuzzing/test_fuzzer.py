@@ -10,9 +10,8 @@ import pytest
 
 from harness.fuzzing import coverage_guided, fuzzer
 from harness.fuzzing.__main__ import main
-from harness.fuzzing.corpus import Corpus
+from harness.fuzzing.corpus import Corpus, Target, expect
 from harness.fuzzing.fuzzer import TARGETS, Failing, Report, fuzz, fuzz_target, replay
-from harness.fuzzing.oracle import Target, expect
 
 CORPUS = Corpus(1)
 

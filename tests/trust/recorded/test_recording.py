@@ -9,14 +9,14 @@ from collections.abc import Callable
 import pytest
 
 from asynckv.protocol.wire import TYPE_CHUNK, TYPE_CONTINUATION, TYPE_CONTROL
-from harness.fuzzing.meanings import changed_meanings
+from harness.fuzzing.corpus import frame_makers
 from harness.fuzzing.recording import Recording
 from harness.fuzzing.replaying import (
+    changed_meanings,
     check_chunk_flips,
     check_control_flips,
     check_cuts,
 )
-from harness.fuzzing.samples import frame_makers
 from harness.fuzzing.scenes import record
 
 pytestmark = [pytest.mark.trust, pytest.mark.timeout(240)]
