@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import re
 import sys
 from collections.abc import AsyncIterator, Callable, Coroutine
-from pathlib import Path
 from typing import Any
 
 import anyio
@@ -19,7 +17,6 @@ __all__ = (
     "ask",
     "begin",
     "line_of",
-    "memory_of",
     "running",
     "tell",
 )
@@ -94,12 +91,3 @@ def begin(request: pytest.FixtureRequest) -> Begin:
         return task, cancel_task if request.param == "task" else cancel_scope
 
     return begin
-
-
-def memory_of(pid: int, what: str = "VmRSS") -> int:
-    """Bytes of a process: ``VmRSS`` is now, ``VmHWM`` the most there ever were."""
-    status = Path(f"/proc/{pid}/status").read_text()
-    found = re.search(rf"{what}:\s+(\d+) kB", status)
-    if found is None:
-        raise ValueError(f"{what} is not told of {pid}")
-    return int(found[1]) * 1024

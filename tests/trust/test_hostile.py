@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import asynckv
-from harness.children import ask, line_of, memory_of, running
+from harness.children import ask, line_of, running
 from harness.crowd import LARGE
 
 pytestmark = [
@@ -70,6 +70,14 @@ async def turn(crowd: asyncio.subprocess.Process, word: str) -> int:
     answer, there = (await ask(crowd, word)).split()
     assert answer == word
     return int(there)
+
+
+def memory_of(pid: int, what: str) -> int:
+    """Bytes of a process: ``VmRSS`` is now, ``VmHWM`` the most there ever were."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    found = re.search(rf"{what}:\s+(\d+) kB", status)
+    assert found is not None
+    return int(found[1]) * 1024
 
 
 async def work(lookup: asynckv.KVLookupBuffer) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import pytest
 
@@ -14,7 +15,7 @@ from asynckv.protocol.codec import encode_frame
 from asynckv.protocol.frames import Insert, OpeningFrame, Peek, Result, Select
 from asynckv.protocol.values import Limits
 from asynckv.testing.faults.hostile import HostilePeer, claim, open_hostile_peer
-from harness.children import ask, line_of, memory_of, running
+from harness.children import ask, line_of, running
 
 pytestmark = [
     pytest.mark.trust,
@@ -50,6 +51,11 @@ asyncio.run(main())
 """
 
 
+def resident_bytes(pid: int) -> int:
+    pages = Path(f"/proc/{pid}/statm").read_text().split()[1]
+    return int(pages) * 4096
+
+
 def queries() -> list[tuple[OpeningFrame, bytes]]:
     key = bytes(BODY_BYTES - 8)
     select = Select(has_key=True)
@@ -70,12 +76,12 @@ async def test_requests_that_wait_make_a_server_keep_no_more_than_it_was_told(
     asked = requests()
     async with running(SERVER) as process:
         url = await line_of(process)
-        before = memory_of(process.pid)
+        before = resident_bytes(process.pid)
         async with open_hostile_peer(url, limits=Limits()) as peer:
             for number, (frame, body) in enumerate(asked):
                 await peer.send(2 * number + 1, frame, body)
             kept = int(await ask(process, "how much?"))
-            growth = memory_of(process.pid) - before
+            growth = resident_bytes(process.pid) - before
     figures(
         f"{COUNT} {requests.__name__} of {BODY_BYTES // MIB} MiB: {kept / MIB:.0f} MiB "
         f"kept, the server grew by {growth / MIB:.0f} MiB"
@@ -100,7 +106,7 @@ async def test_requests_that_are_never_whole_make_a_server_keep_no_more_either(
 ) -> None:
     async with running(SERVER) as process, contextlib.AsyncExitStack() as stack:
         url = await line_of(process)
-        before = memory_of(process.pid)
+        before = resident_bytes(process.pid)
         slow, rest = await begin_a_body(url, stack, Peek(has_key=True), SLOW_BYTES)
         for _ in range(HALF_BODIES):
             await begin_a_body(url, stack, Select(has_key=True), BODY_BYTES)
@@ -109,7 +115,7 @@ async def test_requests_that_are_never_whole_make_a_server_keep_no_more_either(
                 async with asyncio.timeout(1):
                     await honest.lookup.drop_select(TOKENS)
             assert honest.is_connected
-        growth = memory_of(process.pid) - before
+        growth = resident_bytes(process.pid) - before
         await slow.control.send(rest)  # it began before them, but with little
         assert (await slow.expect(Result)).value == 0
     figures(
