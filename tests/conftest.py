@@ -208,7 +208,7 @@ def nothing_blocks_the_loop() -> Iterator[None]:
         # What the kernel keeps in memory, while nothing else is to do.
         for name in ("io.TextIOWrapper.read", "io.BufferedReader.read", "os.listdir"):
             blockbuster.functions[name].can_block_in(
-                "tests/harness/crashes/footprint.py", "now"
+                "tests/harness/crashes/run.py", "now"
             )
         # An abort() waits for a lane to let go of what was lent: a moment, 1 s at most.
         blockbuster.functions["time.sleep"].can_block_in(

@@ -21,8 +21,8 @@ from asynckv.testing.lookup_checks.values import MIB, noise
 from asynckv.types import TensorSpec
 from harness.fake_gpus import FakeGpus
 from harness.fake_gpus.streams import Delay
+from harness.gpu_pairs import NcclBuffers, open_nccl_buffers
 from harness.gpu_puts import LAYERS, check_is_in, insert, put_layers
-from harness.nccl_buffer_pairs import NcclBuffers, open_nccl_buffers
 
 
 @pytest.fixture

@@ -35,7 +35,7 @@ from harness.fake_gpus.gates import Gate
 from harness.gpu_pairs import GpuPair, open_gpu_pair
 from harness.held_copies import bytes_of_tensor, held_copies
 from harness.link_pairs import landed_bytes, linked
-from harness.no_routes import NoRoutes
+from harness.raw_inserts import NoRoutes
 
 pytestmark = pytest.mark.usefixtures("small_pieces")
 

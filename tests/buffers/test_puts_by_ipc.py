@@ -30,7 +30,7 @@ from asynckv.transfers.source import release_staged
 from asynckv.types import TensorSpec
 from harness.fake_devices import fake_device_of
 from harness.fake_gpus import FakeGpus
-from harness.gpu_pairs import GpuPair, open_gpu_pair
+from harness.gpu_pairs import GpuPair, SharedPuts, open_gpu_pair
 from harness.gpu_puts import (
     LAYERS,
     PutPair,
@@ -41,7 +41,6 @@ from harness.gpu_puts import (
     put_layers,
 )
 from harness.held_copies import held_copies, is_busy
-from harness.shared_puts import SharedPuts
 
 BY_HANDLES = pytest.mark.skipif(not has_fd_sockets(), reason="no sockets for handles")
 PIECE = 32 * 1024

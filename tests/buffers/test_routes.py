@@ -34,8 +34,7 @@ from asynckv.testing.lookup_checks.values import MIB, noise
 from asynckv.types import TensorSpec
 from harness.fake_devices import FakeDevice, fake_device_of
 from harness.fake_gpus import FakeGpus
-from harness.gpu_pairs import open_gpu_pair
-from harness.nccl_buffer_pairs import open_nccl_buffers
+from harness.gpu_pairs import open_gpu_pair, open_nccl_buffers
 
 LARGE, SMALL = TensorSpec((MIB,), "uint8"), TensorSpec((8,), "uint8")
 LAYERS: Final[Mapping[str, TensorSpec]] = {"key": LARGE, "hidden": SMALL}

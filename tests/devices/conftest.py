@@ -11,7 +11,7 @@ from asynckv.devices.arena import DeviceArena
 from asynckv.devices.copying import CopyPool
 from asynckv.devices.lanes import DeviceLanes
 from asynckv.testing.blocked import until
-from harness.begun import begin
+from harness.children import begin
 from harness.device_memory import open_device_arena
 from harness.fake_devices import FakeDevice
 from harness.fake_gpus import FakeGpus, FakeProcess

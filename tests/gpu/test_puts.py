@@ -30,7 +30,7 @@ _LARGE: Final = 64 * 2**20
 _PRODUCER: Final = """
 import asyncio, asynckv, sys
 from asynckv.testing.expectations import noise
-from harness.shared_puts import SharedPuts
+from harness.gpu_pairs import SharedPuts
 from asynckv.types import TensorSpec
 LARGE = 64 * 2**20
 async def main():

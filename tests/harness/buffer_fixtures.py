@@ -23,10 +23,9 @@ from asynckv.transfers import host_copies
 from harness.device_memory import open_device_pool
 from harness.fake_devices import FakeDevice, fake_device
 from harness.fake_gpus import FakeGpus
-from harness.gpu_pairs import GpuPair, open_gpu_pair
+from harness.gpu_pairs import GpuPair, NcclBuffers, open_gpu_pair, open_nccl_buffers
 from harness.link_pairs import name_of
-from harness.nccl_buffer_pairs import NcclBuffers, open_nccl_buffers
-from harness.raw_maps import RawMapper
+from harness.raw_inserts import RawMapper
 
 __all__ = (
     "CutWhen",

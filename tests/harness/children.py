@@ -1,14 +1,26 @@
-"""A process that runs some code beside a test, and talks with it line by line."""
+"""Tasks and processes beside a test: cancelled, or talked with line by line."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import sys
-from collections.abc import AsyncIterator
-from typing import Protocol
+from collections.abc import AsyncIterator, Callable, Coroutine
+from typing import Any, Protocol
 
-__all__ = ("Talks", "ask", "line_of", "running", "tell")
+import anyio
+import pytest
+
+__all__ = (
+    "Begin",
+    "Cancel",
+    "Talks",
+    "ask",
+    "begin",
+    "line_of",
+    "running",
+    "tell",
+)
 
 
 class Talks(Protocol):
@@ -60,3 +72,35 @@ async def ask(process: Talks, line: str) -> str:
     """Write a line to it, and wait for what it prints next."""
     await tell(process, line)
     return await line_of(process)
+
+
+Cancel = Callable[[], Coroutine[Any, Any, None]]
+Begin = Callable[[Coroutine[Any, Any, None]], tuple[asyncio.Task[None], Cancel]]
+
+
+@pytest.fixture(params=["task", "scope"])
+def begin(request: pytest.FixtureRequest) -> Begin:
+    """Begin work in a task; return that, and what cancels it and waits for its end.
+
+    It is cancelled itself, or the scope that the work is done in.
+    """
+
+    def begin(work: Coroutine[Any, Any, None]) -> tuple[asyncio.Task[None], Cancel]:
+        async def run() -> None:
+            with scope:
+                await work
+
+        async def cancel_task() -> None:
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+
+        async def cancel_scope() -> None:
+            scope.cancel()
+            await task
+            assert scope.cancelled_caught
+
+        scope, task = anyio.CancelScope(), asyncio.create_task(run())
+        return task, cancel_task if request.param == "task" else cancel_scope
+
+    return begin

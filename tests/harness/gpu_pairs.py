@@ -1,4 +1,4 @@
-"""A lookup buffer on a GPU, and a peer of another process on that one or another."""
+"""Lookup buffers on a GPU, and a peer of another process on that one or another."""
 
 from __future__ import annotations
 
@@ -8,15 +8,139 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from asynckv.buffers.lookup import LookupBuffer
-from asynckv.buffers.remote.peer import connect
-from asynckv.buffers.serve import serve
+from asynckv.buffers.remote.peer import Peer, connect
+from asynckv.buffers.serve import Server, serve
+from asynckv.buffers.serving.devices import DeviceService
 from asynckv.links.options import Digest
+from asynckv.sharing.exporter import Importer
+from asynckv.sharing.gpu_channel import GpuLink
+from asynckv.tensors.paged_arena import PagedArena
 from asynckv.testing.blocked import until
-from harness.fake_devices import fake_device_of
+from harness.fake_devices import FakeDevice, fake_device_of
 from harness.fake_gpus import FakeGpus
-from harness.gpu_peers import GpuPeer
 
-__all__ = ("GpuPair", "open_gpu_pair")
+__all__ = (
+    "GpuPair",
+    "GpuPeer",
+    "NcclBuffers",
+    "SharedPuts",
+    "open_gpu_pair",
+    "open_nccl_buffers",
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class SharedPuts:
+    """What ``peer`` shows on its link."""
+
+    peer: Peer
+
+    @property
+    def importer(self) -> Importer:
+        """Who reads it."""
+        importer = self.peer._imports.importer(self.peer._linked())
+        if importer is None:
+            raise LookupError("nobody reads what is put")
+        return importer
+
+    @property
+    def are_read(self) -> bool:
+        """Does anybody read it?"""
+        try:
+            return self.importer.is_connected
+        except LookupError:
+            return False
+
+    @property
+    def has_shown(self) -> bool:
+        """Was anything shown to be read, on this link?"""
+        return self.importer._last_number > 0
+
+    @property
+    def staged_bytes(self) -> int:
+        """What the peer has of its GPU for what it puts."""
+        arena = (self.peer.on_gpu or self.peer.memory).arena
+        if isinstance(arena, PagedArena):
+            arena.collect()
+        return arena.used_bytes + arena.pinned_bytes
+
+
+@dataclasses.dataclass(frozen=True)
+class GpuPeer:
+    """What is served is on ``ours``, and what ``peer`` has on ``theirs``."""
+
+    server: Server
+    peer: Peer
+    ours: FakeDevice
+    theirs: FakeDevice
+
+    @property
+    def way(self) -> GpuLink:
+        """The server's end of what connects two GPUs.
+
+        :raises LookupError: nothing does
+        """
+        return _present(self._far_way)
+
+    @property
+    def near_way(self) -> GpuLink:
+        """The peer's end of it.
+
+        :raises LookupError: nothing does
+        """
+        return _present(self._near_way)
+
+    @property
+    def is_way_open(self) -> bool:
+        """Does the server know too that it is open?"""
+        way = self._far_way
+        return way is not None and way.is_open
+
+    @property
+    def has_moved(self) -> bool:
+        """Whether anything has gone from the served GPU to the peer's."""
+        return _has_sent(self._far_way)
+
+    @property
+    def has_put(self) -> bool:
+        """Whether anything has gone from the peer's GPU, or was shown there."""
+        if self.puts.are_read:
+            return self.puts.has_shown
+        return _has_sent(self._near_way)
+
+    @property
+    def puts(self) -> SharedPuts:
+        """What the peer puts from."""
+        return SharedPuts(self.peer)
+
+    @property
+    def devices(self) -> DeviceService:
+        """What connects the served GPU with the peer's.
+
+        :raises LookupError: no lookup buffer is served
+        """
+        (services,) = [s for s in self.server._services if not s.is_lost]
+        if services.devices is None:
+            raise LookupError("no lookup buffer is served")
+        return services.devices
+
+    @property
+    def _far_way(self) -> GpuLink | None:
+        return self.devices.way
+
+    @property
+    def _near_way(self) -> GpuLink | None:
+        return self.peer.routes.nccl(self.peer._linked())
+
+
+def _present(way: GpuLink | None) -> GpuLink:
+    if way is None:
+        raise LookupError("nothing connects two GPUs")
+    return way
+
+
+def _has_sent(way: GpuLink | None) -> bool:
+    return way is not None and way.transport.sender._sending._next > 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,3 +193,40 @@ async def open_gpu_pair(
         connect(server.url + url, **asked) as peer,
     ):
         yield GpuPair(server, peer, here, there, buffer)
+
+
+@dataclasses.dataclass(frozen=True)
+class NcclBuffers(GpuPeer):
+    """``buffer`` is what ``server`` serves."""
+
+    buffer: LookupBuffer
+
+    @property
+    def staged_bytes(self) -> int:
+        """What the peer has of its GPU for what it sends."""
+        return self.puts.staged_bytes
+
+    async def emptied(self) -> None:
+        """Wait until nothing is kept on either side."""
+        await until(lambda: not self.buffer.statistics().used_bytes)
+        await until(lambda: not self.staged_bytes)
+        await until(lambda: not self.server.waiting_bytes)
+
+    async def opened(self) -> None:
+        """Wait until both sides know that the way is open."""
+        await until(lambda: self.is_way_open)
+
+
+@asynccontextmanager
+async def open_nccl_buffers(
+    gpus: FakeGpus,
+    *,
+    their_nccl: int | None = None,
+    **options: Any,
+) -> AsyncIterator[NcclBuffers]:
+    """Open both, on two of ``gpus``; ``options`` are those of ``open_gpu_pair``.
+
+    ``their_nccl`` is the version that the peer has.
+    """
+    async with open_gpu_pair(gpus, theirs=1, their_nccl=their_nccl, **options) as pair:
+        yield NcclBuffers(pair.server, pair.peer, pair.ours, pair.theirs, pair.buffer)

@@ -8,21 +8,29 @@ import dataclasses
 from collections.abc import AsyncIterator
 from typing import Any
 
+from asynckv.errors import PeerLost
 from asynckv.links.options import Digest
 from asynckv.pipes.endpoints import listen_pipe, open_pipe
 from asynckv.pipes.gpu_side import GpuSide
 from asynckv.pipes.pipe import Pipe
+from asynckv.pipes.shared_memory import GpuSharing
+from asynckv.sharing.gpu_channel import GpuLink
 from asynckv.tensors.paged_arena import PagedArena
 from asynckv.testing.blocked import until
 from asynckv.testing.expectations import expect, expect_same, noise
 from asynckv.testing.pipe_checks import LARGE, PIPE_BYTES
-from harness.fake_devices import FakeDevice
+from harness.fake_devices import FakeDevice, fake_device_of
+from harness.fake_gpus import FakeGpus
 
 __all__ = (
     "GpuPipes",
+    "IpcPipes",
+    "NcclPipes",
     "arenas_of",
     "expect_by_host",
     "gpu_side_of",
+    "open_ipc_pipes",
+    "open_nccl_pipes",
     "open_pipes_on",
     "used_bytes_of",
 )
@@ -133,3 +141,96 @@ async def open_pipes_on(
             found = {near.transport, far.transport}
             expect(found == {expected}, f"no way was opened: {found}")
         yield near, far
+
+
+@dataclasses.dataclass(frozen=True)
+class IpcPipes(GpuPipes):
+    """What one side has on the GPU the other may read where it lies."""
+
+    @property
+    def near_sharing(self) -> GpuSharing:
+        """What the near side shows, and reads."""
+        return gpu_side_of(self.near).sharing
+
+    @property
+    def far_sharing(self) -> GpuSharing:
+        """What the far side shows, and reads."""
+        return gpu_side_of(self.far).sharing
+
+    @property
+    def moved(self) -> int:
+        """How many tensors the near side has shown to be read where they lie."""
+        importer = self.near_sharing._importer
+        return 0 if importer is None else importer._last_number
+
+    def break_off(self, *, near: bool) -> None:
+        sharing = self.near_sharing if near else self.far_sharing
+        sharing.lose("a test")
+
+
+@contextlib.asynccontextmanager
+async def open_ipc_pipes(
+    gpus: FakeGpus, *, theirs: int = 0, is_connected: bool = True, **options: Any
+) -> AsyncIterator[IpcPipes]:
+    """Open a pipe on the first of ``gpus``; ``options`` are of :func:`open_pipes_on`.
+
+    ``theirs`` is the number of the listener's GPU. Unless ``is_connected`` is false
+    this waits until both sides share their memory.
+    """
+    gpus.has_peer_access = gpus.has_peer_access or theirs > 0
+    ours, far = fake_device_of(gpus.process()), fake_device_of(gpus.process(), theirs)
+    expected = "cuda_ipc" if is_connected else None
+    async with open_pipes_on(ours, far, expected=expected, **options) as pipes:
+        yield IpcPipes(*pipes, ours, far)
+
+
+@dataclasses.dataclass(frozen=True)
+class NcclPipes(GpuPipes):
+    """What one side sends goes to the other's GPU by NCCL."""
+
+    @property
+    def near_way(self) -> GpuLink:
+        """The near end of what connects both GPUs."""
+        return _way_of(self.near)
+
+    @property
+    def far_way(self) -> GpuLink:
+        """The far end of it."""
+        return _way_of(self.far)
+
+    @property
+    def moved(self) -> int:
+        """How many operations the near side has sent from GPU to GPU."""
+        return self.near_way.transport.sender._sending._next
+
+    def break_off(self, *, near: bool) -> None:
+        way = self.near_way if near else self.far_way
+        way._stalled(PeerLost("a test"))
+
+
+def _way_of(pipe: Pipe) -> GpuLink:
+    way = gpu_side_of(pipe).opening.agreed_link
+    if way is None:
+        raise LookupError("nothing connects both GPUs")
+    return way
+
+
+@contextlib.asynccontextmanager
+async def open_nccl_pipes(
+    gpus: FakeGpus,
+    *,
+    their_nccl: int | None = None,
+    is_connected: bool = True,
+    **options: Any,
+) -> AsyncIterator[NcclPipes]:
+    """Open a pipe between two of ``gpus``; ``options`` are of :func:`open_pipes_on`.
+
+    ``their_nccl`` is the version that the listener has. Unless ``is_connected`` is
+    false this waits until both GPUs are connected.
+    """
+    ours, theirs = fake_device_of(gpus.process()), fake_device_of(gpus.process(), 1)
+    if their_nccl is not None:
+        theirs.process.nccl.number = their_nccl
+    expected = "nccl" if is_connected else None
+    async with open_pipes_on(ours, theirs, expected=expected, **options) as pipes:
+        yield NcclPipes(*pipes, ours, theirs)

@@ -10,8 +10,7 @@ from asynckv.testing.expectations import expect, is_same, only
 from asynckv.testing.lookup_checks.values import MIB, noise
 from asynckv.types import TensorSpec
 from harness.fake_gpus import FakeGpus
-from harness.gpu_pairs import GpuPair, open_gpu_pair
-from harness.nccl_buffer_pairs import NcclBuffers, open_nccl_buffers
+from harness.gpu_pairs import GpuPair, NcclBuffers, open_gpu_pair, open_nccl_buffers
 
 __all__ = (
     "LAYERS",

@@ -1,22 +1,40 @@
-"""A producer that says what it likes: frames of one insert, written by hand."""
+"""What peers say by hand, to sides that know of no other route than the link."""
 
 from __future__ import annotations
 
-from asynckv.links.link import Link
+import socket
+import struct
+from collections.abc import Iterable, Mapping, Sequence
+
+from asynckv.devices.copying import CopyPool
+from asynckv.links.fd_socket import fetch_file
+from asynckv.links.link import Link, LinkStream
 from asynckv.protocol.frames import (
     Accepted,
     Cancelled,
     Failure,
     Frame,
     Insert,
+    Offer,
     Push,
+    Select,
 )
-from asynckv.protocol.transfer_frames import Grant
+from asynckv.protocol.transfer_frames import Exposed, Grant, OpenMemory, Proved
+from asynckv.sharing.peer_imports import PeerImports
+from asynckv.tensors.shared_file import MappedFile
+from asynckv.transfers.delivery import ReceiveBudget
+from asynckv.transfers.manifest import layout_of, pack
+from asynckv.transfers.routes import PeerRoutes
+from asynckv.transfers.tokens import Tokens
 from asynckv.types import TensorSpec
-from harness.bodies import body_with
 from harness.link_pairs import Hearer
 
-__all__ = ("RawInsert",)
+__all__ = (
+    "NoRoutes",
+    "RawInsert",
+    "RawMapper",
+    "body_with",
+)
 
 
 class RawInsert:
@@ -75,3 +93,99 @@ class RawInsert:
             frame, _ = await self.hearer.next()
             if isinstance(frame, Accepted | Cancelled | Failure):
                 return frame
+
+
+def body_with(
+    specs: Mapping[str, TensorSpec],
+    inline: Iterable[memoryview] = (),
+    *,
+    digests: Sequence[bytes] | None = None,
+    tokens: Tokens | None = None,
+    roi: Tokens | None = None,
+) -> bytes:
+    """Return the body of an entry of these tensors, by default without digests."""
+    digests = [b""] * len(specs) if digests is None else digests
+    return pack(layout_of(specs), digests, tokens, roi, inline)
+
+
+class RawMapper:
+    """One link's mapping, step by step, without any good manners.
+
+    ``sock`` and ``file`` are what came for the ticket.
+    """
+
+    def __init__(self, link: Link) -> None:
+        self.link = link
+        self.sock: socket.socket | None = None
+        self.file: MappedFile | None = None
+        self.hearer = Hearer()
+        self._asking: LinkStream | None = None
+
+    async def ask(self) -> Exposed:
+        """Ask for the memory; return the invitation.
+
+        :raises ValueError: there is none
+        """
+        self._asking = self.link.open_stream(self.hearer, OpenMemory("lookup"))
+        frame, _ = await self.hearer.next()
+        if not isinstance(frame, Exposed):
+            raise ValueError(f"no invitation, but {frame}")
+        return frame
+
+    async def fetch(self, exposed: Exposed) -> MappedFile:
+        """Take the ticket to the other socket, and map what comes for it."""
+        self.sock, fd = await fetch_file(exposed.address, exposed.ticket)
+        self.file = MappedFile(fd, exposed.nbytes)
+        return self.file
+
+    async def say(self, frame: Frame) -> Frame:
+        """Say something where the mapping is agreed on; return the answer."""
+        if self._asking is not None:
+            self._asking.send(frame)
+        return (await self.hearer.next())[0]
+
+    async def map(self) -> MappedFile:
+        """Do all of it as it should be done."""
+        file = await self.fetch(await self.ask())
+        await self.say(Proved(file.nonce))
+        return file
+
+    async def select(self) -> tuple[Hearer, LinkStream, Offer, bytes]:
+        """Ask for any entry; return the stream, the offer and its body.
+
+        :raises ValueError: no offer came
+        """
+        hearer = Hearer()
+        stream = self.link.open_stream(hearer, Select(has_key=False))
+        frame, body = await hearer.next()
+        if not isinstance(frame, Offer):
+            raise ValueError(f"no offer, but {frame}")
+        return hearer, stream, frame, body
+
+    def release(self, *numbers: int) -> None:
+        """Say that nothing is left of these pins."""
+        self.tell(struct.pack(f"!{len(numbers)}Q", *numbers))
+
+    def tell(self, message: bytes) -> None:
+        """Say anything on the other socket."""
+        if self.sock is not None:
+            self.sock.send(message)
+
+    async def aclose(self) -> None:
+        """Hang up everywhere."""
+        if self.sock is not None:
+            self.sock.close()
+        if self.file is not None:
+            self.file.close()
+        await self.link.aclose()
+
+
+class NoRoutes(PeerRoutes):
+    """What it sends is read by ``pool``; what it receives lands in ``budget``."""
+
+    def __init__(
+        self, pool: CopyPool | None = None, budget: ReceiveBudget | None = None
+    ) -> None:
+        super().__init__(
+            PeerImports("full", ""), budget or ReceiveBudget(2**30), pool or CopyPool()
+        )

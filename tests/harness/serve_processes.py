@@ -11,7 +11,7 @@ import urllib.parse
 from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 
-__all__ = ("ServeProcess", "http_get", "run_command", "serving")
+__all__ = ("ServeProcess", "http_get", "serving")
 
 _TESTS = Path(__file__).parent.parent
 _HTTP = "health and metrics are at "
@@ -90,20 +90,6 @@ async def serving(
         with contextlib.suppress(ProcessLookupError):
             process.kill()
         await process.communicate()
-
-
-async def run_command(
-    *arguments: str, environ: Mapping[str, str] | None = None
-) -> tuple[int, bytes, str]:
-    """Run ``asynckv``; return its status, what it printed, and its errors."""
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "asynckv", *arguments),
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.PIPE,
-        env=_environ(environ or {}, None),
-    )
-    printed, errors = await process.communicate()
-    return process.returncode or 0, printed, errors.decode()
 
 
 def _environ(more: Mapping[str, str], path: Path | None) -> dict[str, str]:

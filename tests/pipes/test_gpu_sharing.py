@@ -42,13 +42,14 @@ from harness.fake_gpus import FakeGpus
 from harness.fake_gpus.cuda import FakeCuda
 from harness.fake_gpus.gates import Gate
 from harness.gpu_pipe_pairs import (
+    IpcPipes,
     arenas_of,
     expect_by_host,
     gpu_side_of,
+    open_ipc_pipes,
     used_bytes_of,
 )
 from harness.held_copies import held_copies, is_busy
-from harness.ipc_pipe_pairs import IpcPipes, open_ipc_pipes
 from harness.link_pairs import Hearer
 
 pytestmark = pytest.mark.skipif(not has_fd_sockets(), reason="no sockets for handles")

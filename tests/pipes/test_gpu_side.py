@@ -31,8 +31,13 @@ from asynckv.testing.pipe_checks import (
 from asynckv.types import TensorSpec
 from harness.fake_devices import fake_device_of
 from harness.fake_gpus import FakeGpus
-from harness.gpu_pipe_pairs import arenas_of, expect_by_host, gpu_side_of
-from harness.nccl_pipe_pairs import NcclPipes, open_nccl_pipes
+from harness.gpu_pipe_pairs import (
+    NcclPipes,
+    arenas_of,
+    expect_by_host,
+    gpu_side_of,
+    open_nccl_pipes,
+)
 
 BY_HOST = "goes through host memory"
 

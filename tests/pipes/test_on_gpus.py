@@ -43,9 +43,13 @@ from asynckv.types import TensorSpec
 from harness.fake_devices import FakeDevice, fake_device, fake_device_of
 from harness.fake_gpus import FakeGpus
 from harness.fake_gpus.gates import Gate
-from harness.gpu_pipe_pairs import GpuPipes, arenas_of, expect_by_host
-from harness.ipc_pipe_pairs import open_ipc_pipes
-from harness.nccl_pipe_pairs import open_nccl_pipes
+from harness.gpu_pipe_pairs import (
+    GpuPipes,
+    arenas_of,
+    expect_by_host,
+    open_ipc_pipes,
+    open_nccl_pipes,
+)
 
 HAS_HANDLES = pytest.mark.skipif(not has_fd_sockets(), reason="no sockets for handles")
 WAYS = pytest.mark.parametrize(

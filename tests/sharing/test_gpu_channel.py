@@ -49,8 +49,8 @@ from asynckv.transports.nccl import transport, worker as workers
 from asynckv.transports.nccl.worker import DeviceWorker
 from harness.fake_devices import fake_device_of
 from harness.fake_gpus import FakeGpus
+from harness.gpu_pairs import NcclBuffers, open_nccl_buffers
 from harness.link_pairs import LinkPair, ScriptedService, linked
-from harness.nccl_buffer_pairs import NcclBuffers, open_nccl_buffers
 from harness.nccl_pairs import NcclPair
 
 BY_HOST = "goes through host memory"

@@ -44,7 +44,7 @@ from harness.fake_devices import FakeDevice, fake_device_of
 from harness.fake_gpus import FakeGpus
 from harness.fake_gpus.streams import Delay
 from harness.gpu_pairs import GpuPair
-from harness.ipc_pipe_pairs import IpcPipes, open_ipc_pipes
+from harness.gpu_pipe_pairs import IpcPipes, open_ipc_pipes
 from harness.link_pairs import LinkPair, linked
 
 pytestmark = pytest.mark.skipif(not has_fd_sockets(), reason="no sockets for handles")

@@ -20,7 +20,7 @@ from asynckv.testing.blocked import cancel_before_each, until
 from asynckv.testing.expectations import is_same
 from asynckv.testing.lookup_checks.values import MIB, noise
 from harness.fake_gpus import FakeGpus
-from harness.nccl_buffer_pairs import NcclBuffers, open_nccl_buffers
+from harness.gpu_pairs import NcclBuffers, open_nccl_buffers
 
 
 async def take(pair: NcclBuffers) -> None:

@@ -28,9 +28,8 @@ from asynckv.testing.expectations import is_same
 from asynckv.testing.lookup_checks.values import MIB, noise
 from harness.fake_devices import fake_device_of
 from harness.fake_gpus import FakeGpus
-from harness.gpu_pairs import GpuPair, open_gpu_pair
+from harness.gpu_pairs import GpuPair, SharedPuts, open_gpu_pair
 from harness.link_pairs import linked
-from harness.shared_puts import SharedPuts
 
 needs_sockets = pytest.mark.skipif(
     not has_fd_sockets(), reason="no sockets for handles"

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from asynckv.tensors.copying import HostCopyPool
-from harness.begun import begin
+from harness.children import begin
 
 __all__ = ("begin", "pool")
 

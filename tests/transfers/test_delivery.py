@@ -26,8 +26,8 @@ from asynckv.transfers.delivery import (
 from asynckv.transfers.manifest import INLINE_NBYTES, Manifest, layout_of, unpack
 from asynckv.transfers.tokens import as_tokens
 from asynckv.types import TensorSpec
-from harness.bodies import body_with
 from harness.fake_devices import FakeDevice
+from harness.raw_inserts import body_with
 
 KEY, HIDDEN = torch.arange(6.0).reshape(2, 3), torch.tensor([7])
 

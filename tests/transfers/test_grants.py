@@ -39,10 +39,9 @@ from asynckv.transfers.source import (
 from asynckv.types import TensorSpec
 from harness.device_memory import filled_region, open_device_arena
 from harness.fake_devices import FakeDevice
-from harness.gpu_pairs import GpuPair
+from harness.gpu_pairs import GpuPair, NcclBuffers
 from harness.link_pairs import Hearer, LinkPair, linked
-from harness.nccl_buffer_pairs import NcclBuffers
-from harness.no_routes import NoRoutes
+from harness.raw_inserts import NoRoutes
 
 needs_sockets = pytest.mark.skipif(
     not has_fd_sockets(), reason="no sockets for handles"

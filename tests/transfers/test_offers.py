@@ -33,12 +33,11 @@ from asynckv.testing.lookup_checks.values import MIB, noise
 from asynckv.transfers.delivery import Delivery, ReceiveBudget
 from asynckv.transfers.offers import OfferReceiver, read_offer, ready_memory
 from asynckv.types import TensorSpec
-from harness.bodies import body_with
 from harness.fake_gpus import FakeGpus
 from harness.fake_gpus.streams import Delay
+from harness.gpu_pairs import NcclBuffers, open_nccl_buffers
 from harness.link_pairs import Hearer, LinkPair, linked
-from harness.nccl_buffer_pairs import NcclBuffers, open_nccl_buffers
-from harness.no_routes import NoRoutes
+from harness.raw_inserts import NoRoutes, body_with
 
 BODY = body_with({"key": TensorSpec((MIB,), "uint8")})
 

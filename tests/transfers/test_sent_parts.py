@@ -27,9 +27,8 @@ from asynckv.testing.blocked import until
 from asynckv.testing.expectations import is_same
 from asynckv.testing.lookup_checks.values import MIB, noise
 from harness.fake_gpus import FakeGpus
-from harness.gpu_pairs import GpuPair, open_gpu_pair
+from harness.gpu_pairs import GpuPair, NcclBuffers, open_gpu_pair, open_nccl_buffers
 from harness.link_pairs import name_of
-from harness.nccl_buffer_pairs import NcclBuffers, open_nccl_buffers
 from harness.raw_inserts import RawInsert
 
 needs_sockets = pytest.mark.skipif(

@@ -10,6 +10,9 @@ from collections.abc import Callable
 
 import pytest
 
+from asynckv.security.tls import TLS
+from asynckv.testing.certificates import Authority
+
 
 @dataclasses.dataclass(frozen=True)
 class Scale:
@@ -96,3 +99,9 @@ def figures(request: pytest.FixtureRequest) -> Callable[[str], None]:
         request.node.user_properties.append(("figure", line))
 
     return tell
+
+
+@pytest.fixture
+def tls(authority: Authority) -> TLS:
+    """Certificates of one authority, for both sides."""
+    return authority.issue()

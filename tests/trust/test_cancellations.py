@@ -10,10 +10,16 @@ from typing import Any
 import pytest
 
 from asynckv.testing.certificates import Authority
-from harness.cancellations.coroutines import codes_of_coroutines
-from harness.cancellations.everything import run_scenarios
-from harness.cancellations.grounds import Kind, open_ground
-from harness.cancellations.sweeper import Sweeper
+from harness.cancellations.coroutines import OF_BUFFERS, OF_CONNECTORS
+from harness.cancellations.everything import (
+    COSTLY_GROUNDS,
+    GROUNDS_OF_CONNECTORS,
+    open_ground_of_connectors,
+    run_scenarios,
+    scenarios_on,
+)
+from harness.cancellations.grounds import open_ground
+from harness.cancellations.sweeper import Kind, Sweeper
 
 pytestmark = [
     pytest.mark.trust,
@@ -45,22 +51,8 @@ BY_CHANCE = ("MemTransport.quiesce", "NcclTransport.quiesce")
 tests/transports/nccl/test_transport.py cancels both kinds in every way."""
 
 
-async def cancel_on(kind: Kind, authority: Authority, at_least: int) -> Sweeper:
-    sweeper = Sweeper()
-    options: dict[str, Any] = {"tls": authority.issue()} if kind == "tls" else {}
-    async with open_ground(kind, **options) as ground:
-        await run_scenarios(ground, sweeper, at_least=at_least)
-    return sweeper
-
-
-def left_out_on(kind: Kind, reached: set[CodeType]) -> list[str]:
-    """Name what is public, waits there, and was not cancelled."""
-    public = codes_of_coroutines()
-    return [
-        name
-        for name, code in public.items()
-        if code not in reached and name not in BY_CHANCE and waits_on(kind, name)
-    ]
+BY_TLS_ALONE = ("MultiWorker.start", "P2PRoutes.open", "P2PWorker.start")
+"""Without it, serving waits for nothing; cancelled before they begin they are."""
 
 
 def waits_on(kind: Kind, name: str) -> bool:
@@ -72,20 +64,29 @@ def waits_on(kind: Kind, name: str) -> bool:
     return not name.startswith(ELSEWHERE[kind])
 
 
+Sweep = Callable[[Kind], Awaitable[None]]
+
+
 @pytest.fixture
-def sweep(
-    scale: Any, figures: Callable[[str], None], authority: Authority
-) -> Callable[[Kind], Awaitable[None]]:
+def sweep(scale: Any, figures: Callable[[str], None], authority: Authority) -> Sweep:
     async def sweep(kind: Kind) -> None:
-        each_loop = scale.cancellations / 2
+        sweeper, each_loop = Sweeper(), scale.cancellations / 2
         quota = math.ceil(each_loop * SHARES[kind] / sum(SHARES.values()))
-        sweeper = await cancel_on(kind, authority, quota)
+        options: dict[str, Any] = {"tls": authority.issue()} if kind == "tls" else {}
+        async with open_ground(kind, **options) as ground:
+            scenarios = list(scenarios_on(ground))
+            await run_scenarios(scenarios, ground, sweeper, at_least=quota)
         figures(
             f"{kind}: {sweeper.cancelled} cancellations in {sweeper.rounds} rounds, "
             f"in {len(sweeper.places)} coroutines"
         )
         assert sweeper.cancelled >= quota
-        assert left_out_on(kind, sweeper.places) == []
+        left_out = [
+            name
+            for name, code in OF_BUFFERS.codes().items()
+            if code not in sweeper.places and waits_on(kind, name)
+        ]
+        assert [name for name in left_out if name not in BY_CHANCE] == []
 
     return sweep
 
@@ -93,7 +94,7 @@ def sweep(
 @pytest.mark.both_loops
 @pytest.mark.parametrize("kind", ["tcp", "unix"])
 async def test_no_cancellation_over_sockets_breaks_a_promise(
-    kind: Kind, sweep: Callable[[Kind], Awaitable[None]]
+    kind: Kind, sweep: Sweep
 ) -> None:
     await sweep(kind)
 
@@ -103,6 +104,29 @@ async def test_no_cancellation_over_sockets_breaks_a_promise(
 @pytest.mark.both_loops(only_at="chaos")
 @pytest.mark.parametrize("kind", ["tls", "local", "mem"])
 async def test_no_cancellation_by_tls_or_within_a_process_breaks_a_promise(
-    kind: Kind, sweep: Callable[[Kind], Awaitable[None]]
+    kind: Kind, sweep: Sweep
 ) -> None:
     await sweep(kind)
+
+
+async def test_no_cancellation_of_a_connector_breaks_a_promise(
+    scale: Any, figures: Callable[[str], None]
+) -> None:
+    quota = -(-scale.connector_cancellations // len(GROUNDS_OF_CONNECTORS))
+    is_short, total, places = not scale.costly_grounds, 0, set[CodeType]()
+    for name in GROUNDS_OF_CONNECTORS:
+        if is_short and not COSTLY_GROUNDS.get(name, True):
+            continue
+        sweeper, is_cut = Sweeper(), is_short and name in COSTLY_GROUNDS
+        opened = open_ground_of_connectors(name, is_short=is_short)
+        async with opened as (ground, scenarios):
+            at_least = 0 if is_cut else quota
+            await run_scenarios(scenarios, ground, sweeper, at_least=at_least)
+        assert sweeper.cancelled >= at_least
+        total += sweeper.cancelled
+        places |= sweeper.places
+        figures(f"{name}: {sweeper.cancelled} cancellations in {sweeper.rounds} rounds")
+    public = OF_CONNECTORS.codes()
+    figures(f"{total} cancellations in {len(places)} coroutines, {len(public)} public")
+    left_out = [name for name, code in public.items() if code not in places]
+    assert [name for name in left_out if name not in BY_TLS_ALONE] == []

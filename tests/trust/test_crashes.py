@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from asynckv.security.tls import TLS
-from asynckv.testing.certificates import Authority
 from asynckv.testing.pairs import Scheme, new_url
 from harness.crashes.run import kill_workers, leave_under_load, soak
 
@@ -21,11 +19,6 @@ pytestmark = [
 ]
 _GROWTH_BYTES = 16 * 2**20
 _REMEMBERED_BYTES = 1024
-
-
-@pytest.fixture
-def tls(tmp_path: Path) -> TLS:
-    return Authority(tmp_path).issue()
 
 
 @pytest.mark.parametrize("scheme", ["tcp", "unix", "tls"])

@@ -9,7 +9,7 @@ import re
 import signal
 import statistics
 import sys
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ import pytest
 import torch
 
 import asynckv
+from harness.children import ask, line_of, running
 from harness.crowd import LARGE
 
 pytestmark = [
@@ -50,26 +51,7 @@ async def main():
 asyncio.run(main())
 """
 BUSY = "print(flush=True)\nwhile True: pass"
-
-
-class Child:
-    """A process that answers a line by a line."""
-
-    def __init__(self, process: asyncio.subprocess.Process) -> None:
-        self.pid = process.pid
-        self._process = process
-
-    async def hear(self) -> str:
-        assert self._process.stdout is not None
-        line = await asyncio.wait_for(self._process.stdout.readline(), 60)
-        return line.decode().strip()
-
-    async def tell(self, word: str) -> int:
-        assert self._process.stdin is not None
-        self._process.stdin.write(f"{word}\n".encode())
-        answer, there = (await self.hear()).split()
-        assert answer == word
-        return int(there)
+CROWD = "import runpy; runpy.run_module('harness.crowd', run_name='__main__')"
 
 
 @contextlib.contextmanager
@@ -83,18 +65,11 @@ def on_cores(cores: set[int]) -> Iterator[None]:
         os.sched_setaffinity(0, before)
 
 
-@contextlib.asynccontextmanager
-async def running(*args: str) -> AsyncIterator[Child]:
-    pipe = asyncio.subprocess.PIPE
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, *args, stdin=pipe, stdout=pipe
-    )
-    try:
-        yield Child(process)
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            process.kill()
-        await process.communicate()
+async def turn(crowd: asyncio.subprocess.Process, word: str) -> int:
+    """Let the crowd come or go; return how many of it are there."""
+    answer, there = (await ask(crowd, word)).split()
+    assert answer == word
+    return int(there)
 
 
 def memory_of(pid: int, what: str) -> int:
@@ -175,15 +150,13 @@ async def siege(
     many of the crowd were connected at its end; and the bytes by which the server
     has grown."""
     rounds: list[tuple[float, float, int]] = []
-    async with running("-c", SERVER) as server, contextlib.AsyncExitStack() as stack:
-        url = await server.hear()
+    async with running(SERVER) as server, contextlib.AsyncExitStack() as stack:
+        url = await line_of(server)
         with on_cores(cores_of_the_crowd):
-            crowd = await stack.enter_async_context(
-                running("-m", "harness.crowd", url, str(count))
-            )
+            crowd = await stack.enter_async_context(running(CROWD, url, str(count)))
             # Cores are not wholly apart: without a siege the others work as well.
-            others = await stack.enter_async_context(running("-c", BUSY))
-        await others.hear()
+            others = await stack.enter_async_context(running(BUSY))
+        await line_of(others)
         peer = await stack.enter_async_context(asynckv.connect(url, reconnect_s=0))
         await peer.store.put(LARGE, torch.zeros(15_000, dtype=torch.int32))
         await rate_of(peer.lookup)
@@ -195,7 +168,7 @@ async def siege(
             os.kill(others.pid, signal.SIGCONT)
             alone = await rate_of(peer.lookup)
             os.kill(others.pid, signal.SIGSTOP)
-            await crowd.tell("on")
+            await turn(crowd, "on")
             besieged = await rate_of(peer.lookup)
-            rounds.append((alone, besieged, await crowd.tell("off")))
+            rounds.append((alone, besieged, await turn(crowd, "off")))
         return rounds, memory_of(server.pid, "VmHWM") - before

@@ -36,7 +36,7 @@ from asynckv.transfers.source import HostSource
 from asynckv.types import TensorSpec
 from harness.buffer_fixtures import CutWhen
 from harness.link_pairs import LinkPair, linked
-from harness.no_routes import NoRoutes
+from harness.raw_inserts import NoRoutes
 
 FarLink = Callable[[Server, Peer], Link]
 

@@ -44,10 +44,9 @@ from asynckv.testing.pairs import Peers
 from asynckv.transfers.delivery import Delivery, ReceiveBudget
 from asynckv.transfers.tokens import make_query
 from asynckv.types import TensorSpec
-from harness.bodies import body_with
 from harness.buffer_fixtures import CutWhen
 from harness.link_pairs import LinkPair, linked
-from harness.no_routes import NoRoutes
+from harness.raw_inserts import NoRoutes, body_with
 
 MIB = 2**20
 

@@ -35,9 +35,8 @@ from asynckv.testing.blocked import until, until_blocked
 from asynckv.transfers.delivery import ReceiveBudget
 from asynckv.transfers.source import HostSource
 from asynckv.types import TensorSpec
-from harness.bodies import body_with
 from harness.link_pairs import LinkPair, linked
-from harness.no_routes import NoRoutes
+from harness.raw_inserts import NoRoutes, body_with
 
 MIB = 2**20
 

@@ -27,8 +27,7 @@ from asynckv.protocol.wire import digest_of
 from asynckv.testing.blocked import until
 from asynckv.types import TensorSpec
 from harness.link_pairs import Hearer
-from harness.raw_inserts import RawInsert
-from harness.raw_maps import RawMapper
+from harness.raw_inserts import RawInsert, RawMapper
 
 MIB = 2**20
 

@@ -30,9 +30,8 @@ from asynckv.testing.lookup_checks.values import MIB, noise
 from asynckv.transports.nccl import worker as workers
 from harness.fake_devices import FakeDevice, fake_device_of
 from harness.fake_gpus import FakeGpus
-from harness.gpu_pairs import GpuPair, open_gpu_pair
+from harness.gpu_pairs import GpuPair, NcclBuffers, open_gpu_pair
 from harness.link_pairs import Hearer, name_of
-from harness.nccl_buffer_pairs import NcclBuffers
 
 BY_HANDLES = pytest.mark.skipif(not has_fd_sockets(), reason="no sockets for handles")
 

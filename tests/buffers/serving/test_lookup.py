@@ -43,9 +43,8 @@ from asynckv.testing.blocked import until, until_blocked
 from asynckv.testing.lookup_checks.values import MIB, noise
 from asynckv.testing.pairs import Peers
 from asynckv.types import TensorSpec
-from harness.bodies import body_with
 from harness.link_pairs import Hearer, linked, name_of
-from harness.raw_inserts import RawInsert
+from harness.raw_inserts import RawInsert, body_with
 
 
 async def test_a_cancelled_taken_ends_by_one_last_frame(

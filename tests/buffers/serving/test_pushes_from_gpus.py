@@ -24,8 +24,8 @@ from asynckv.testing.expectations import is_same
 from asynckv.testing.lookup_checks.values import MIB, noise
 from asynckv.transfers.offers import ready_memory
 from harness.fake_gpus import FakeGpus
+from harness.gpu_pairs import NcclBuffers, open_nccl_buffers
 from harness.link_pairs import name_of
-from harness.nccl_buffer_pairs import NcclBuffers, open_nccl_buffers
 from harness.raw_inserts import RawInsert
 
 BYTES = bytes_of(noise(MIB, 1))

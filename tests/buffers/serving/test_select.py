@@ -47,7 +47,7 @@ from asynckv.types import TensorSpec
 from asynckv.waits.own_tasks import OwnTasks
 from harness.holders import RecordingHolder, draft_of
 from harness.link_pairs import Hearer, linked, name_of
-from harness.no_routes import NoRoutes
+from harness.raw_inserts import NoRoutes
 
 MIB = 2**20
 

@@ -32,7 +32,7 @@ from harness.cancellations.connectors.grounds import (
 )
 from harness.engines.toy_model import ToyModel
 from harness.fake_gpus.gates import Gate
-from harness.shared_puts import SharedPuts
+from harness.gpu_pairs import SharedPuts
 
 CHAOS = pytest.mark.chaos
 ONE = ToyModel(layers=1, head_dim=96)

@@ -1,37 +1,41 @@
-"""Entries that are told apart, and where each of them is."""
+"""Entries that are told apart, where each of them is, and who acts beside a call."""
 
 from __future__ import annotations
 
+import asyncio
 import itertools
-from typing import Final
+from collections.abc import Awaitable, Callable
+from typing import Any, Final
 
 import torch
 
 from asynckv.abc import KVEntry, KVLookupBuffer
+from asynckv.buffers.lookup import LookupBuffer
 from asynckv.testing.blocked import until
 from asynckv.testing.expectations import expect, expect_same, noise
-from harness.cancellations.grounds import Ground
+from asynckv.types import TensorSpec
+from harness.cancellations.grounds import BUFFER_BYTES, Ground
+from harness.cancellations.sweeper import LARGE, Sweeper
 
 __all__ = (
-    "HUGE",
-    "LARGE",
     "OVERWRITE",
-    "SMALL",
     "TOKENS",
     "Entries",
+    "Filler",
+    "Partner",
     "expect_overwritten",
+    "zeros",
 )
 
-SMALL: Final = 512
-"""Rides in a frame."""
-LARGE: Final = 72 * 1024
-"""Goes over the lanes, and is copied in a thread."""
-HUGE: Final = 5 * 2**20
-"""Is copied, and moved over a lane, in more than one chunk."""
 OVERWRITE: Final = 9
-
 TOKENS: Final = [1]
 _numbers: Final = itertools.count()
+_SPECS: Final = {"key": TensorSpec((BUFFER_BYTES - 64,), "uint8")}
+
+
+def zeros(nbytes: int) -> torch.Tensor:
+    """Return memory of the caller's."""
+    return torch.zeros(nbytes, dtype=torch.uint8)
 
 
 def expect_overwritten(tensor: torch.Tensor) -> None:
@@ -48,11 +52,9 @@ class Entries:
     def __init__(self, ground: Ground, nbytes: int) -> None:
         self.nbytes = nbytes
         self._local = ground.local
-        self._ledger = ground.local.ledger
         self._number = 0
         self._acknowledged = 0
-        self.key = torch.zeros(nbytes, dtype=torch.uint8)
-        self.into = torch.zeros(nbytes, dtype=torch.uint8)
+        self.key, self.into = zeros(nbytes), zeros(nbytes)
 
     @property
     def name(self) -> str:
@@ -97,6 +99,12 @@ class Entries:
         finally:
             self.into.fill_(OVERWRITE)
 
+    async def take_new(self, side: KVLookupBuffer) -> KVEntry:
+        """Take it."""
+        entry = await side.drop_select(TOKENS)
+        self.expect_is(entry)
+        return entry
+
     def expect_is(self, entry: KVEntry) -> None:
         """:raises AssertionError: it is another one, or its bytes are not its own"""
         expect(entry.entry_id == self.name, f"{entry.entry_id} is not {self.name}")
@@ -108,13 +116,13 @@ class Entries:
     async def settled(self, side: KVLookupBuffer) -> None:
         """Wait until all that ``side`` has asked for is decided."""
         await side.peek(TOKENS)  # a round trip: what was sent before has arrived
-        entries = self._ledger.table.entries
+        entries = self._local.ledger.table.entries
         await until(lambda: all(e.complete and not e.leases for e in entries.values()))
 
     @property
     def is_in(self) -> bool:
         """Whether it can be selected."""
-        found = self._ledger.table.entries.values()
+        found = self._local.ledger.table.entries.values()
         return any(entry.entry_id == self.name for entry in found)
 
     def expect_in(self, is_so: bool) -> None:
@@ -128,7 +136,87 @@ class Entries:
         expect((count, taken) == ((1, 0) if is_so else (0, 1)), where)
         expect(self.is_in is is_so, f"another entry is there: {where}")
 
-    async def clear(self, side: KVLookupBuffer) -> None:
-        """Take what is there, whole and once."""
+    async def clear(self, ground: Ground) -> None:
+        """Take what is there, whole and once; then nothing is under way."""
         if self.is_in:
-            self.expect_is(await side.drop_select(TOKENS))
+            self.expect_is(await ground.consumer.drop_select(TOKENS))
+        await ground.check_quiet()
+
+
+class Partner:
+    """Does something once the call has come so far, or is over.
+
+    >>> partner = Partner(sweeper, lambda: statistics().waiting_selects == 1, insert)
+    """
+
+    def __init__(
+        self,
+        sweeper: Sweeper,
+        has_come: Callable[[], bool],
+        act: Callable[..., Awaitable[object]],
+        *args: Any,
+    ) -> None:
+        self.is_over = False
+        self.task: asyncio.Task[Any] = asyncio.create_task(
+            self._run(sweeper, has_come, act, args)
+        )
+
+    async def ended(self) -> Any:
+        """The call is over: wait until this partner has done its part."""
+        self.is_over = True
+        return await self.task
+
+    async def _run(
+        self,
+        sweeper: Sweeper,
+        has_come: Callable[[], bool],
+        act: Callable[..., Awaitable[object]],
+        args: tuple[Any, ...],
+    ) -> object:
+        await until(lambda: self.is_over or has_come())
+        await sweeper.pause()
+        return await act(*args)
+
+
+class Filler:
+    """Takes all the room of a buffer, and gives it back, without moving a byte."""
+
+    def __init__(self, local: LookupBuffer) -> None:
+        self._local = local
+        self._freed = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+
+    async def fill(self, entry_id: str | None = None) -> None:
+        """Take the room, by an entry of that id."""
+        self._freed.clear()
+        self._task = asyncio.create_task(self._hold(entry_id))
+        await until(lambda: self._local.statistics().used_bytes >= BUFFER_BYTES - 64)
+
+    async def fill_for(
+        self, sweeper: Sweeper, act: Callable[..., Awaitable[object]], *args: Any
+    ) -> Partner:
+        """Take the room; return the partner that acts once an insert waits for it."""
+        await self.fill()
+        local = self._local
+        return Partner(
+            sweeper, lambda: local.statistics().waiting_inserts > 0, act, *args
+        )
+
+    async def free(self) -> None:
+        """Give it back. May be called again."""
+        self._freed.set()
+        if self._task is not None:
+            await self._task
+
+    async def _hold(self, entry_id: str | None) -> None:
+        opened = self._local.open_insert([2], None, _SPECS, entry_id=entry_id)
+        try:
+            async with opened:
+                await self._freed.wait()
+                raise _Freed
+        except _Freed:
+            pass
+
+
+class _Freed(Exception):
+    pass

@@ -1,112 +1,120 @@
-"""Nodes: opened from a configuration, used by their roles, closed."""
+"""Nodes and groups: opened, used by their roles and closed, and the others are told."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator
 from typing import Any, Final
 
 from asynckv.abc import KVLookupBuffer
 from asynckv.config import KVRole, KVTransferConfig
-from asynckv.errors import EntryAborted
+from asynckv.errors import EndOfStream, EntryAborted, PeerLost
 from asynckv.node import Node, open as open_node
+from asynckv.pipes.group import Group, join_group
 from asynckv.testing.blocked import until
-from asynckv.testing.cancellation import Outcome
 from asynckv.testing.expectations import expect, noise
+from asynckv.testing.pairs import free_port, open_group
 from asynckv.types import TensorSpec
-from harness.cancellations.entries import LARGE
-from harness.cancellations.grounds import Ground, Kind
-from harness.cancellations.scenario import Scenario
-from harness.cancellations.sweeper import Sweeper
+from harness.cancellations.grounds import Ground
+from harness.cancellations.sweeper import LARGE, Sweeper, scenario, ticks
 
-__all__ = ("NODES", "a_consumers_node", "a_producers_node", "the_verbs_of_nodes")
+__all__: tuple[str, ...] = ()
+
+_BY_TCP: Final[dict[str, Any]] = {
+    "kinds": ("tcp", "tls"),
+    "sizes": (0,),
+    "is_costly": True,
+}
 
 
-def _config(ground: Ground, role: KVRole, port: int = 0) -> KVTransferConfig:
+def _open(ground: Ground, role: KVRole, producer: Node | None = None) -> Any:
+    """Return a node to be entered; a consumer's is one of ``producer``."""
     extra: dict[str, Any] = {}
     if (tls := ground.options.get("tls")) is not None:
         names = ("certificate", "key", "ca")
         extra["tls"] = dict(zip(names, tls.paths, strict=True))
-    return KVTransferConfig(
-        kv_role=role,
-        kv_port=port,
-        kv_buffer_size=1e6,
-        kv_connector_extra_config=extra,
+    port = int(producer.url.rpartition(":")[2]) if producer else 0
+    return open_node(
+        KVTransferConfig(
+            kv_role=role,
+            kv_port=port,
+            kv_buffer_size=1e6,
+            kv_connector_extra_config=extra,
+        ),
+        drain_s=0,
     )
 
 
+async def _until_left(producer: Node) -> None:
+    server = producer.server
+    await until(lambda: server is not None and not server.peers)
+
+
+@scenario("open", **_BY_TCP)
 async def a_producers_node(ground: Ground, sweeper: Sweeper, nbytes: int) -> None:
     """Entered, used and left."""
 
     async def visit() -> None:
-        async with open_node(_config(ground, "kv_producer"), drain_s=0) as node:
+        async with _open(ground, "kv_producer") as node:
             await node.lookup.insert([1], None, None, None, None)
             await asyncio.sleep(0)
 
-    async def check(outcome: Outcome[None]) -> None:
-        await ground.check_quiet()
-
-    await sweeper.sweep("a producer's node", visit, check)
+    async for cancel in sweeper.sweep():
+        await cancel(visit)
 
 
+@scenario("open", **_BY_TCP)
 async def a_consumers_node(ground: Ground, sweeper: Sweeper, nbytes: int) -> None:
     """Entered, used and left; its producer is none the wiser."""
-    async with open_node(_config(ground, "kv_producer"), drain_s=0) as producer:
-        port = int(producer.url.rpartition(":")[2])
+    async with _open(ground, "kv_producer") as producer:
 
         async def visit() -> None:
-            async with open_node(_config(ground, "kv_consumer", port)) as node:
+            async with _open(ground, "kv_consumer", producer) as node:
                 async with node.lookup.drop_select([1]):
                     pass
 
-        async def before() -> None:
+        async for cancel in sweeper.sweep(is_open=True):
             if not await producer.lookup.peek([1]):
                 await producer.lookup.insert([1], None, None, None, None)
-
-        async def check(outcome: Outcome[None]) -> None:
-            server = producer.server
-            await until(lambda: server is not None and not server.peers)
+            outcome = await cancel(visit)
+            await _until_left(producer)
             found = await producer.lookup.peek([1])
             expect(outcome.cancelled or not found, "it was taken")
-
-        await sweeper.sweep("a consumer's node", visit, check, before)
-    await ground.check_quiet()
 
 
 @contextlib.asynccontextmanager
 async def _two_nodes(ground: Ground) -> AsyncIterator[tuple[Node, Node]]:
-    async with open_node(_config(ground, "kv_producer"), drain_s=0) as producer:
-        port = int(producer.url.rpartition(":")[2])
-        async with open_node(_config(ground, "kv_consumer", port)) as consumer:
+    async with _open(ground, "kv_producer") as producer:
+        async with _open(ground, "kv_consumer", producer) as consumer:
             yield producer, consumer
 
 
+@scenario("LookupByRole.aclose", **_BY_TCP | {"sizes": (LARGE,)})
 async def the_verbs_of_nodes(ground: Ground, sweeper: Sweeper, nbytes: int) -> None:
     """Each goes where its role sends it; what is inserted can be selected."""
     async with _two_nodes(ground) as (producer, consumer):
         producing, consuming = producer.lookup, consumer.lookup
-
-        async def before() -> None:
-            await producing.insert([1], None, noise(nbytes, 1), None, None)
-
-        async def check(outcome: Outcome[Any]) -> None:
-            await consuming.peek([1])
-            statistics: Any = producing.statistics
-            await until(lambda: not statistics().leased)
-            for _ in range(statistics().entries):
-                await consuming.drop_select()
-            await until(lambda: not statistics().used_bytes)
-
-        for name, call in _verbs(producing, consuming, nbytes):
-            await sweeper.sweep(f"{name} of a node", call, check, before)
-    await _cancel_the_end(ground, sweeper)
-    await ground.check_quiet()
+        statistics: Any = producing.statistics
+        for name, (call, *args) in _verbs(producing, consuming, nbytes).items():
+            async for cancel in sweeper.sweep(name, is_open=True):
+                await producing.insert([1], None, noise(nbytes, 1), None, None)
+                await cancel(call, *args)
+                await consuming.peek([1])
+                await until(lambda: not statistics().leased)
+                for _ in range(statistics().entries):
+                    await consuming.drop_select()
+                await until(lambda: not statistics().used_bytes)
+    async for cancel in sweeper.sweep("its end", is_open=True):
+        async with _two_nodes(ground) as (producer, consumer):
+            await cancel(consumer.lookup.aclose)
+            await consumer.lookup.aclose()
+            await _until_left(producer)  # it forgets the peer that was closed
 
 
 def _verbs(
     producing: KVLookupBuffer, consuming: KVLookupBuffer, nbytes: int
-) -> list[tuple[str, Callable[[], Coroutine[Any, Any, Any]]]]:
+) -> dict[str, tuple[Any, ...]]:
     key = noise(nbytes, 2)
 
     async def write() -> None:
@@ -123,45 +131,72 @@ def _verbs(
         with contextlib.suppress(EntryAborted):
             await producing.taken(name)
 
-    return [
-        ("insert", lambda: producing.insert([2], None, key, None, None)),
-        ("peek", lambda: consuming.peek([1])),
-        ("drop_select", lambda: consuming.drop_select([1])),
-        ("open_insert", write),
-        ("open_drop_select", read),
-        ("taken", wait_for_the_end),
-        ("withdraw", lambda: producing.withdraw("no such entry")),
-    ]
+    return {
+        "insert": (producing.insert, [2], None, key, None, None),
+        "peek": (consuming.peek, [1]),
+        "drop_select": (consuming.drop_select, [1]),
+        "open_insert": (write,),
+        "open_drop_select": (read,),
+        "taken": (wait_for_the_end,),
+        "withdraw": (producing.withdraw, "no such entry"),
+    }
 
 
-async def _cancel_the_end(ground: Ground, sweeper: Sweeper) -> None:
-    """A consumer's node closes its peer, and its producer forgets it."""
-    stack = contextlib.AsyncExitStack()
-    nodes: tuple[Node, Node]
+@scenario("Group.barrier", **_BY_TCP)
+async def a_barrier(ground: Ground, sweeper: Sweeper, nbytes: int) -> None:
+    """It is waited at again, by either rank."""
 
-    async def before() -> None:
-        nonlocal nodes
-        nodes = await stack.enter_async_context(_two_nodes(ground))
+    async def pass_by(group: Group) -> None:
+        await sweeper.pause()
+        await group.barrier()
 
-    async def check(outcome: Outcome[None]) -> None:
-        await nodes[1].lookup.aclose()
-        server = nodes[0].server
-        await until(lambda: server is not None and not server.peers)
-        await stack.aclose()
-
-    async with stack:
-        await sweeper.sweep(
-            "aclose of a node's lookup", lambda: nodes[1].lookup.aclose(), check, before
-        )
+    async with open_group(2, **ground.options) as groups:
+        for rank in range(2):
+            async for cancel in sweeper.sweep(f"of rank {rank}", is_open=True):
+                other = asyncio.create_task(pass_by(groups[1 - rank]))
+                outcome = await cancel(groups[rank].barrier)
+                if outcome.cancelled:
+                    await groups[rank].barrier()
+                await other
 
 
-_BY_TCP: Final[tuple[Kind, ...]] = ("tcp", "tls")
+@scenario("join_group", "Group.__aenter__", "Group.__aexit__", **_BY_TCP)
+async def a_joining(ground: Ground, sweeper: Sweeper, nbytes: int) -> None:
+    """Joined, used and left, by either rank."""
+    port = free_port()
 
-NODES: Final = tuple(
-    Scenario(run, covers, _BY_TCP, sizes, is_costly=True)
-    for run, covers, sizes in (
-        (a_producers_node, ("open",), (0,)),
-        (a_consumers_node, ("open",), (0,)),
-        (the_verbs_of_nodes, ("LookupByRole.aclose",), (LARGE,)),
-    )
-)
+    async def join(rank: int) -> None:
+        where: dict[str, Any] = {"size": 2, "host": "127.0.0.1", "port": port}
+        async with join_group(
+            rank=rank, timeout_s=10, max_bytes=2**20, **where, **ground.options
+        ) as group:
+            await group.barrier()
+
+    for rank in range(2):
+        async for cancel in sweeper.sweep(f"of rank {rank}"):
+            other = asyncio.create_task(join(1 - rank))
+            outcome = await cancel(join, rank)
+            if outcome.cancelled:
+                # Lost in the middle, or waiting for somebody to come (again).
+                await ticks(20)
+                other.cancel()
+            (error,) = await asyncio.gather(other, return_exceptions=True)
+            is_told = isinstance(error, PeerLost | asyncio.CancelledError)
+            expect(error is None or (outcome.cancelled and is_told), repr(error))
+
+
+@scenario("Group.aclose", **_BY_TCP)
+async def a_groups_end(ground: Ground, sweeper: Sweeper, nbytes: int) -> None:
+    """The other rank hears of it."""
+    async for cancel in sweeper.sweep():
+        async with open_group(2, **ground.options) as groups:
+            await cancel(groups[0].aclose)
+            if not cancel.has_begun:
+                groups[0].abort()
+            (told,) = await asyncio.gather(
+                groups[1].prev_pipe.recv_tensor(), return_exceptions=True
+            )
+            expect(isinstance(told, PeerLost | EndOfStream), f"it received {told!r}")
+            groups[1].abort()
+            for group in reversed(groups):
+                await group.aclose()

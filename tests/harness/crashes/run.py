@@ -7,22 +7,39 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
+import dataclasses
+import gc
+import os
+import random
+import signal
+import threading
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
 from typing import Any, Final
 
+from asynckv.buffers.entries.entries import Lease
 from asynckv.buffers.lookup import LookupBuffer
 from asynckv.buffers.serve import Server, serve
 from asynckv.security.tls import TLS
 from asynckv.testing.blocked import until
 from harness.crashes.account import Account, Findings
-from harness.crashes.contents import is_right
-from harness.crashes.crew import Crew
-from harness.crashes.footprint import Footprint, count_threads
-from harness.crashes.witness import watch_acknowledgements
-from harness.crashes.workshop import open_workshop
+from harness.crashes.workers import Order, Role, is_right
+from harness.crashes.workshop import Workshop, open_workshop
 
-__all__ = ("judge", "kill_workers", "leave_under_load", "new_buffer", "soak")
+__all__ = (
+    "Crew",
+    "Footprint",
+    "count_threads",
+    "judge",
+    "kill_workers",
+    "leave_under_load",
+    "new_buffer",
+    "soak",
+    "watch_acknowledgements",
+)
+
 
 _BUFFER_BYTES: Final = 8 * 2**20
 _CALM_PAUSE_S: Final = 1.0
@@ -154,3 +171,121 @@ def _is_quiet(buffer: LookupBuffer) -> bool:
         return False
     # A stream whose writer was killed stays until the buffer learns of it.
     return all(entry.complete for entry in buffer.ledger.table.entries.values())
+
+
+_PAGES = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Footprint:
+    """Counts at one moment, of this process and of one buffer.
+
+    ``resident_bytes`` are without what malloc keeps for later, where it can be
+    told not to. ``remembered`` entries have left: a buffer knows the last of them,
+    so many and so long, to answer who asks again.
+    """
+
+    tasks: int
+    threads: int
+    descriptors: int
+    resident_bytes: int
+    leased: int
+    waiting: int
+    remembered: int
+
+    @classmethod
+    def now(cls, buffer: LookupBuffer) -> Footprint:
+        """Look. Blocks for the garbage collector."""
+        gc.collect()
+        if (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
+            trim(0)
+        state = buffer.statistics()
+        pages = int(Path("/proc/self/statm").read_text().split()[_PAGES])
+        return cls(
+            tasks=len(asyncio.all_tasks()),
+            threads=count_threads(),
+            descriptors=len(os.listdir("/proc/self/fd")),
+            resident_bytes=pages * os.sysconf("SC_PAGE_SIZE"),
+            leased=state.leased,
+            waiting=state.waiting_inserts + state.waiting_selects,
+            remembered=len(buffer.ledger.table.tombstones),
+        )
+
+
+def count_threads() -> int:
+    """Return how many of asynckv's threads run. Those that copy end when idle."""
+    return sum(t.name.startswith("asynckv") for t in threading.enumerate())
+
+
+def watch_acknowledgements(
+    buffer: LookupBuffer, hear: Callable[[str, str], None]
+) -> None:
+    """Call ``hear(entry_id, consumer)`` for each that counts from now on.
+
+    What its consumers say of themselves is compared with it: an entry that was
+    acknowledged for one that was dead before it could have done so is lost.
+    """
+    leases = buffer.ledger.leases
+    acknowledge = leases.acknowledge
+
+    def acknowledge_and_tell(lease: Lease) -> None:
+        acknowledge(lease)
+        hear(lease.entry.entry_id, lease.holder.consumer)
+
+    vars(leases)["acknowledge"] = acknowledge_and_tell
+
+
+class Crew:
+    """Workers by name: who is killed is forked anew, and goes on where it was."""
+
+    def __init__(
+        self,
+        workshop: Workshop,
+        account: Account,
+        url: str,
+        seed: int,
+        options: dict[str, Any],
+    ) -> None:
+        self._workshop = workshop
+        self._account = account
+        self._url = url
+        self._options = options
+        self._chance = random.Random(seed)
+        self._workers: dict[str, tuple[Role, int]] = {}
+
+    async def hire_couples(self, count: int) -> None:
+        """Start as many producers, and as many consumers."""
+        for number in range(count):
+            await self.hire("producer", f"producer_{number}")
+            await self.hire("consumer", f"consumer_{number}")
+
+    async def hire(self, role: Role, name: str) -> None:
+        """Start one worker, or its next incarnation."""
+        order = Order(
+            role=role,
+            name=name,
+            url=self._url,
+            seed=self._chance.getrandbits(32),
+            first=self._account.next_number(name),
+            options=self._options,
+        )
+        self._workers[name] = (role, await self._workshop.start(order))
+
+    async def kill_one(self, longest_pause_s: float = 0.02) -> None:
+        """Kill one of them, at a random moment of its work, and start it anew."""
+        name = self._chance.choice(sorted(self._workers))
+        role, pid = self._workers[name]
+        await self._workshop.steps(pid, self._chance.randint(1, 6))
+        await asyncio.sleep(self._chance.uniform(0, longest_pause_s))
+        await self._workshop.signal(pid, signal.SIGKILL)
+        await self.hire(role, name)
+
+    async def steps(self, count: int) -> None:
+        """Wait until each has made ``count`` reports, or is gone."""
+        for _, pid in self._workers.values():
+            await self._workshop.steps(pid, count)
+
+    async def dismiss(self) -> None:
+        """Kill them all."""
+        for _, pid in self._workers.values():
+            await self._workshop.signal(pid, signal.SIGKILL)

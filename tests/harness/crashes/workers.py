@@ -1,6 +1,7 @@
 """A producer and a consumer that work until they are killed, and tell each step.
 
-A report is one short write to a pipe: what was told before a kill has been told.
+A report is one short write to a pipe: what was told before a kill has been told. What
+an entry holds follows from its id: whoever gets it can tell every byte.
 """
 
 from __future__ import annotations
@@ -10,8 +11,9 @@ import contextlib
 import itertools
 import os
 import random
-from collections.abc import Callable
-from typing import Any, Final
+import zlib
+from collections.abc import Callable, Mapping
+from typing import Any, Final, Literal
 
 import msgspec
 import torch
@@ -27,10 +29,19 @@ from asynckv.errors import (
 )
 from asynckv.security.tls import TLS
 from asynckv.tensors.views import spec_of
-from harness.crashes.contents import is_right, named_tensors, tokens_of
-from harness.crashes.orders import AWAITS, Order, Report, Word
 
-__all__ = ("Worker",)
+__all__ = (
+    "AWAITS",
+    "Order",
+    "Report",
+    "Role",
+    "Word",
+    "Worker",
+    "is_right",
+    "named_tensors",
+    "tokens_of",
+)
+
 
 _MAX_WHY: Final = 300
 _PLAIN_NBYTES: Final = 64 * 1024
@@ -137,3 +148,80 @@ class Worker:
         self, entry_id: str, found: KVEntry | dict[str, torch.Tensor], attempt: int
     ) -> None:
         self._notify("got" if is_right(entry_id, found) else "wrong", entry_id, attempt)
+
+
+AWAITS: Final = ".awaits"
+"""A consumer's plain awaits are made under its name and this."""
+
+Role = Literal["producer", "consumer"]
+
+Word = Literal[
+    "pid",  # the child was forked
+    "gone",  # a child has ended (number: its wait status)
+    "begun",  # a producer begins to insert this entry
+    "in",  # ... its insert has returned
+    "wait",  # a consumer begins to select (number: 1 if a kill now may lose one)
+    "got",  # ... it has this entry, verified (number: attempt)
+    "leaving",  # ... and is about to leave its body, which acknowledges it
+    "done",  # ... and its use was acknowledged
+    "late",  # ... but the entry had been taken back before
+    "wrong",  # ... but its bytes are not those of the entry
+    "left",  # the server has gone, as far as it can tell (why)
+]
+
+
+class Order(msgspec.Struct, frozen=True):
+    """Fork a child that does this until it is killed."""
+
+    role: Role
+    name: str
+    url: str
+    seed: int
+    first: int = 0
+    longest_use_s: float = 0.004
+    """A consumer uses an entry for so long at most before it leaves its body."""
+    options: dict[str, Any] = {}
+
+
+class Report(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What happened in process ``pid``."""
+
+    pid: int
+    word: Word
+    entry_id: str = ""
+    number: int = 0
+    why: str = ""
+
+
+_NUMELS: Final = (1, 8, 1_000, 5_000, 20_000, 100_000)
+_LAYERS: Final = 3
+
+
+def tokens_of(entry_id: str) -> list[int]:
+    """Return the tokens of an entry: few, and shared by many."""
+    seed = zlib.crc32(entry_id.encode())
+    return [seed % 3, seed % 7, seed % 64, seed]
+
+
+def named_tensors(entry_id: str) -> dict[str, torch.Tensor]:
+    """Return the tensors of an entry by name: 24 bytes to 2.4 MB of int64."""
+    seed = zlib.crc32(entry_id.encode())
+    numel = _NUMELS[seed % len(_NUMELS)]
+    return {
+        f"{layer}.key": torch.arange(numel, dtype=torch.int64) * (layer + 1) + seed
+        for layer in range(_LAYERS)
+    }
+
+
+def is_right(entry_id: str, found: KVEntry | Mapping[str, torch.Tensor]) -> bool:
+    """Whether ``found`` holds exactly the bytes of entry ``entry_id``."""
+    if isinstance(found, KVEntry):
+        if found.input_tokens is None or not isinstance(found.key, Mapping):
+            return False
+        if found.input_tokens.tolist() != tokens_of(entry_id):
+            return False
+        found = {f"{layer}.key": tensor for layer, tensor in found.key.items()}
+    wanted = named_tensors(entry_id)
+    return found.keys() == wanted.keys() and all(
+        torch.equal(found[name], tensor) for name, tensor in wanted.items()
+    )

@@ -12,13 +12,11 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Final, Self
 
-from harness.fuzzing.corpus import Corpus
+from harness.fuzzing.corpus import Corpus, Finding, Target, measured
 from harness.fuzzing.greeting_target import GREETING
-from harness.fuzzing.oracle import Finding, Target, measured
-from harness.fuzzing.payload_targets import CHUNKS, MANIFEST
 from harness.fuzzing.peer_target import PEER
 from harness.fuzzing.text_targets import CONFIG, SIZES, URLS
-from harness.fuzzing.wire_target import WIRE
+from harness.fuzzing.wire_target import CHUNKS, MANIFEST, WIRE
 
 __all__ = ("TARGETS", "Failing", "Report", "fuzz", "fuzz_target", "replay")
 

@@ -19,9 +19,8 @@ from asynckv.protocol.hello import DialSide, ListenSide
 from asynckv.protocol.values import Limits, PeerIdentity
 from asynckv.security.shared_secret import NONCE_BYTES, Secret
 from asynckv.types import KVFingerprint
-from harness.fuzzing.corpus import Corpus
+from harness.fuzzing.corpus import Corpus, Target, expect, pieces_of
 from harness.fuzzing.mutations import Item, change_bytes, change_items, join
-from harness.fuzzing.oracle import Target, expect, pieces_of
 from harness.fuzzing.wire_frames import split
 
 __all__ = ("GREETING",)

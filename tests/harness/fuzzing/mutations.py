@@ -195,27 +195,10 @@ def change_items(items: list[Item], rng: random.Random) -> None:
     items[index : index + 1] = change(items[index], items, rng)
 
 
-def _field(item: Item, items: list[Item], rng: random.Random) -> list[Item]:
-    return [item._replace(control=change_tree(item.control, rng))]
-
-
-def _body(item: Item, items: list[Item], rng: random.Random) -> list[Item]:
-    return [item._replace(payload=change_bytes(item.payload, rng))]
-
-
 def _other_stream(item: Item, items: list[Item], rng: random.Random) -> list[Item]:
     near = item.stream + one_of((-2, -1, 1, 2, 4), rng)
     stream = one_of((near, near, 0, items[0].stream, 2**31, 2**32 - 1), rng)
     return [item._replace(stream=stream & 0xFFFFFFFF)]
-
-
-def _other_type(item: Item, items: list[Item], rng: random.Random) -> list[Item]:
-    kinds = (TYPE_CONTROL, TYPE_CONTINUATION, TYPE_CHUNK, 3, 255)
-    return [item._replace(type=one_of(kinds, rng))]
-
-
-def _more(item: Item, items: list[Item], rng: random.Random) -> list[Item]:
-    return [item._replace(more=not item.more)]
 
 
 def _claimed(item: Item, items: list[Item], rng: random.Random) -> list[Item]:
@@ -226,15 +209,7 @@ def _claimed(item: Item, items: list[Item], rng: random.Random) -> list[Item]:
     return [item._replace(claims=(lengths[0], lengths[1]))]
 
 
-def _twice(item: Item, items: list[Item], rng: random.Random) -> list[Item]:
-    return [item, item]
-
-
-def _gone(item: Item, items: list[Item], rng: random.Random) -> list[Item]:
-    return [] if len(items) > 1 else [item]
-
-
-def _later(item: Item, items: list[Item], rng: random.Random) -> list[Item]:
+def _put_off(item: Item, items: list[Item]) -> list[Item]:
     items.append(item)
     return []
 
@@ -255,9 +230,17 @@ def _cut_in_parts(item: Item, items: list[Item], rng: random.Random) -> list[Ite
 
 
 _Change = Callable[[Item, list[Item], random.Random], list[Item]]
-_CHANGES: Final[tuple[_Change, ...]] = (
-    *((_field,) * 6),
-    *((_body,) * 3),
-    *((_other_stream,) * 2),
-    *(_other_type, _more, _claimed, _twice, _gone, _later, _spliced),
+_KINDS: Final = (TYPE_CONTROL, TYPE_CONTINUATION, TYPE_CHUNK, 3, 255)
+_WEIGHED: Final[tuple[tuple[int, _Change], ...]] = (
+    (6, lambda one, _, rng: [one._replace(control=change_tree(one.control, rng))]),
+    (3, lambda one, _, rng: [one._replace(payload=change_bytes(one.payload, rng))]),
+    (2, _other_stream),
+    (1, lambda one, _, rng: [one._replace(type=one_of(_KINDS, rng))]),
+    (1, lambda one, _, rng: [one._replace(more=not one.more)]),
+    (1, _claimed),
+    (1, lambda one, _, rng: [one, one]),
+    (1, lambda one, items, rng: [] if len(items) > 1 else [one]),
+    (1, lambda one, items, rng: _put_off(one, items)),
+    (1, _spliced),
 )
+_CHANGES: Final = [change for weight, change in _WEIGHED for _ in range(weight)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 from collections.abc import Awaitable
 from typing import Any, Final
 from urllib.parse import urlsplit
@@ -14,8 +15,10 @@ from asynckv.buffers.lookup import LookupBuffer
 from asynckv.buffers.remote.peer import Peer, connect
 from asynckv.buffers.serve import serve
 from asynckv.buffers.store import StoreBuffer
+from asynckv.devices.cuda import DeviceMemory
 from asynckv.errors import AsyncKVError, EntryTooLarge
 from asynckv.links.dial import dial
+from asynckv.links.link import LinkStream
 from asynckv.links.listen import listen
 from asynckv.pipes.endpoints import listen_pipe, open_pipe
 from asynckv.pipes.group import join_group
@@ -25,6 +28,7 @@ from asynckv.protocol.frames import (
     Attach,
     Commit,
     Insert,
+    OpeningFrame,
     Push,
     Retract,
     Select,
@@ -34,6 +38,7 @@ from asynckv.protocol.session import Session
 from asynckv.protocol.transfer_frames import (
     Exposed,
     Grant,
+    OpenDevices,
     OpenMemory,
     Proved,
     Sent,
@@ -41,15 +46,25 @@ from asynckv.protocol.transfer_frames import (
 from asynckv.protocol.values import Limits, Place
 from asynckv.security.keyring import Keyring
 from asynckv.security.shared_secret import Secret
+from asynckv.sharing.gpu_channel import DeviceStream
 from asynckv.testing.blocked import until, until_blocked
+from asynckv.testing.expectations import expect
 from asynckv.testing.faults.hostile import RawConnection
 from asynckv.testing.pairs import free_port
+from asynckv.transports.nccl.directions import NcclSettings
+from asynckv.transports.nccl.transport import NcclTransport
 from asynckv.types import TensorSpec
-from harness.fuzzing.gpu_scene import record_gpus
+from harness.fake_gpus import FakeGpus
 from harness.fuzzing.recording import Recording, Segment, Tap, heard
 from harness.link_pairs import ScriptedService, name_of
+from harness.nccl_pairs import NcclPair
 
-__all__ = ("SCENES", "record")
+__all__ = (
+    "SCENES",
+    "record",
+    "record_gpus",
+)
+
 
 _LOOKUP_BYTES: Final = 200_000
 _LARGE: Final = 70_000
@@ -298,6 +313,125 @@ async def _record_made_up() -> Recording:
     near.send(insert, Sent(1, 0, b"d" * 16, "edges", "cuda_ipc", 4096))
     pass_on(near, far)
     return Recording(tuple(segments))
+
+
+# Between GPUs.
+
+
+_SETTINGS: Final = NcclSettings(chunk_bytes=4096, max_operations=2)
+_CONTENT: Final = bytes(range(250)) * 40
+
+
+async def record_gpus() -> Recording:
+    """Both ways; not wanted; aborted; to the end."""
+    pair = NcclPair(FakeGpus(2), _no_loss, _no_loss, settings=_SETTINGS)
+    service = _Accepting(pair.far)
+    try:
+        listener = await listen(
+            "tcp://127.0.0.1:0",
+            identity=name_of("far"),
+            service_for=lambda link: service,
+        )
+        try:
+            return await heard(listener.url, _Using(pair, service).play)
+        finally:
+            await listener.aclose()
+    finally:
+        await pair.aclose()
+
+
+class _Accepting:
+    """Opens its transport for whoever asks."""
+
+    def __init__(self, transport: NcclTransport) -> None:
+        self.opening: asyncio.Task[None]
+        self._transport = transport
+
+    def open(
+        self, stream: LinkStream, frame: OpeningFrame, body: bytes
+    ) -> DeviceStream:
+        if not isinstance(frame, OpenDevices):
+            raise ValueError(f"asked for something else: {frame}")
+        channel = DeviceStream.answer(stream)
+        channel.describe(self._transport.describe())
+        opening = self._transport.open(frame.description, channel)
+        self.opening = asyncio.create_task(opening)
+        return channel
+
+
+@dataclasses.dataclass(frozen=True)
+class _Using:
+    """Does with a pair what there is to do."""
+
+    pair: NcclPair
+    accepting: _Accepting
+
+    async def play(self, url: str, tap: Tap) -> None:
+        near, far = self.pair.near, self.pair.far
+        link = await dial(url, identity=name_of("near"), lanes=1)
+        try:
+            channel = DeviceStream(answers=False)
+            channel.ask(link, near.describe())
+            await near.open(await channel.description(), channel)
+            await self.accepting.opening
+            await self._move(0, 1)
+            await self._move(1, 2)
+            await self._offer_what_nobody_wants()
+            await self._abort()
+            await near.aclose()
+            await far.aclose()
+        finally:
+            await link.aclose()
+
+    async def _offer_what_nobody_wants(self) -> None:
+        """And take back what the other side may have refused already."""
+        near, far = self.pair.near, self.pair.far
+        far.announce(5)
+        near.send(5, 0, self.pair.memory(0, _CONTENT), _ignore)
+        near.stop(5)
+        await near.quiesce(5)
+
+    async def _abort(self) -> None:
+        """One side posts what the other never does: both let go of it."""
+        near, far = self.pair.near, self.pair.far
+        peers_nccl = self.pair.processes[0].nccl
+        peers_nccl.is_silent = True
+        source, target = self._memory(0)
+        far.receive(7, 0, target, _ignore)
+        near.send(7, 0, source, _ignore)
+        await until(lambda: far.receiver.nbytes > 0)
+        await far.quiesce(7)
+        peers_nccl.is_silent = False
+
+    def _memory(self, side: int) -> tuple[DeviceMemory, DeviceMemory]:
+        """Of one side's GPU what is sent, and of the other's where it lands."""
+        source = self.pair.memory(side, _CONTENT)
+        return source, self.pair.memory(1 - side, bytes(len(_CONTENT)))
+
+    async def _move(self, side: int, transfer: int) -> None:
+        ends = (self.pair.near, self.pair.far)
+        source, target = self._memory(side)
+        landed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+        def tell(digest: bytes, error: BaseException | None) -> None:
+            if error is None:
+                landed.set_result(None)
+            else:
+                landed.set_exception(error)
+
+        ends[1 - side].receive(transfer, 0, target, tell)
+        ends[side].send(transfer, 0, source, _ignore)
+        await landed
+        is_same = self.pair.content(1 - side, target) == _CONTENT
+        expect(is_same, "other bytes landed")
+
+
+def _ignore(digest: bytes, error: BaseException | None) -> None:
+    """Whoever is told does not care."""
+
+
+def _no_loss(error: Exception) -> None:
+    """The end of the link is no surprise here."""
 
 
 SCENES: Final = (

@@ -10,9 +10,8 @@ from asynckv.config import KVTransferConfig
 from asynckv.errors import ConfigError
 from asynckv.links.address import parse_url
 from asynckv.types import parse_bytes
-from harness.fuzzing.corpus import Corpus
+from harness.fuzzing.corpus import Corpus, Target, expect
 from harness.fuzzing.mutations import change_bytes
-from harness.fuzzing.oracle import Target, expect
 
 __all__ = ("CONFIG", "SIZES", "URLS")
 

@@ -11,10 +11,9 @@ import torch
 from asynckv.connectors.options import Direction
 from asynckv.connectors.requests import P2PMetadata
 from asynckv.testing.blocked import until
-from harness.cancellations import quiet
+from harness.cancellations import grounds as quiet
 from harness.cancellations.connectors import grounds
-from harness.cancellations.connectors.caches import ToyCaches
-from harness.cancellations.connectors.grounds import has_let_go, open_p2p
+from harness.cancellations.connectors.grounds import ToyCaches, has_let_go, open_p2p
 from harness.cancellations.connectors.store_grounds import open_store_ground
 from harness.cancellations.entries import Entries, expect_overwritten
 from harness.cancellations.grounds import Ground, open_ground
@@ -43,11 +42,6 @@ async def ground() -> AsyncIterator[Ground]:
 async def here() -> AsyncIterator[Ground]:
     async with open_ground("local") as ground:
         yield ground
-
-
-@pytest.fixture
-def entries(here: Ground) -> Entries:
-    return Entries(here, 100)
 
 
 async def left_in(ground: Ground) -> str:
@@ -83,34 +77,28 @@ async def test_a_tensor_that_nobody_took_from_the_pipe_is_told(ground: Ground) -
     await far.recv_tensor()
 
 
-async def test_a_lost_entry_is_told(here: Ground, entries: Entries) -> None:
+async def test_a_lost_entry_one_taken_and_another_one_are_told(here: Ground) -> None:
+    entries = Entries(here, 100)
     await entries.bring()
     await here.local.withdraw(entries.name)
     with pytest.raises(AssertionError, match="0 entries, 0 acknowledged"):
         entries.expect_in(True)
-
-
-async def test_an_entry_that_was_taken_is_not_there(
-    here: Ground, entries: Entries
-) -> None:
     await entries.bring()
-    await entries.clear(here.consumer)
+    await entries.clear(here)
     with pytest.raises(AssertionError, match="0 entries, 1 acknowledged"):
         entries.expect_in(True)
+    await entries.bring()
+    entries.begin()
+    with pytest.raises(AssertionError, match="is not"):
+        await entries.take(here.consumer)
 
 
-async def test_other_bytes_are_told(here: Ground, entries: Entries) -> None:
+async def test_other_bytes_are_told(here: Ground) -> None:
+    entries = Entries(here, 100)
     entries.begin()
     wrong = torch.zeros(100, dtype=torch.uint8)
     await here.local.insert([1], None, wrong, None, None, entry_id=entries.name)
     with pytest.raises(AssertionError, match="with its bytes"):
-        await entries.take(here.consumer)
-
-
-async def test_another_entry_is_told(here: Ground, entries: Entries) -> None:
-    await entries.bring()
-    entries.begin()
-    with pytest.raises(AssertionError, match="is not"):
         await entries.take(here.consumer)
 
 
@@ -128,10 +116,6 @@ async def test_what_is_left_of_two_engines_is_told(direction: Direction) -> None
         with pytest.raises(AssertionError, match="task staying"):
             await engines.check_quiet()
         staying.cancel()
-
-
-async def test_a_transfer_that_goes_on_is_told() -> None:
-    async with open_p2p("mem") as engines:
         worker = engines.decode.workers[0]
         order = engines.load_request("never comes")
         worker.bind_connector_metadata(P2PMetadata(loads=(order,)))
@@ -150,17 +134,14 @@ async def test_blocks_that_are_not_stored_any_more_are_told() -> None:
             await store.load(keys)
 
 
-def test_a_wrong_byte_of_a_cache_is_told() -> None:
+def test_a_wrong_byte_of_a_cache_and_a_late_write_to_it_are_told() -> None:
     caches = ToyCaches(MODEL, toy_shape(MODEL), 0, 0)
     caches.compute()
     caches.expect_computed()
     caches.layers[MODEL.layer_names[1]][1, caches.block_ids[2], 3, 1, 7] += 1
     with pytest.raises(AssertionError, match=r"layers\.1\.attn is wrong"):
         caches.expect_computed()
-
-
-def test_a_late_write_to_a_cache_is_told() -> None:
-    caches = ToyCaches(MODEL, toy_shape(MODEL), 0, 1)
+    caches.spoil()
     caches.expect_spoilt()
     caches.layers[MODEL.layer_names[0]][0, 7, 15, 3, 0] = 0
     with pytest.raises(AssertionError, match=r"layers\.0\.attn was written to"):

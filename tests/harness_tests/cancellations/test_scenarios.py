@@ -9,26 +9,17 @@ from typing import Any
 import pytest
 
 from harness.cancellations import (
-    chunks,
-    grouping,
-    inserting,
-    inserting_on_gpus,
-    leaving,
+    lookups,
     moving,
     nodes,
     on_gpus,
     opening,
-    pipe_ends,
+    pipes_on_gpus,
     piping,
-    piping_on_gpus,
-    selecting,
-    staging_on_gpus,
     storing,
     streaming,
-    streaming_on_gpus,
 )
 from harness.cancellations.connectors import (
-    closing,
     dialling,
     moving as moving_blocks,
     pushing,
@@ -37,43 +28,26 @@ from harness.cancellations.connectors import (
     stores,
 )
 from harness.cancellations.connectors.grounds import LARGE, open_p2p
-from harness.cancellations.connectors.scenario import ConnectorScenario
 from harness.cancellations.connectors.store_grounds import open_store_ground
-from harness.cancellations.grounds import Kind, open_ground
-from harness.cancellations.scenario import Scenario
-from harness.cancellations.sweeper import Sweeper
+from harness.cancellations.grounds import open_ground
+from harness.cancellations.sweeper import Kind, Scenario, Sweeper, scenarios_of
 
 CHAOS, TRUST = (pytest.mark.chaos,), (pytest.mark.trust,)
 
+# By a map it is as by tcp, but for what is selected.
+SELECTS = tuple(one for one in scenarios_of(lookups) if "insert" not in one.name)
 WHERE: list[tuple[tuple[Scenario, ...], tuple[Kind, ...], Any]] = [
-    (chunks.CHUNKS, ("mem", "tcp"), ()),
-    (grouping.GROUPING, ("tcp",), ()),
-    (inserting.INSERTING, ("local", "mem"), ()),
-    (leaving.LEAVING, ("mem",), ()),
-    (moving.MOVING, ("local", "mem", "tcp"), ()),
-    (nodes.NODES, ("tcp",), ()),
-    (opening.OPENING, ("mem",), ()),
-    (opening.OPENING, ("tcp",), CHAOS),
-    (pipe_ends.PIPE_ENDS, ("mem",), ()),
-    (piping.PIPING, ("mem",), ()),
-    (selecting.SELECTING, ("local", "mem", "map"), ()),
-    (storing.STORING, ("local", "mem"), ()),
-    (streaming.STREAMING, ("local", "mem"), ()),
+    (scenarios_of(lookups), ("local", "mem"), ()),
+    ((lookups.a_huge_entry,), ("tcp",), ()),
+    (SELECTS, ("map",), ()),
+    (scenarios_of(moving), ("local", "mem", "tcp"), ()),
+    (scenarios_of(nodes), ("tcp",), ()),
+    (scenarios_of(opening), ("mem",), ()),
+    (scenarios_of(opening), ("tcp",), CHAOS),
+    (scenarios_of(piping), ("mem",), ()),
+    (scenarios_of(storing), ("local", "mem"), ()),
+    (scenarios_of(streaming), ("local", "mem"), ()),
 ]
-ON_GPUS_OF_THEIR_OWN: list[tuple[tuple[Scenario, ...], Any]] = [
-    (on_gpus.ON_GPUS, CHAOS),
-    (piping_on_gpus.PIPING_ON_GPUS, TRUST),
-    (inserting_on_gpus.INSERTING_ON_GPUS, CHAOS),
-    (staging_on_gpus.STAGING_ON_GPUS, ()),
-    (streaming_on_gpus.STREAMING_ON_GPUS, CHAOS),
-]
-
-
-def is_possible(scenario: Scenario, kind: Kind) -> bool:
-    """Only a query is made in vain where its scenario makes no sense."""
-    # Of `map`, which is tcp but for what is selected, no scenario speaks.
-    spoken_of: Kind = "tcp" if kind == "map" else kind
-    return scenario not in selecting.SELECTING or spoken_of in scenario.kinds
 
 
 @pytest.mark.parametrize(
@@ -83,7 +57,7 @@ def is_possible(scenario: Scenario, kind: Kind) -> bool:
         for scenarios, kinds, marks in WHERE
         for scenario in scenarios
         for kind in kinds
-        if is_possible(scenario, kind)
+        if ("tcp" if kind == "map" else kind) in scenario.kinds
     ],
 )
 async def test_what_is_cancelled_is_done_or_as_if_it_had_never_begun(
@@ -100,8 +74,9 @@ async def test_what_is_cancelled_is_done_or_as_if_it_had_never_begun(
     "scenario",
     [
         pytest.param(scenario, id=scenario.name, marks=marks)
-        for scenarios, marks in ON_GPUS_OF_THEIR_OWN
-        for scenario in scenarios
+        for module, its_marks in ((on_gpus, CHAOS), (pipes_on_gpus, TRUST))
+        for scenario in scenarios_of(module)
+        for marks in (its_marks if scenario is not on_gpus.a_staged_insert else (),)
     ],
 )
 async def test_what_is_cancelled_on_a_gpu_keeps_none_of_it(scenario: Scenario) -> None:
@@ -114,53 +89,45 @@ async def test_what_is_cancelled_on_a_gpu_keeps_none_of_it(scenario: Scenario) -
 Open = Callable[[], AbstractAsyncContextManager[Any]]
 
 
-def open_by_mem() -> AbstractAsyncContextManager[Any]:
-    return open_p2p("mem")
-
-
-def open_pushed_to_gpus() -> AbstractAsyncContextManager[Any]:
+def pushed_to_gpus() -> AbstractAsyncContextManager[Any]:
     on_gpus: Any = {"on_gpus": True, "are_buffers_there": True}
     return open_p2p("unix", "push", model=LARGE, **on_gpus)
 
 
-def open_stored_from_a_gpu() -> AbstractAsyncContextManager[Any]:
+def stored_from_a_gpu() -> AbstractAsyncContextManager[Any]:
     return open_store_ground("unix", LARGE, on_gpus=True, chunk_tokens=48)
 
 
-def open_stored_by_three_blocks() -> AbstractAsyncContextManager[Any]:
+def stored_by_three_blocks() -> AbstractAsyncContextManager[Any]:
     return open_store_ground("mem", LARGE, chunk_tokens=48)
 
 
-OF_CONNECTORS: list[tuple[Any, Open, Any]] = [
-    (closing.CLOSING, open_by_mem, TRUST),
-    (dialling.DIALLING, open_by_mem, ()),
-    (moving_blocks.MOVING, open_by_mem, ()),
-    (steps.STEPS, open_by_mem, ()),
-    (pushing.PUSHING, open_pushed_to_gpus, ()),
-    (several.SEVERAL, lambda: several.open_several("mem"), TRUST),
-    (stores.STORES, lambda: open_store_ground("mem"), ()),
-    ([ConnectorScenario(stores.a_save_of_blocks, ())], open_stored_from_a_gpu, ()),
-    (
-        [
-            ConnectorScenario(scenario, ())
-            for scenario in (stores.a_save_of_blocks, stores.a_load_of_blocks)
-        ],
-        open_stored_by_three_blocks,
-        (),
-    ),
+OF_CONNECTORS: list[tuple[tuple[Scenario, ...], Open, Any]] = [
+    (scenarios_of(dialling), lambda: open_p2p("mem"), ()),
+    (scenarios_of(moving_blocks), lambda: open_p2p("mem"), ()),
+    (scenarios_of(steps), lambda: open_p2p("mem"), ()),
+    (scenarios_of(pushing), pushed_to_gpus, ()),
+    (scenarios_of(several), lambda: several.open_several("mem"), TRUST),
+    (scenarios_of(stores), lambda: open_store_ground("mem"), ()),
+    ((stores.a_save_of_blocks,), stored_from_a_gpu, ()),
+    ((stores.a_save_of_blocks, stores.a_load_of_blocks), stored_by_three_blocks, ()),
 ]
 
 
 @pytest.mark.parametrize(
     ("scenario", "opening"),
     [
-        pytest.param(scenario, opening, id=scenario.name, marks=marks)
+        pytest.param(
+            *(scenario, opening),
+            id=scenario.name,
+            marks=TRUST if scenario.name.startswith("a_workers_") else marks,
+        )
         for scenarios, opening, marks in OF_CONNECTORS
         for scenario in scenarios
     ],
 )
 async def test_what_is_cancelled_of_a_connector_moves_its_blocks_or_leaves_them(
-    scenario: ConnectorScenario[Any], opening: Open
+    scenario: Scenario, opening: Open
 ) -> None:
     sweeper = Sweeper()
     async with opening() as ground:

@@ -11,8 +11,7 @@ from asynckv.abc import KVEntry
 from asynckv.buffers.lookup import LookupBuffer
 from asynckv.buffers.statistics import LookupStatistics
 from harness.crashes.account import Account, Findings
-from harness.crashes.contents import is_right, named_tensors, tokens_of
-from harness.crashes.orders import Report
+from harness.crashes.workers import Report, is_right, named_tensors, tokens_of
 
 
 def now(inserted: int, acknowledged: int) -> LookupStatistics:
@@ -131,33 +130,21 @@ def test_a_producer_goes_on_with_what_it_does_not_know_to_be_in() -> None:
     assert account.next_number("p") == 1
 
 
-def whole(entry_id: str) -> KVEntry:
-    tensors = named_tensors(entry_id)
-    key = {name.removesuffix(".key"): tensor for name, tensor in tensors.items()}
-    return KVEntry(torch.tensor(tokens_of(entry_id)), None, key, None, None)
-
-
-def test_what_went_in_is_used_once_or_still_there() -> None:
+def test_what_went_in_is_used_once_or_still_there_and_adds_up() -> None:
     found = judge(*IN, *USED)
     assert (found.inserted, found.used, found.wrongs) == (1, 1, ())
     assert judge(*IN, left=("p-0",), out=0).wrongs == ()
-
-
-def test_entries_that_do_not_add_up_are_told() -> None:
     found = Account().close([], dataclasses.replace(now(2, 1), expired=1))
     assert len(found.wrongs) == 2
 
 
-def test_an_entry_is_what_its_id_says_and_no_other() -> None:
-    assert is_right("producer_0-1", whole("producer_0-1"))
-    assert is_right("producer_0-1", named_tensors("producer_0-1"))
-    assert not is_right("producer_0-2", whole("producer_0-1"))
-
-
-def test_one_flipped_bit_and_other_tokens_are_seen() -> None:
-    tensors, entry = named_tensors("producer_0-1"), whole("producer_0-1")
-    tensors["2.key"][-1] ^= 1
-    assert not is_right("producer_0-1", tensors)
+def test_an_entry_is_what_its_id_says_to_the_last_bit_and_with_its_tokens() -> None:
+    name, tensors = "producer_0-1", named_tensors("producer_0-1")
+    key = {name.removesuffix(".key"): tensor for name, tensor in tensors.items()}
+    whole = KVEntry(torch.tensor(tokens_of(name)), None, key, None, None)
+    assert is_right(name, whole) and is_right(name, tensors)
+    assert not is_right("producer_0-2", whole)
     for tokens in (torch.tensor([1]), None):
-        other = KVEntry(tokens, None, entry.key, None, None)
-        assert not is_right("producer_0-1", other)
+        assert not is_right(name, KVEntry(tokens, None, key, None, None))
+    tensors["2.key"][-1] ^= 1
+    assert not is_right(name, tensors)

@@ -15,10 +15,8 @@ from asynckv.buffers.serve import serve
 from asynckv.testing.blocked import until, until_blocked
 from asynckv.types import TensorSpec
 from harness.crashes.account import Account, Findings
-from harness.crashes.crew import Crew
-from harness.crashes.footprint import Footprint
-from harness.crashes.orders import Order, Report
-from harness.crashes.run import judge, new_buffer
+from harness.crashes.run import Crew, Footprint, judge, new_buffer
+from harness.crashes.workers import Order, Report
 from harness.crashes.workshop import open_workshop
 
 
@@ -125,22 +123,18 @@ def test_a_report_is_short_enough_to_be_written_whole() -> None:
     assert len(msgspec.json.encode(report)) < 512
 
 
-async def test_leaving_kills_who_still_works(local: LookupBuffer) -> None:
+async def test_leaving_kills_who_still_works_and_who_fails_is_reported(
+    local: LookupBuffer, capfd: pytest.CaptureFixture[str]
+) -> None:
     told: list[Report] = []
     async with serve("tcp://127.0.0.1:0", lookup=local) as server:
         async with open_workshop(told.append) as workshop:
             pid = await workshop.start(Order("consumer", "c", server.url, seed=1))
             await workshop.steps(pid, 1)
-        with pytest.raises(ProcessLookupError):
-            os.kill(pid, 0)
-
-
-async def test_a_worker_that_fails_is_reported_with_its_error(
-    capfd: pytest.CaptureFixture[str],
-) -> None:
-    told: list[Report] = []
-    async with open_workshop(told.append) as workshop:
-        nowhere = Order("producer", "p", "unix:///nowhere/at/all", seed=1)
-        await workshop.steps(await workshop.start(nowhere), 1)
-    assert told[-1].word == "gone" and told[-1].number >> 8 == 1
-    assert "PeerLost" in capfd.readouterr().err
+            nowhere = Order("producer", "p", "unix:///nowhere/at/all", seed=1)
+            failing = await workshop.start(nowhere)
+            await workshop.steps(failing, 1)
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+    ends = {one.pid: one.number >> 8 for one in told if one.word == "gone"}
+    assert ends[failing] == 1 and "PeerLost" in capfd.readouterr().err

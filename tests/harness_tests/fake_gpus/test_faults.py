@@ -18,11 +18,10 @@ from harness.fake_devices import (
     faultless_gpus,
 )
 from harness.fake_gpus import FakeGpus
-from harness.gpu_pipe_pairs import expect_by_host, open_pipes_on
+from harness.gpu_pipe_pairs import expect_by_host, open_nccl_pipes, open_pipes_on
 from harness.gpu_puts import PutPair, check_is_in, insert, open_put_pair
 from harness.held_copies import bytes_of_tensor, held_copies, is_busy
 from harness.nccl_pairs import open_nccl_pair
-from harness.nccl_pipe_pairs import open_nccl_pipes
 from harness.nccl_schedules import Outcome, run_schedule
 
 QUICK = 12

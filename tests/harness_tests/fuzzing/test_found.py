@@ -8,10 +8,10 @@ import pytest
 from asynckv.protocol.frames import Accepted, Cancelled, Frame, Offer, Result
 from asynckv.protocol.wire import TYPE_CONTROL
 from asynckv.types import TensorSpec
-from harness.bodies import body_with
 from harness.fuzzing.fuzzer import TARGETS
 from harness.fuzzing.mutations import Item, join
-from harness.fuzzing.sides import SIDES
+from harness.fuzzing.peer_target import SIDES
+from harness.raw_inserts import body_with
 
 SIDE = {side.name: number for number, side in enumerate(SIDES)}
 LARGE = body_with({"key": TensorSpec((80_000,), "int8")})

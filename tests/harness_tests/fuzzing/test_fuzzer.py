@@ -4,16 +4,14 @@ import importlib.util
 import random
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from harness.fuzzing import coverage_guided, fuzzer
 from harness.fuzzing.__main__ import main
-from harness.fuzzing.corpus import Corpus
+from harness.fuzzing.corpus import Corpus, Target, expect
 from harness.fuzzing.fuzzer import TARGETS, Failing, Report, fuzz, fuzz_target, replay
-from harness.fuzzing.oracle import Target, expect
 
 CORPUS = Corpus(1)
 
@@ -44,92 +42,52 @@ def test_a_run_tries_all_targets_and_finds_nothing() -> None:
     assert report.failing == {}
 
 
-def test_of_each_kind_the_shortest_input_is_kept_of_the_same_seed() -> None:
-    report = run(PICKY)
-    assert report.inputs == {"picky": 3000}
-    failing = report.failing
-    assert failing == run(PICKY).failing
-    assert {(f.kind.split(" ")[1], len(f.data)) for f in failing.values()} == {
-        ("Finding", 1),
-        ("KeyError", 1),
-    }
-
-
-def test_what_was_found_is_replayed_from_its_file(
+def test_of_each_kind_the_shortest_input_is_kept_and_replayed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    failing = run(PICKY).failing
+    assert failing == run(PICKY).failing
+    kinds = {(f.kind.split(" ")[1], len(f.data)) for f in failing.values()}
+    assert kinds == {("Finding", 1), ("KeyError", 1)}
     monkeypatch.setattr(fuzzer, "TARGETS", {"picky": PICKY})
-    for failing in run(PICKY).failing.values():
-        path = failing.save(tmp_path / "found")
-        assert Failing.load(path) == failing
+    for one in failing.values():
         with pytest.raises(Exception, match="7|too large"):
-            replay(path)
+            replay(one.save(tmp_path / "found"))
 
 
-def test_an_input_that_takes_long_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_input_that_takes_long_or_for_which_much_is_held_is_found(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def hold(data: bytes) -> None:
+        bytearray(2**20).clear()
+
+    report = run(Target("greedy", _make, hold), 5)
+    assert [f.error[-50:] for f in report.failing.values() if "holds 10" in f.error]
     monkeypatch.setattr(fuzzer, "_SLOW_S", 0)
     monkeypatch.setattr(fuzzer, "_MAX_S", 1e-9)
     report = run(Target("slow", _make, lambda data: None), 20)
     assert any("takes 0.0" in f.error for f in report.failing.values())
 
 
-def test_an_input_for_which_much_is_held_is_found() -> None:
-    def hold(data: bytes) -> None:
-        bytearray(2**20).clear()
-
-    report = run(Target("greedy", _make, hold), 5)
-    assert [f.error[-50:] for f in report.failing.values() if "holds 10" in f.error]
-
-
-Command = Callable[..., str]
-
-
-@pytest.fixture
-def command(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> Command:
-    def run_it(*arguments: str) -> str:
-        monkeypatch.setattr(sys, "argv", ["fuzzing", *arguments])
-        main()
-        return capsys.readouterr().out
-
-    return run_it
-
-
-def test_the_command_replays(tmp_path: Path, command: Command) -> None:
-    path = Failing("urls", "seed 1, input 2", "kind", b"mem:@", "error").save(tmp_path)
-    said = command("--replay", str(path))
-    assert said == "nothing is wrong with it any more\n"
-
-
-_is_here = importlib.util.find_spec("atheris") is not None
-
-
-needs_atheris = pytest.mark.skipif(not _is_here, reason="atheris is not installed")
-
-
-@pytest.mark.skipif(_is_here, reason="atheris is installed")
-def test_without_atheris_it_says_so() -> None:
-    with pytest.raises(SystemExit, match="pip install atheris"):
-        coverage_guided.main(["wire"])
-
-
-@needs_atheris
-@pytest.mark.multiprocess
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("target", "status", "said"),
-    [
-        ("wire", 0, b""),
-        ("greeting", 0, b""),
-        ("manifest", 0, b""),
-        ("none", 1, b"name one of these first: wire"),
-    ],
-)
-def test_steered_by_coverage_it_finds_nothing_in_a_few_runs(
-    target: str, status: int, said: bytes
+def test_the_command_replays(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    command = (sys.executable, "-m", "harness.fuzzing.coverage_guided", target)
-    ran = subprocess.run((*command, "-runs=1000"), capture_output=True, check=False)
-    assert ran.returncode == status, ran.stderr.decode()
-    assert said in ran.stderr
+    path = Failing("urls", "seed 1, input 2", "kind", b"mem:@", "error").save(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["fuzzing", "--replay", str(path)])
+    main()
+    assert capsys.readouterr().out == "nothing is wrong with it any more\n"
+
+
+@pytest.mark.multiprocess
+def test_steered_by_coverage_it_finds_nothing_in_a_few_runs() -> None:
+    """What there is to do without atheris, where it is not installed."""
+    if importlib.util.find_spec("atheris") is None:
+        with pytest.raises(SystemExit, match="pip install atheris"):
+            coverage_guided.main(["wire"])
+        return
+    for target, status in (("wire", 0), ("greeting", 0), ("manifest", 0), ("none", 1)):
+        command = (sys.executable, "-m", "harness.fuzzing.coverage_guided", target)
+        ran = subprocess.run((*command, "-runs=1000"), capture_output=True, check=False)
+        assert ran.returncode == status, ran.stderr.decode()

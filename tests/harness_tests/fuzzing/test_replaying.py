@@ -15,20 +15,20 @@ from asynckv.protocol.transfer_frames import DeviceFrame, OpenDevices
 from asynckv.protocol.wire import decode_chunk_header, digest_of, encode_chunk_header
 from asynckv.transfers.tokens import as_tokens
 from asynckv.types import TensorSpec
-from harness.bodies import body_with
 from harness.fuzzing import replaying
-from harness.fuzzing.gpu_scene import record_gpus
-from harness.fuzzing.meanings import changed_meanings, meaning_of
-from harness.fuzzing.oracle import Finding
+from harness.fuzzing.corpus import Finding
 from harness.fuzzing.recording import Connection, Segment
 from harness.fuzzing.replaying import (
+    changed_meanings,
     check_chunk_flips,
     check_control_flips,
     check_cuts,
     flips_of,
+    meaning_of,
 )
-from harness.fuzzing.scenes import record
+from harness.fuzzing.scenes import record, record_gpus
 from harness.fuzzing.wire_frames import WireFrame, split
+from harness.raw_inserts import body_with
 
 ASKED = [*encode_frame(1, Get("k")), *encode_frame(3, Insert("e", 1, True), b"body")]
 CONTROL = Connection(

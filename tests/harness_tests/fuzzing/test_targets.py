@@ -30,16 +30,14 @@ from asynckv.transfers import manifest
 from asynckv.transports import parts
 from harness.fuzzing import (
     greeting_target,
-    payload_targets,
     peer_target,
     text_targets,
     wire_target,
 )
-from harness.fuzzing.corpus import Corpus
+from harness.fuzzing.corpus import Corpus, Finding, Target, measured
 from harness.fuzzing.fuzzer import TARGETS
 from harness.fuzzing.mutations import Item, join
-from harness.fuzzing.oracle import Finding, Target, measured
-from harness.fuzzing.sides import SIDES, Side
+from harness.fuzzing.peer_target import SIDES, Side
 
 CORPUS = Corpus(1)
 NAMES = [side.name for side in SIDES]
@@ -91,14 +89,14 @@ def cuts_what_is_inline(patch: Patch) -> None:
         short = [piece[:-1] for piece in found.inline]
         return msgspec.structs.replace(found, inline=short)
 
-    patch.setattr(payload_targets, "unpack", generous)
+    patch.setattr(wire_target, "unpack", generous)
 
 
 def decodes_what_comes(patch: Patch) -> None:
     def unpack(body: bytes, inline: bool) -> Any:
         return msgspec.msgpack.decode(body[4:], type=Contents)
 
-    patch.setattr(payload_targets, "unpack", unpack)
+    patch.setattr(wire_target, "unpack", unpack)
 
 
 def quotes_a_place(patch: Patch) -> None:
@@ -161,27 +159,27 @@ BROKEN: dict[str, tuple[Target, Break, tuple[type[Exception], ...], str | None]]
         "nonce",
     ),
     "a chunk that lands elsewhere": (
-        payload_targets.CHUNKS,
+        wire_target.CHUNKS,
         lambda patch: patch.setattr(parts, "_check_place", lambda *_: None),
         (Finding,),
         "not the next bytes|beyond its memory",
     ),
     "a lane that falls over a header": (
-        payload_targets.CHUNKS,
+        wire_target.CHUNKS,
         lambda patch: patch.setattr(
-            payload_targets, "decode_chunk_header", raises(IndexError("too short"))
+            wire_target, "decode_chunk_header", raises(IndexError("too short"))
         ),
         (IndexError,),
         "too short",
     ),
     "a manifest read from too few bytes": (
-        payload_targets.MANIFEST,
+        wire_target.MANIFEST,
         cuts_what_is_inline,
         (Finding,),
         "cut short|not the same",
     ),
     "a manifest that raises anything": (
-        payload_targets.MANIFEST,
+        wire_target.MANIFEST,
         decodes_what_comes,
         (msgspec.MsgspecError, UnicodeError),
         None,

@@ -12,7 +12,6 @@ import contextlib
 import functools
 import json
 import os
-import sys
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import AbstractAsyncContextManager
@@ -28,6 +27,7 @@ from asynckv.pipes import endpoints as opening
 from asynckv.protocol.values import Limits
 from asynckv.testing.faults.processes import frozen_peer
 from asynckv.testing.pairs import Scheme, new_url
+from harness.children import line_of, running, tell
 
 HEARTBEAT_MS: Final = 300
 PATIENCE_S: Final = 6.0
@@ -211,17 +211,14 @@ class Crowd:
         self.longest_s = max(self.longest_s, time.monotonic() - self._frozen_s)
 
     async def tell(self, *words: str) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.write(" ".join(words).encode() + b"\n")
-        await self._process.stdin.drain()
+        await tell(self._process, " ".join(words))
 
     async def hear(self, name: str) -> list[str]:
         return await self._received.setdefault(name, asyncio.Queue()).get()
 
     async def listen(self) -> None:
-        assert self._process.stdout is not None
-        while line := await self._process.stdout.readline():
-            name, *words = line.decode().split()
+        while line := await line_of(self._process):
+            name, *words = line.split()
             self._received.setdefault(name, asyncio.Queue()).put_nowait(words)
 
     async def _stand_still(self, pause_s: float) -> None:
@@ -240,20 +237,16 @@ async def _open_crowd(scheme: Scheme, options: Options) -> AsyncIterator[Crowd]:
     if "tls" in options:
         names = ("certificate", "key", "ca")
         words["tls"] = {x: os.fspath(getattr(options["tls"], x)) for x in names}
-    pipe = asyncio.subprocess.PIPE
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-c", PEERS, json.dumps(words)), stdin=pipe, stdout=pipe
-    )
-    crowd = Crowd(process, scheme, options)
-    listening = asyncio.create_task(crowd.listen(), name="what the frozen say")
-    try:
-        await crowd.hear("-")
-        yield crowd
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            process.kill()
-        await listening
-        await process.communicate()
+    async with running(PEERS, json.dumps(words)) as process:
+        crowd = Crowd(process, scheme, options)
+        listening = asyncio.create_task(crowd.listen(), name="what the frozen say")
+        try:
+            await crowd.hear("-")
+            yield crowd
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
+            await listening
 
 
 @pytest.fixture

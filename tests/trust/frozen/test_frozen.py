@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable
-from pathlib import Path
 from typing import Any, Final
 
 import pytest
@@ -21,7 +20,6 @@ from asynckv.links.options import make_keyring, new_identity
 from asynckv.security.tls import TLS
 from asynckv.tensors.views import spec_of
 from asynckv.testing.blocked import until
-from asynckv.testing.certificates import Authority
 from asynckv.testing.pairs import Scheme
 
 pytestmark = [
@@ -300,11 +298,6 @@ SHORT: Final = (
     it_is_asked_and_soon_answers,
     it_soon_sends_on,
 )
-
-
-@pytest.fixture
-def tls(tmp_path: Path) -> TLS:
-    return Authority(tmp_path).issue()
 
 
 async def test_who_stands_still_costs_the_others_nothing(

@@ -2,24 +2,33 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 from collections.abc import Callable
 
 import pytest
 
 from asynckv.protocol.wire import TYPE_CHUNK, TYPE_CONTINUATION, TYPE_CONTROL
-from harness.fuzzing.meanings import changed_meanings
+from harness.fuzzing.corpus import frame_makers
 from harness.fuzzing.recording import Recording
 from harness.fuzzing.replaying import (
+    changed_meanings,
     check_chunk_flips,
     check_control_flips,
     check_cuts,
 )
-from harness.fuzzing.samples import frame_makers
+from harness.fuzzing.scenes import record
 
 pytestmark = [pytest.mark.trust, pytest.mark.timeout(240)]
 
 Figures = Callable[[str], None]
+
+
+@pytest.fixture(scope="module")
+def recording() -> Recording:
+    """Return what two sides said who did everything there is to do."""
+    return asyncio.run(record())
+
 
 WRONG_BYTES = {
     "Insert body: tokens",  # stored under the key of another prompt

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import random
 from collections.abc import AsyncIterator, Callable
-from pathlib import Path
 from typing import Any, Literal
 
 import pytest
@@ -21,7 +20,6 @@ from asynckv.pipes.endpoints import PipeListener, listen_pipe, open_pipe
 from asynckv.protocol import codec
 from asynckv.security.tls import TLS
 from asynckv.testing.blocked import until
-from asynckv.testing.certificates import Authority
 from asynckv.testing.faults.injectors import BitFlip, CutAfter
 from asynckv.testing.faults.proxy import Proxy
 from asynckv.testing.pairs import Scheme, new_url
@@ -35,11 +33,6 @@ HANGS_S = 10.0
 PIPES = 120
 SMALL = torch.arange(48, dtype=torch.int16).view(3, 16)
 LARGE = torch.arange(20_000, dtype=torch.float32)
-
-
-@pytest.fixture
-def tls(tmp_path: Path) -> TLS:
-    return Authority(tmp_path).issue()
 
 
 async def use(peer: Peer, salt: int) -> None:

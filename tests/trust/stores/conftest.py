@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from harness.object_fixtures import moto, obstore_has_its_threads, s3
+from harness.moto_server import moto, obstore_has_its_threads, s3
 
 __all__ = ("moto", "obstore_has_its_threads", "s3")

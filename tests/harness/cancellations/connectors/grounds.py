@@ -12,6 +12,8 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final, Literal, TypeAlias
 
+import torch
+
 from asynckv.abc import KVConnectorWorker
 from asynckv.buffers.lookup import LookupBuffer
 from asynckv.buffers.remote.peer import Peer
@@ -21,12 +23,14 @@ from asynckv.connectors.engine import KVEngine, prompt_digest
 from asynckv.connectors.options import Direction
 from asynckv.connectors.p2p.worker import P2PWorker
 from asynckv.connectors.requests import LoadRequest, P2PMetadata, SaveRequest
+from asynckv.parallel.shapes import EngineShape
 from asynckv.testing.blocked import until
 from asynckv.testing.expectations import expect
-from harness.cancellations.connectors.caches import ToyCaches
-from harness.cancellations.quiet import Watched, everything_is_quiet, tasks_now
+from harness.cancellations.grounds import Watched, everything_is_quiet, tasks_now
+from harness.cancellations.sweeper import ticks
 from harness.engines.toy_model import ToyModel
 from harness.engines.toy_pairs import free_urls, pair_configs, toy_shape
+from harness.engines.toy_rank import ToyRank
 from harness.fake_devices import (
     FakeDevice,
     fake_device_of,
@@ -40,6 +44,8 @@ __all__ = (
     "P2PGround",
     "Scheme",
     "Side",
+    "ToyCaches",
+    "expect_quiet",
     "has_let_go",
     "open_p2p",
     "until_loaded",
@@ -55,8 +61,78 @@ LARGE: Final = ToyModel(layers=2, head_dim=96)
 """Its layers are copied in threads, and go over the lanes."""
 
 _TIMEOUT_S: Final = 20.0
+_LATE: Final = 5
+_BLOCKS: Final = 8
+_SPOILT: Final = 0x5A5A5A5A
+_PLACES: Final = ((5, 2, 7), (1, 6, 3))
 _names: Final = itertools.count()
 _FOLDER: Final = Path(tempfile.gettempdir())
+
+
+class ToyCaches:
+    """The toy engine's, of so few blocks that all of it is looked at each time.
+
+    The prompt is always the same. ``place`` says in which blocks it is.
+    """
+
+    def __init__(
+        self,
+        model: ToyModel,
+        shape: EngineShape,
+        rank: int,
+        place: int,
+        gpu: FakeDevice | None = None,
+    ) -> None:
+        self.block_ids = _PLACES[place]
+        self.tokens = tuple(range(1000, 1000 + len(self.block_ids) * shape.block_size))
+        self._rank = ToyRank(model, shape, rank, _BLOCKS, gpu)
+        self.layers = self._rank.caches
+        for layer in self.layers:
+            self._rank.write(layer, self.block_ids, self.tokens, 0)
+        self._expected = {layer: self._read(layer) for layer in self.layers}
+        self._computed = {layer: each.cpu() for layer, each in self.layers.items()}
+        if gpu is None:
+            self._computed = {layer: one.clone() for layer, one in self.layers.items()}
+        self.spoil()
+
+    @property
+    def prompt_nbytes(self) -> int:
+        """How much the prompt's blocks are, in all layers."""
+        whole = sum(cache.nbytes for cache in self.layers.values())
+        return whole * len(self.block_ids) // _BLOCKS
+
+    def compute(self) -> None:
+        """The prompt's KV is in its blocks."""
+        for layer, cache in self.layers.items():
+            cache.copy_(self._computed[layer])
+
+    def spoil(self) -> None:
+        """Its blocks are somebody else's now, as are all others."""
+        for cache in self.layers.values():
+            cache.fill_(_SPOILT)
+
+    def expect_computed(self) -> None:
+        """:raises AssertionError: a byte of the prompt's KV is not what it should be"""
+        for layer, expected in self._expected.items():
+            expect(torch.equal(self._read(layer), expected), f"{layer} is wrong")
+
+    def expect_spoilt(self) -> None:
+        """:raises AssertionError: somebody wrote here after they were done"""
+        for layer, cache in self.layers.items():
+            expect(bool((cache == _SPOILT).all()), f"{layer} was written to")
+
+    def _read(self, layer: str) -> torch.Tensor:
+        return self._rank.read(layer, self.block_ids, len(self.tokens)).clone()
+
+
+async def expect_quiet(caches: ToyCaches) -> None:
+    """Overwrite the blocks, and wait for a while.
+
+    :raises AssertionError: somebody writes there still
+    """
+    caches.spoil()
+    await ticks(_LATE)
+    caches.expect_spoilt()
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,65 +10,54 @@ import torch
 
 from asynckv.buffers.lookup import LookupBuffer
 from asynckv.connectors.requests import LoadRequest, P2PMetadata
-from asynckv.testing.cancellation import Outcome
 from asynckv.testing.expectations import expect
 from harness.cancellations.connectors.grounds import P2PGround, until_loaded
-from harness.cancellations.connectors.scenario import ConnectorScenario
-from harness.cancellations.sweeper import Sweeper, ticks
+from harness.cancellations.sweeper import Sweeper, scenario, ticks
 
-__all__ = (
-    "STEPS",
-    "a_layer_wait",
-    "a_load_that_is_aborted",
-    "a_save_that_is_staged",
-    "a_save_wait",
-    "a_save_wait_of_an_engine_that_holds_blocks",
-)
+__all__: tuple[str, ...] = ()
 
 _MAX_TICKS: Final = 8
 _TOKEN_NBYTES: Final = 8
 
 
+async def _begin_load(ground: P2PGround, *, is_async: bool) -> LoadRequest:
+    """Issue the load of a prompt that was saved."""
+    name = ground.new_name()
+    await ground.save(name)
+    for caches in ground.decode.caches:
+        caches.spoil()
+    order = ground.load_request(name, is_async=is_async)
+    await ground.begin_load(order)
+    return order
+
+
+@scenario("P2PWorker.wait_for_layer_load", "P2PLoad.wait_for")
 async def a_layer_wait(ground: P2PGround, sweeper: Sweeper) -> None:
     """Leaves no trace: the load goes on."""
-    order: LoadRequest
-
-    async def before() -> None:
-        nonlocal order
-        order = await _begin_load(ground, is_async=False)
-        await sweeper.pause()
 
     async def wait() -> None:
         for layer in ground.model.layer_names:
             for worker in ground.decode.workers:
                 await worker.wait_for_layer_load(layer)
 
-    async def check(outcome: Outcome[None]) -> None:
+    async for cancel in sweeper.sweep():
+        order = await _begin_load(ground, is_async=False)
+        outcome = await cancel(wait)
         if not outcome.cancelled:
             for caches in ground.decode.caches:
                 caches.expect_computed()
         await ground.end_load(order)
-        await ground.check_quiet()
-
-    await sweeper.sweep("a wait for layers", wait, check, before)
 
 
+@scenario(
+    *("P2PWorker.wait_for_save", "BlockRelease.release"),
+    "BlockRelease.release_when_wanted",
+)
 async def a_save_wait(ground: P2PGround, sweeper: Sweeper) -> None:
-    """Leaves the saves as they are: after another one, blocks may be overwritten."""
-    await _wait_for_saves(ground, sweeper, "a wait for a save", holds=False)
+    """Leaves the saves as they are: after another one, blocks may be overwritten.
 
-
-async def a_save_wait_of_an_engine_that_holds_blocks(
-    ground: P2PGround, sweeper: Sweeper
-) -> None:
-    """The same where the blocks are wanted back while it waits."""
-    await _wait_for_saves(ground, sweeper, "a wait for held blocks", holds=True)
-
-
-async def _wait_for_saves(
-    ground: P2PGround, sweeper: Sweeper, what: str, *, holds: bool
-) -> None:
-    name = ""
+    The same where the engine holds the blocks, and wants them back while it waits.
+    """
 
     def hold(is_so: bool) -> None:
         for worker in ground.prefill.workers:
@@ -76,48 +65,40 @@ async def _wait_for_saves(
                 worker.engine, holds_saved_blocks=is_so
             )
 
-    async def before() -> None:
-        nonlocal name
-        name = ground.new_name()
-        hold(holds)
-        ground.begin_save(name)
-        await sweeper.pause()
-
-    async def wait() -> None:
+    async def wait(is_held: bool) -> None:
         for worker in ground.prefill.workers:
-            if holds:
+            if is_held:
                 asyncio.get_running_loop().call_soon(worker.let_go_of_blocks, None)
             await worker.wait_for_save()
 
-    async def check(outcome: Outcome[None]) -> None:
-        hold(False)
-        await ground.end_save(name)
-        await ground.load(name)
-        await ground.check_quiet()
+    for is_held in (False, True):
+        async for cancel in sweeper.sweep("of held blocks" * is_held):
+            name = ground.new_name()
+            hold(is_held)
+            ground.begin_save(name)
+            await cancel(wait, is_held)
+            hold(False)
+            await ground.end_save(name)
+            await ground.load(name)
 
-    await sweeper.sweep(what, wait, check, before)
 
-
+@scenario(is_costly=True)
 async def a_save_that_is_staged(ground: P2PGround, sweeper: Sweeper) -> None:
     """The same where there is no room: it goes on from a copy, when there is some."""
-    name = ""
-    fillers: dict[LookupBuffer, str] = {}
 
-    async def before() -> None:
-        nonlocal name
+    async def wait() -> None:
+        for worker in ground.prefill.workers:
+            await worker.wait_for_save()
+
+    async for cancel in sweeper.sweep():
+        fillers: dict[LookupBuffer, str] = {}
         for buffer in ground.buffers().values():
             room = buffer.statistics().max_bytes - _TOKEN_NBYTES
             full = torch.zeros(room, dtype=torch.uint8)
             fillers[buffer] = await buffer.insert([0], None, full, None, None)
         name = ground.new_name()
         ground.begin_save(name)
-        await sweeper.pause()
-
-    async def wait() -> None:
-        for worker in ground.prefill.workers:
-            await worker.wait_for_save()
-
-    async def check(outcome: Outcome[None]) -> None:
+        await cancel(wait)
         await wait()
         for worker in ground.prefill.workers:
             expect(worker.statistics().staged_bytes > 0, worker.statistics())
@@ -131,18 +112,13 @@ async def a_save_that_is_staged(ground: P2PGround, sweeper: Sweeper) -> None:
         for worker in ground.prefill.workers:
             expect(not worker.statistics().staged_bytes, worker.statistics())
 
-    await sweeper.sweep("a save that is staged", wait, check, before)
 
-
+@scenario(is_costly=True)
 async def a_load_that_is_aborted(ground: P2PGround, sweeper: Sweeper) -> None:
     """After so many ticks: its end is told when its blocks are quiet, and once."""
-    order: LoadRequest
-
-    async def before() -> None:
-        nonlocal order
+    async for cancel in sweeper.sweep():
         order = await _begin_load(ground, is_async=True)
-
-    async def check(outcome: Outcome[None]) -> None:
+        await cancel(ticks, _MAX_TICKS)
         for worker in ground.decode.workers:
             worker.bind_connector_metadata(P2PMetadata(aborts=(order.request_id,)))
             await worker.start_load_kv()
@@ -160,30 +136,3 @@ async def a_load_that_is_aborted(ground: P2PGround, sweeper: Sweeper) -> None:
         await ground.check_quiet()
         for caches in ground.decode.caches:
             caches.expect_spoilt()
-
-    await sweeper.sweep("an abort", lambda: ticks(_MAX_TICKS), check, before)
-
-
-async def _begin_load(ground: P2PGround, *, is_async: bool) -> LoadRequest:
-    """Issue the load of a prompt that was saved."""
-    name = ground.new_name()
-    await ground.save(name)
-    for caches in ground.decode.caches:
-        caches.spoil()
-    order = ground.load_request(name, is_async=is_async)
-    await ground.begin_load(order)
-    return order
-
-
-STEPS: Final[tuple[ConnectorScenario[P2PGround], ...]] = (
-    ConnectorScenario(
-        a_layer_wait, ("P2PWorker.wait_for_layer_load", "P2PLoad.wait_for")
-    ),
-    ConnectorScenario(a_save_wait, ("P2PWorker.wait_for_save", "BlockRelease.release")),
-    ConnectorScenario(
-        a_save_wait_of_an_engine_that_holds_blocks,
-        ("BlockRelease.release_when_wanted",),
-    ),
-    ConnectorScenario(a_save_that_is_staged, (), is_costly=True),
-    ConnectorScenario(a_load_that_is_aborted, (), is_costly=True),
-)

@@ -22,14 +22,14 @@ from asynckv.connectors.store.scheduler import StoreScheduler
 from asynckv.connectors.store.worker import StoreWorker
 from asynckv.testing.blocked import until
 from asynckv.testing.expectations import expect
-from harness.cancellations.connectors.caches import ToyCaches
 from harness.cancellations.connectors.grounds import (
     SMALL,
     Scheme,
+    ToyCaches,
     has_let_go,
     urls_of,
 )
-from harness.cancellations.quiet import Watched, everything_is_quiet, tasks_now
+from harness.cancellations.grounds import Watched, everything_is_quiet, tasks_now
 from harness.engines.toy_model import ToyModel
 from harness.engines.toy_pairs import toy_shape
 from harness.fake_devices import (

@@ -1,20 +1,44 @@
-"""Every frame there is, after every other that opens or offers, to every side."""
+"""Millions of hostile inputs, and every frame after every other, break no promise."""
 
 from __future__ import annotations
 
 import itertools
+import os
 import random
+import re
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from harness.fuzzing.corpus import OPENING, Corpus
 from harness.fuzzing.mutations import Item, join
-from harness.fuzzing.peer_target import PEER
-from harness.fuzzing.sides import SIDES
+from harness.fuzzing.peer_target import PEER, SIDES
 
-pytestmark = [pytest.mark.trust, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.trust, pytest.mark.timeout(7200)]
+
+
+@pytest.mark.longest
+@pytest.mark.multiprocess
+def test_no_hostile_input_breaks_a_promise(
+    tmp_path: Path, scale: Any, figures: Callable[[str], None]
+) -> None:
+    command = (
+        *(sys.executable, "-m", "harness.fuzzing"),
+        *("--inputs", str(scale.fuzz_inputs)),
+        *("--processes", str(os.cpu_count() or 1)),
+        *("--findings", str(tmp_path)),
+    )
+    ran = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    total = re.search(r"^([\d,]+) inputs in .*", ran.stdout, re.MULTILINE)
+    assert total is not None
+    figures(total[0])
+    assert int(total[1].replace(",", "")) >= scale.fuzz_inputs
+
 
 NUMBERS = {side.name: number for number, side in enumerate(SIDES)}
 OFFERING = ("Offer", "Grant", "Push", "Noted")
