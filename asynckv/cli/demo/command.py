@@ -36,6 +36,8 @@ from asynckv.errors import AsyncKVError
 __all__ = ("cache_table", "demo", "demo_cache")
 
 _FAILURES = (ActFailed, AsyncKVError, OSError, ValueError, WorkerEnded, WorkerFailed)
+_T = TypeVar("_T")
+_Played: TypeAlias = Coroutine[object, object, _T]
 _Flag: TypeAlias = Annotated[bool, Parameter(negative=())]
 
 
@@ -70,11 +72,15 @@ def demo(
         Print the report as JSON instead of the live display.
     """
 
-    async def play(scratch: Path, display: LiveDisplay) -> DemoReport:
+    def play(scratch: Path, display: LiveDisplay) -> _Played[DemoReport]:
         place, asked = place_named(device), read_prompt(prompt)
         (scratch / "prompt").write_bytes(msgspec.json.encode(asked))
-        await check_place(place)  # before any process starts
-        return await play_demo(model, scratch, display, device=place.name)
+
+        async def played() -> DemoReport:
+            await check_place(place)  # before any process starts
+            return await play_demo(model, scratch, display, device=place.name)
+
+        return played()
 
     shown = render_page, final_table
     return _show(play, *shown, model=model, html=html, json=json)
@@ -104,8 +110,8 @@ def demo_cache(
         Print the report as JSON instead of the live display.
     """
 
-    async def play(scratch: Path, display: LiveDisplay) -> CacheReport:
-        return await play_cache(model, read_workload(), scratch, display)
+    def play(scratch: Path, display: LiveDisplay) -> _Played[CacheReport]:
+        return play_cache(model, read_workload(), scratch, display)
 
     shown = render_cache_page, cache_table
     return _show(play, *shown, model=model, html=html, json=json)
@@ -123,7 +129,7 @@ _R = TypeVar("_R", bound=_Report)
 
 
 def _show(
-    play: Callable[[Path, LiveDisplay], Coroutine[object, object, _R]],
+    play: Callable[[Path, LiveDisplay], _Played[_R]],
     page: Callable[[_R], str],
     table: Callable[[_R], RenderableType],
     *,
