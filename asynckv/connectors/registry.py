@@ -399,10 +399,9 @@ def _explain_connector(config: KVTransferConfig) -> Explained:
         options = ConnectorOptions.of(config)
         facts.append(f"connector: {kind.name}")
         if kind.name == "StoreConnector":
-            facts, more = _store(config, options, facts)
+            problems += _store(config, options, facts)
         else:
-            facts, more = _p2p(config, options, facts)
-        problems += more
+            problems += _p2p(config, options, facts)
         of_peers = [url for urls in options.peers.values() for url in urls]
         problems += _exposed(config, [options.store, options.listen, *of_peers])
         facts.append(
@@ -456,7 +455,8 @@ def _of_the_node(config: KVTransferConfig) -> list[str]:
 
 def _p2p(
     config: KVTransferConfig, options: ConnectorOptions, facts: list[str]
-) -> tuple[list[str], list[str]]:
+) -> list[str]:
+    """Add to ``facts``, and return the problems."""
     problems = []
     is_push = options.direction == "push"
     serves = config.is_kv_consumer if is_push else config.is_kv_producer
@@ -486,26 +486,21 @@ def _p2p(
         shown = "" if urls == (name,) else f"{name}: "
         facts.append(f"may talk to {shown}{', '.join(urls)}")
     facts.append("talks to nobody else, whatever a request says")
-    return facts, problems
+    return problems
 
 
 def _store(
     config: KVTransferConfig, options: ConnectorOptions, facts: list[str]
-) -> tuple[list[str], list[str]]:
+) -> list[str]:
+    """Add to ``facts``, and return the problems."""
     if options.store is None:
-        return facts, [_NO_STORE]
-    verbs = [
-        verb
-        for verb, is_it in (
-            ("saves to", config.is_kv_producer),
-            ("loads from", config.is_kv_consumer),
-        )
-        if is_it
-    ]
+        return [_NO_STORE]
+    saves, loads = config.is_kv_producer, config.is_kv_consumer
+    verbs = ["saves to"] * saves + ["loads from"] * loads
     facts.append(f"{' and '.join(verbs) or 'knows'} the store at {options.store}")
     if config.fingerprint is None:
-        return facts, [f"fingerprint is not set: {FINGERPRINT_HINT}"]
-    return facts, []
+        return [f"fingerprint is not set: {FINGERPRINT_HINT}"]
+    return []
 
 
 def _on_the_gpu(config: KVTransferConfig, kind: str, direction: str) -> str:

@@ -9,8 +9,8 @@ import asyncio
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Final
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from typing import Any, Final
 
 import anyio
 
@@ -318,36 +318,29 @@ class P2PNotifications:
 
     def release(self, request: LoadRequest) -> None:
         """Nobody here needs it: let who holds it have the memory back. Never waits."""
-        try:
+        with contextlib.suppress(IncompatiblePeer):  # it was no transfer for us
             _, sources = self._routes.sources(request)
-        except IncompatiblePeer:
-            return  # then it was no transfer for this engine
-        self.release_all(request, list(sources.values()))
+            self.release_all(request, list(sources.values()))
 
     def release_all(self, request: LoadRequest, sources: Sequence[Source]) -> None:
         """The same, of these entries of it."""
         timeout_s = self._options.load_timeout_s
         for source in sources:
             # Requests may name transfers that there are not: those are waited for.
-            self._transfers.begin_unreported(
+            self._begin(
                 functools.partial(release, source, request, timeout_s),
                 f"release of {request.transfer_id}",
-                at_most=_AT_ONCE,
             )
 
     def withdraw(self, request: SaveRequest) -> None:
         """Nobody will ask for what was saved: have the memory back. Never waits."""
-        try:
-            targets = self._routes.targets(request)
-        except IncompatiblePeer:
-            return  # then there is none
         timeout_s = self._options.load_timeout_s
-        for target in targets:
-            self._transfers.begin_unreported(
-                functools.partial(withdraw, target, timeout_s),
-                f"withdrawal of {request.transfer_id}",
-                at_most=_AT_ONCE,
-            )
+        with contextlib.suppress(IncompatiblePeer):  # then there is none
+            for target in self._routes.targets(request):
+                self._begin(
+                    functools.partial(withdraw, target, timeout_s),
+                    f"withdrawal of {request.transfer_id}",
+                )
 
     def report_failure(
         self, request: SaveRequest, header: EntryHeader, reason: str
@@ -359,12 +352,11 @@ class P2PNotifications:
             return  # then nobody can wait for it
         tokens, ttl_s = request.token_ids, self._options.ttl_s
         tasks = [
-            self._transfers.begin_unreported(
+            self._begin(
                 functools.partial(
                     report_failure, target, tokens, header, reason, ttl_s
                 ),
                 f"failure of {request.transfer_id}",
-                at_most=_AT_ONCE,
             )
             for target in targets
         ]
@@ -397,6 +389,11 @@ class P2PNotifications:
     def forget_report(self, request: SaveRequest) -> None:
         """An entry is there now that is whole."""
         self._reports.pop(_name_of(request), None)
+
+    def _begin(
+        self, run: Callable[[], Coroutine[Any, Any, None]], name: str
+    ) -> asyncio.Task[None] | None:
+        return self._transfers.begin_unreported(run, name, at_most=_AT_ONCE)
 
     def _remember(
         self, request: SaveRequest, tasks: Sequence[asyncio.Task[None]]

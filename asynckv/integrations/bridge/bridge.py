@@ -43,12 +43,7 @@ class Bridge(Generic[NewsT]):
     On the loop call ``tell``.
     """
 
-    def __init__(
-        self,
-        name: str,
-        *,
-        loop_factory: Callable[[], asyncio.AbstractEventLoop] | None = None,
-    ) -> None:
+    def __init__(self, name: str) -> None:
         self.name = name
         self._news: collections.deque[NewsT] = collections.deque()
         self._calls: collections.deque[_Call] = collections.deque()
@@ -57,7 +52,6 @@ class Bridge(Generic[NewsT]):
         self._closing = threading.Lock()
         self._is_closed = False
         self._started = threading.Event()
-        self._loop_factory = loop_factory
         self._thread = threading.Thread(
             target=self._run_loop, name=f"asynckv: {name}", daemon=True
         )
@@ -171,7 +165,7 @@ class Bridge(Generic[NewsT]):
     def _run_loop(self) -> None:
         with (
             open(os.eventfd(0), "wb", buffering=0) as self._wake,
-            asyncio.Runner(loop_factory=self._loop_factory) as runner,
+            asyncio.Runner() as runner,
         ):
             runner.run(self._main())
 

@@ -116,7 +116,9 @@ def handoff_of(
     if (packed := tensors.get(FINGERPRINT)) is not None:
         check_fingerprint(packed, fingerprint_of(model, name=name, plans=plans))
     landing = ReceivedTensors()
-    landing.land_all(tensors)
+    for key, tensor in tensors.items():
+        landing.land(key, tensor)
+    landing.complete()
 
     async def wait_for(key: str) -> torch.Tensor:
         return tensors[key]

@@ -64,13 +64,6 @@ class ReceivedTensors:
             self._tensors[name] = tensor
             self._changed.notify_all()
 
-    def land_all(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """As :meth:`land`, for all of them, and nothing more will land."""
-        with self._changed:
-            self._tensors.update(tensors)
-            self._changed.notify_all()
-        self.complete()
-
     def fail(self, error: BaseException) -> None:
         """Let everyone who waits for what has not landed fail with ``error``."""
         with self._changed:

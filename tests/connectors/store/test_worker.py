@@ -134,11 +134,21 @@ async def test_a_prompt_that_one_engine_computed_another_loads(tp_size: int) -> 
         assert await loaded_by(two, [*tokens[:50], *prompt(20)]) == 48
 
 
-@pytest.mark.parametrize("tp_size", [1, 2])
-@pytest.mark.parametrize("cached", [0, 48, 272, 511])
-@pytest.mark.parametrize(("chunk_tokens", "stored"), [(16, 592), (32, 576), (256, 512)])
+@pytest.mark.parametrize(
+    ("tp_size", "chunk_tokens", "stored", "cached"),
+    [
+        (1, 16, 592, 0),
+        (2, 16, 592, 511),
+        (1, 32, 576, 48),
+        (2, 32, 576, 272),
+        (2, 256, 512, 0),
+        (1, 256, 512, 48),
+        (1, 256, 512, 272),
+        (2, 256, 512, 511),
+    ],
+)
 async def test_all_that_is_stored_is_loaded_though_the_engine_has_a_part_of_a_chunk(
-    tp_size: int, cached: int, chunk_tokens: int, stored: int
+    tp_size: int, chunk_tokens: int, stored: int, cached: int
 ) -> None:
     tokens = prompt(600)
     async with engines_of(tp_size, "64MiB", chunk_tokens=chunk_tokens) as engines:

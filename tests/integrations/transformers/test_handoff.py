@@ -362,14 +362,6 @@ async def test_keys_are_keys_values_are_values_and_positions_are_counted_once(
     assert cache.positions_computed == 5
 
 
-async def test_what_landed_at_once_is_there_and_complete(
-    landing: ReceivedTensors,
-) -> None:
-    landing.land_all({"a": TENSOR, "b": TENSOR + 1})
-    assert landing.completed.done()
-    assert torch.equal(landing.take("b"), TENSOR + 1)
-
-
 async def test_the_call_runs_in_a_thread_of_its_own() -> None:
     forward = Forward(threading.get_ident, lambda: None, name="a forward")
     assert await forward.wait() == forward.thread.ident != threading.get_ident()

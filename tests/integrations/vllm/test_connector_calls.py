@@ -365,7 +365,8 @@ def test_what_is_of_other_connectors_is_left_alone(pair: tuple[Engine, Engine]) 
     there.worker.start_load_kv(None)
     there.worker.wait_for_save()
     there.scheduler.set_xfer_handshake_metadata({0: foreign})
-    blocks = SimpleNamespace()  # and not asked for, of a request that moves nothing
+    # Not asked for, of a request that moves nothing.
+    blocks = SimpleNamespace(get_block_ids=pytest.fail)
     request = _request("nobody's", None)
     there.scheduler.on_new_request(request)
     assert there.scheduler.get_num_new_matched_tokens(request, 0) == (0, False)
