@@ -104,7 +104,7 @@ def fork_server() -> Iterator[ForkServer]:
     orders, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     command = [sys.executable, "-m", "harness.forks"]
     with theirs:
-        process = subprocess.Popen(command, stdin=theirs)
+        process = subprocess.Popen(command, stdin=theirs.fileno())
     with process, orders:
         yield ForkServer(orders)
         orders.close()
