@@ -9,14 +9,18 @@ from typing import Any, Final
 import pytest
 import torch
 
+from asynckv import (
+    LeaseLost,
+    LookupBuffer,
+    Peer,
+    StoreBuffer,
+    TensorSpec,
+    connect,
+    serve,
+)
 from asynckv.buffers.entries.entries import StoredEntry
-from asynckv.buffers.lookup import LookupBuffer
-from asynckv.buffers.remote.peer import Peer, connect
-from asynckv.buffers.serve import serve
-from asynckv.buffers.store import StoreBuffer
-from asynckv.errors import LeaseLost
 from asynckv.tensors.views import empty_tensor
-from asynckv.testing.blocked import until
+from asynckv.testing import LOOKUP_CHECKS, until
 from asynckv.testing.expectations import is_same, only
 from asynckv.testing.lookup_checks.values import (
     LOOKUP_MAX_BYTES,
@@ -24,10 +28,8 @@ from asynckv.testing.lookup_checks.values import (
     LookupCheck,
     noise,
 )
-from asynckv.testing.lookup_conformance import LOOKUP_CHECKS
 from asynckv.testing.pairs import Scheme, new_url
 from asynckv.transfers.incoming import Incoming
-from asynckv.types import TensorSpec
 from harness.fake_devices import FakeDevice, fake_device
 from harness.fake_gpus import FakeGpus
 from harness.gpu_pairs import GpuPair, open_gpu_pair

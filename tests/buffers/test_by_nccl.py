@@ -10,15 +10,13 @@ from functools import partial
 import pytest
 import torch
 
-from asynckv.buffers.lookup import LookupBuffer
+from asynckv import GPUFailed, LookupBuffer, PeerLost, TensorSpec
 from asynckv.buffers.serving.insert import ServedInsert
-from asynckv.errors import GPUFailed, PeerLost
 from asynckv.protocol.frames import Frame
 from asynckv.protocol.transfer_frames import Sent
-from asynckv.testing.blocked import until, until_blocked
+from asynckv.testing import until, until_blocked
 from asynckv.testing.expectations import is_same, only
 from asynckv.testing.lookup_checks.values import MIB, noise
-from asynckv.types import TensorSpec
 from harness.fake_gpus import FakeGpus
 from harness.fake_gpus.streams import Delay
 from harness.gpu_puts import LAYERS, check_is_in, insert, put_layers

@@ -10,11 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from asynckv.buffers.lookup import LookupBuffer
-from asynckv.buffers.remote.peer import connect
-from asynckv.buffers.serve import serve
+from asynckv import LookupBuffer, connect, serve
 from asynckv.links.fd_socket import has_fd_sockets
-from asynckv.testing.blocked import until
+from asynckv.testing import until
 from asynckv.testing.faults.processes import frozen_peer
 from harness.children import ask, line_of, running, tell
 from harness.gpu_processes import GpuKind, running as running_gpu

@@ -14,16 +14,19 @@ from collections.abc import AsyncIterator, Callable, Iterator
 import pytest
 import torch
 
-from asynckv.buffers.lookup import LookupBuffer
-from asynckv.buffers.remote.peer import Peer, connect
-from asynckv.buffers.serve import serve
-from asynckv.buffers.store import StoreBuffer
-from asynckv.errors import EntryTooLarge
+from asynckv import (
+    EntryTooLarge,
+    LookupBuffer,
+    Peer,
+    StoreBuffer,
+    TensorSpec,
+    connect,
+    serve,
+)
 from asynckv.tensors import late_views
 from asynckv.tensors.paged_arena import SlabArena
 from asynckv.tensors.slabs import has_slabs
-from asynckv.testing.blocked import until
-from asynckv.types import TensorSpec
+from asynckv.testing import until
 
 pytestmark = pytest.mark.skipif(not has_slabs(), reason="no memory files here")
 

@@ -12,12 +12,11 @@ import struct
 import pytest
 import torch
 
-from asynckv.buffers.remote.peer import Peer, connect
+from asynckv import ConfigError, GPUFailed, Peer, PeerLost, connect
 from asynckv.devices.arena import DeviceAllocation
 from asynckv.devices.cuda import DeviceMemory, Event
 from asynckv.devices.growth import Growth
 from asynckv.devices.imports import import_allocation
-from asynckv.errors import ConfigError, GPUFailed, PeerLost
 from asynckv.links.fd_socket import has_fd_sockets
 from asynckv.links.link import LinkStream
 from asynckv.protocol.failures import to_failure
@@ -28,8 +27,13 @@ from asynckv.sharing.exporter import ExportedMemory, Importer
 from asynckv.sharing.imports import GpuImport, ImportedMemory
 from asynckv.sharing.mappings import MappedPin
 from asynckv.sharing.peer_imports import PeerImports
-from asynckv.testing.blocked import until, until_blocked
-from asynckv.testing.cancellation import CancelMode, Outcome, sweep_cancellation
+from asynckv.testing import (
+    CancelMode,
+    Outcome,
+    sweep_cancellation,
+    until,
+    until_blocked,
+)
 from asynckv.testing.expectations import is_same
 from asynckv.testing.lookup_checks.values import MIB, noise
 from harness.fake_devices import fake_device_of

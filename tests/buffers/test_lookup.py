@@ -8,16 +8,17 @@ from typing import Any
 import anyio
 import pytest
 
-from asynckv.abc import KVEntry
-from asynckv.buffers.lookup import LookupBuffer
-from asynckv.errors import (
+from asynckv import (
     BufferClosed,
     EntryAborted,
     EntryConflict,
+    KVEntry,
     LeaseLost,
+    LookupBuffer,
+    TensorSpec,
     WrongLoop,
 )
-from asynckv.testing.blocked import until, until_blocked, use_across_tasks
+from asynckv.testing import until, until_blocked, use_across_tasks
 from asynckv.testing.lookup_checks.values import (
     MIB,
     borrow,
@@ -26,7 +27,6 @@ from asynckv.testing.lookup_checks.values import (
     insert,
     noise,
 )
-from asynckv.types import TensorSpec
 
 SPECS = {name: TensorSpec((8,), "uint8") for name in ("key", "value")}
 

@@ -13,11 +13,7 @@ from contextlib import asynccontextmanager
 import pytest
 import torch
 
-from asynckv.abc import KVEntry
-from asynckv.buffers.lookup import LookupBuffer
-from asynckv.buffers.remote.peer import Peer, connect
-from asynckv.buffers.serve import serve
-from asynckv.errors import GPUFailed
+from asynckv import GPUFailed, KVEntry, LookupBuffer, Peer, TensorSpec, connect, serve
 from asynckv.links.dial import dial
 from asynckv.links.link import Link
 from asynckv.protocol.frames import Accepted, Failure
@@ -25,11 +21,9 @@ from asynckv.protocol.transfer import ReceiveState, Verdict
 from asynckv.protocol.transfer_frames import Sent
 from asynckv.protocol.wire import digest_of
 from asynckv.tensors.views import bytes_of
-from asynckv.testing.blocked import until
-from asynckv.testing.cancellation import CancelMode, Outcome, sweep_cancellation
+from asynckv.testing import CancelMode, Outcome, sweep_cancellation, until
 from asynckv.testing.expectations import is_same, only
 from asynckv.testing.lookup_checks.values import MIB, noise
-from asynckv.types import TensorSpec
 from harness.fake_devices import FakeDevice, fake_device
 from harness.held_copies import held_copies
 from harness.link_pairs import name_of

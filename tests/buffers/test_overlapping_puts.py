@@ -10,25 +10,30 @@ from contextlib import asynccontextmanager
 import pytest
 import torch
 
-from asynckv.buffers.lookup import LookupBuffer
+from asynckv import (
+    ChecksumError,
+    GPUFailed,
+    LookupBuffer,
+    Peer,
+    Server,
+    StoreBuffer,
+    TensorSpec,
+    connect,
+    serve,
+)
 from asynckv.buffers.remote.insert import RemoteSend
-from asynckv.buffers.remote.peer import Peer, connect
 from asynckv.buffers.remote.store import begin_put
-from asynckv.buffers.serve import Server, serve
-from asynckv.buffers.store import StoreBuffer
 from asynckv.devices.copying import CopyPool
 from asynckv.devices.cuda import Stream
-from asynckv.errors import ChecksumError, GPUFailed
 from asynckv.links.link import Link
 from asynckv.protocol.frames import Accepted, Frame, Put
 from asynckv.protocol.transfer_frames import Grant
-from asynckv.testing.blocked import until, until_blocked
+from asynckv.testing import until, until_blocked
 from asynckv.testing.expectations import is_same, only
 from asynckv.testing.lookup_checks.values import MIB, noise
 from asynckv.transfers.host_copies import HostCopies
 from asynckv.transfers.source import source_of
 from asynckv.transports.lane_sockets import LaneSocket
-from asynckv.types import TensorSpec
 from harness.fake_devices import FakeDevice, fake_device
 from harness.fake_gpus import FakeGpus
 from harness.fake_gpus.gates import Gate

@@ -8,15 +8,21 @@ from typing import Any
 
 import pytest
 
+from asynckv import (
+    ChecksumError,
+    EntryConflict,
+    GPUFailed,
+    KVBlocks,
+    PeerLost,
+    TensorSpec,
+    connect,
+)
 from asynckv.buffers.remote.insert import RemoteWriter
-from asynckv.buffers.remote.peer import connect
-from asynckv.errors import ChecksumError, EntryConflict, GPUFailed, PeerLost
 from asynckv.links.fd_socket import has_fd_sockets
 from asynckv.links.options import Digest
 from asynckv.protocol.frames import Cancelled
 from asynckv.shielding import wait_shielded
-from asynckv.tensors.blocks import KVBlocks
-from asynckv.testing.blocked import until, until_blocked
+from asynckv.testing import LOOKUP_CHECKS, until, until_blocked
 from asynckv.testing.expectations import is_same, only
 from asynckv.testing.lookup_checks.values import (
     LOOKUP_MAX_BYTES,
@@ -24,10 +30,8 @@ from asynckv.testing.lookup_checks.values import (
     LookupCheck,
     noise,
 )
-from asynckv.testing.lookup_conformance import LOOKUP_CHECKS
 from asynckv.transfers.read_route import IpcRoute
 from asynckv.transfers.source import release_staged
-from asynckv.types import TensorSpec
 from harness.fake_devices import fake_device_of
 from harness.fake_gpus import FakeGpus
 from harness.gpu_pairs import GpuPair, open_gpu_pair

@@ -5,10 +5,8 @@ from collections.abc import AsyncIterator
 import pytest
 import torch
 
-from asynckv.buffers.lookup import LookupBuffer
+from asynckv import LookupBuffer, TensorSpec, WrongRole
 from asynckv.buffers.roles import LookupByRole
-from asynckv.errors import WrongRole
-from asynckv.types import TensorSpec
 
 KEY = torch.ones(3)
 SPECS = {"key": TensorSpec((3,), "float32")}

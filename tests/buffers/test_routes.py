@@ -15,23 +15,33 @@ from typing import Any, Final, TypeAlias
 import pytest
 import torch
 
-from asynckv.abc import KVEntry
+from asynckv import (
+    ChecksumError,
+    GPUFailed,
+    KVEntry,
+    LookupBuffer,
+    Peer,
+    PeerLost,
+    StoreBuffer,
+    TensorSpec,
+    connect,
+    serve,
+)
 from asynckv.buffers.entries.entries import EntryState
-from asynckv.buffers.lookup import LookupBuffer
-from asynckv.buffers.remote.peer import Peer, connect
-from asynckv.buffers.serve import serve
-from asynckv.buffers.store import StoreBuffer
 from asynckv.devices.arena import place_of
 from asynckv.devices.copying import CopyPool
 from asynckv.devices.cuda import DeviceMemory
-from asynckv.errors import ChecksumError, GPUFailed, PeerLost
 from asynckv.links.fd_socket import has_fd_sockets
 from asynckv.tensors.shared_file import MappedFile
-from asynckv.testing.blocked import until, until_blocked
-from asynckv.testing.cancellation import CancelMode, Outcome, sweep_cancellation
+from asynckv.testing import (
+    CancelMode,
+    Outcome,
+    sweep_cancellation,
+    until,
+    until_blocked,
+)
 from asynckv.testing.expectations import is_same, only
 from asynckv.testing.lookup_checks.values import MIB, noise
-from asynckv.types import TensorSpec
 from harness.fake_devices import FakeDevice, fake_device_of
 from harness.fake_gpus import FakeGpus
 from harness.gpu_pairs import open_gpu_pair

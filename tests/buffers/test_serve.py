@@ -8,10 +8,7 @@ import weakref
 import pytest
 import torch
 
-from asynckv.buffers.lookup import LookupBuffer
-from asynckv.buffers.remote.peer import connect
-from asynckv.buffers.serve import serve
-from asynckv.buffers.store import StoreBuffer
+from asynckv import LookupBuffer, StoreBuffer, connect, open_pipe, serve
 from asynckv.errors import (
     BufferClosed,
     ConfigError,
@@ -21,9 +18,8 @@ from asynckv.errors import (
     PeerLost,
 )
 from asynckv.links.dial import dial
-from asynckv.pipes.endpoints import open_pipe
 from asynckv.protocol.values import Limits
-from asynckv.testing.blocked import until, until_blocked
+from asynckv.testing import until, until_blocked
 from asynckv.testing.pairs import Peers, Scheme, new_url
 from harness.fake_devices import fake_device_of
 from harness.fake_gpus import FakeGpus

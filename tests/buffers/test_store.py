@@ -8,11 +8,9 @@ from collections.abc import AsyncIterator
 import pytest
 import torch
 
-from asynckv.buffers.store import StoreBuffer
-from asynckv.errors import BufferClosed, EntryTooLarge, WrongLoop
+from asynckv import BufferClosed, EntryTooLarge, StoreBuffer, TensorSpec, WrongLoop
 from asynckv.protocol.wire import digest_of
 from asynckv.tensors.views import bytes_of
-from asynckv.types import TensorSpec
 
 _MIB = 2**20
 

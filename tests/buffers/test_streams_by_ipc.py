@@ -9,23 +9,29 @@ import logging
 import pytest
 import torch
 
+from asynckv import (
+    EntryAborted,
+    GPUFailed,
+    LeaseLost,
+    LookupBuffer,
+    Peer,
+    PeerLost,
+    TensorSpec,
+    connect,
+    serve,
+)
 from asynckv.buffers.entries.entries import StoredEntry
-from asynckv.buffers.lookup import LookupBuffer
-from asynckv.buffers.remote.peer import Peer, connect
-from asynckv.buffers.serve import serve
 from asynckv.buffers.serving import select as offer
 from asynckv.devices.arena import DeviceRegion
-from asynckv.errors import EntryAborted, GPUFailed, LeaseLost, PeerLost
 from asynckv.links.fd_socket import has_fd_sockets
 from asynckv.links.options import Digest
 from asynckv.protocol.transfer_frames import Sent
 from asynckv.sharing import exporter
-from asynckv.testing.blocked import until, until_blocked
+from asynckv.testing import until, until_blocked
 from asynckv.testing.expectations import is_same
 from asynckv.testing.lookup_checks.values import MIB, noise
 from asynckv.transfers.host_copies import D2HCopier
 from asynckv.transfers.source import Source
-from asynckv.types import TensorSpec
 from harness.fake_devices import fake_device_of
 from harness.fake_gpus import FakeGpus
 from harness.fake_gpus.streams import Delay

@@ -11,12 +11,11 @@ from hypothesis import given, settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from hypothesis.strategies import integers, sampled_from
 
+from asynckv import BufferClosed, EntryTooLarge, KVFingerprint, TensorSpec
 from asynckv.buffers.lower_tiers import LowerTiers, Name, Owner
 from asynckv.buffers.values import EvictionOrder, PendingPut, PinnedValue, StoredValues
-from asynckv.errors import BufferClosed, EntryTooLarge
 from asynckv.tensors.arena import HeapArena, Region
 from asynckv.testing import until_blocked
-from asynckv.types import KVFingerprint, TensorSpec
 
 _MAX_BYTES = 100
 

@@ -8,9 +8,7 @@ from typing import Protocol
 
 import pytest
 
-from asynckv.buffers.lookup import LookupBuffer
-from asynckv.buffers.remote.peer import Peer, connect
-from asynckv.buffers.serve import Server, serve
+from asynckv import LookupBuffer, Peer, Server, connect, serve
 from asynckv.devices import growth
 from asynckv.devices.copying import CopyPool
 from asynckv.links.dial import dial

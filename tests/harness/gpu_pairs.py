@@ -7,11 +7,9 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
-from asynckv.buffers.lookup import LookupBuffer
-from asynckv.buffers.remote.peer import connect
-from asynckv.buffers.serve import serve
+from asynckv import LookupBuffer, connect, serve
 from asynckv.links.options import Digest
-from asynckv.testing.blocked import until
+from asynckv.testing import until
 from harness.fake_devices import fake_device_of
 from harness.fake_gpus import FakeGpus
 from harness.gpu_peers import GpuPeer

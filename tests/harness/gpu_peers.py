@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from asynckv.buffers.remote.peer import Peer
-from asynckv.buffers.serve import Server
+from asynckv import Peer, Server
 from asynckv.buffers.serving.devices import DeviceService
 from asynckv.sharing.gpu_channel import GpuLink
 from harness.fake_devices import FakeDevice

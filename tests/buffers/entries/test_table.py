@@ -9,6 +9,7 @@ import msgspec
 import pytest
 import torch
 
+from asynckv import EntryAborted, EntryConflict, EntryTooLarge, LookupBuffer, TensorSpec
 from asynckv.buffers.entries import table
 from asynckv.buffers.entries.entries import (
     EntryState,
@@ -18,13 +19,10 @@ from asynckv.buffers.entries.entries import (
     make_draft,
 )
 from asynckv.buffers.entries.table import ExpiryClock, Tombstone, Tombstones
-from asynckv.buffers.lookup import LookupBuffer
-from asynckv.errors import EntryAborted, EntryConflict, EntryTooLarge
 from asynckv.tensors.arena import HeapArena
-from asynckv.testing.blocked import until
+from asynckv.testing import until
 from asynckv.transfers.manifest import content_digest, layout_of
 from asynckv.transfers.tokens import MAX_ID_LENGTH, Query, as_tokens, make_query
-from asynckv.types import TensorSpec
 from harness.holders import RecordingHolder, draft_of
 from harness.ledgers import SteppedLedger
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from asynckv.abc import KVEntry
+from asynckv import EntryAborted, KVEntry, LeaseLost, LookupBuffer, TensorSpec
 from asynckv.buffers.entries.entries import Lease, StoredEntry, Waiter
 from asynckv.buffers.entries.ledger import Ledger
 from asynckv.buffers.local.consumer import LocalConsumer, PendingSelect
@@ -21,15 +21,12 @@ from asynckv.buffers.local.select import (
     lend,
     tensors_of,
 )
-from asynckv.buffers.lookup import LookupBuffer
 from asynckv.devices.copying import CopyPool
-from asynckv.errors import EntryAborted, LeaseLost
 from asynckv.tensors.arena import HeapArena, Region
 from asynckv.tensors.blocks import KVMemory
-from asynckv.testing.blocked import until, until_blocked
+from asynckv.testing import until, until_blocked
 from asynckv.testing.lookup_checks.values import MIB, borrow, insert, noise
 from asynckv.transfers.tokens import Query, make_query
-from asynckv.types import TensorSpec
 from harness.holders import RecordingHolder, draft_of
 from harness.ledgers import SteppedLedger
 

@@ -8,6 +8,14 @@ from collections.abc import AsyncIterator
 import pytest
 import torch
 
+from asynckv import (
+    BufferClosed,
+    EntryAborted,
+    EntryTooLarge,
+    LeaseLost,
+    LookupBuffer,
+    TensorSpec,
+)
 from asynckv.buffers.entries.entries import StoredEntry
 from asynckv.buffers.local.writer import (
     Declared,
@@ -16,13 +24,10 @@ from asynckv.buffers.local.writer import (
     LocalViews,
     LocalWriter,
 )
-from asynckv.buffers.lookup import LookupBuffer
 from asynckv.devices.copying import CopyPool
-from asynckv.errors import BufferClosed, EntryAborted, EntryTooLarge, LeaseLost
-from asynckv.testing.blocked import until, until_blocked
+from asynckv.testing import until, until_blocked
 from asynckv.testing.lookup_checks.values import MIB, cancelled, noise, same
 from asynckv.transfers.tokens import Query
-from asynckv.types import TensorSpec
 from harness.fake_devices import FakeDevice
 from harness.holders import RecordingHolder, draft_of
 from harness.ledgers import SteppedLedger

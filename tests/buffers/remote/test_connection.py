@@ -11,11 +11,9 @@ from typing import Any, Final
 import pytest
 import torch
 
-from asynckv.buffers.lookup import LookupBuffer
+from asynckv import LookupBuffer, Peer, Server, connect, serve
 from asynckv.buffers.remote import connection
 from asynckv.buffers.remote.connection import Backoff, ask
-from asynckv.buffers.remote.peer import Peer, connect
-from asynckv.buffers.serve import Server, serve
 from asynckv.errors import AsyncKVError, PeerLost, PeerRestarted, RemoteProtocolError
 from asynckv.links.dial import dial
 from asynckv.links.link import Link, LinkStream
@@ -31,7 +29,7 @@ from asynckv.protocol.frames import (
     Result,
     Retract,
 )
-from asynckv.testing.blocked import until, until_blocked
+from asynckv.testing import until, until_blocked
 from asynckv.testing.pairs import Peers
 from harness.buffer_fixtures import CutWhen
 from harness.link_pairs import Answer, ScriptedService, name_of

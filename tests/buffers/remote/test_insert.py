@@ -9,16 +9,19 @@ from typing import Any
 import pytest
 import torch
 
-from asynckv.buffers.entries.entries import make_draft
-from asynckv.buffers.lookup import LookupBuffer
-from asynckv.buffers.remote.insert import RemoteSend, RemoteWriter, begin_insert
-from asynckv.buffers.remote.peer import Peer, connect
-from asynckv.buffers.serve import Server, serve
-from asynckv.errors import (
+from asynckv import (
     EntryAborted,
     EntryTooLarge,
+    LookupBuffer,
+    Peer,
     PeerLost,
+    Server,
+    TensorSpec,
+    connect,
+    serve,
 )
+from asynckv.buffers.entries.entries import make_draft
+from asynckv.buffers.remote.insert import RemoteSend, RemoteWriter, begin_insert
 from asynckv.links.link import Link, LinkStream
 from asynckv.links.options import Digest
 from asynckv.protocol.frames import (
@@ -30,10 +33,9 @@ from asynckv.protocol.frames import (
 )
 from asynckv.protocol.transfer_frames import Grant
 from asynckv.tensors.views import bytes_of, spec_of
-from asynckv.testing.blocked import until, until_blocked
+from asynckv.testing import until, until_blocked
 from asynckv.testing.pairs import Peers
 from asynckv.transfers.source import HostSource
-from asynckv.types import TensorSpec
 from harness.buffer_fixtures import CutWhen
 from harness.link_pairs import LinkPair, linked
 from harness.no_routes import NoRoutes

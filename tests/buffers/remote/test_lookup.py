@@ -11,20 +11,25 @@ from functools import partial
 import pytest
 import torch
 
-from asynckv.buffers.lookup import LookupBuffer
-from asynckv.buffers.remote.peer import Peer, connect
-from asynckv.buffers.serve import Server, serve
-from asynckv.buffers.store import StoreBuffer
-from asynckv.errors import (
+from asynckv import (
     ConfigError,
     IncompatiblePeer,
+    LookupBuffer,
     PeerLost,
+    Server,
+    StoreBuffer,
     WrongLoop,
+    serve,
 )
+from asynckv.buffers.remote.peer import Peer, connect
 from asynckv.links.options import Digest
-from asynckv.testing import use_across_tasks
-from asynckv.testing.blocked import until
-from asynckv.testing.cancellation import CancelMode, Outcome, sweep_cancellation
+from asynckv.testing import (
+    CancelMode,
+    Outcome,
+    sweep_cancellation,
+    until,
+    use_across_tasks,
+)
 from asynckv.testing.pairs import SCHEMES, Peers, Scheme, new_url
 
 MIB = 2**20

@@ -8,17 +8,20 @@ from collections.abc import Callable, Mapping
 import pytest
 import torch
 
-from asynckv.buffers.lookup import LookupBuffer
-from asynckv.buffers.remote.peer import Peer, connect
-from asynckv.buffers.remote.select import RemoteSelect
-from asynckv.buffers.serve import Server, serve
-from asynckv.errors import (
+from asynckv import (
     ChecksumError,
     EntryAborted,
     EntryTooLarge,
     LeaseLost,
+    LookupBuffer,
+    Peer,
     PeerLost,
+    Server,
+    TensorSpec,
+    connect,
+    serve,
 )
+from asynckv.buffers.remote.select import RemoteSelect
 from asynckv.links.link import Link, LinkStream
 from asynckv.protocol.codec import Buffer
 from asynckv.protocol.frames import (
@@ -39,11 +42,10 @@ from asynckv.protocol.frames import (
 from asynckv.protocol.transfer_frames import Eager, Grant, Sent
 from asynckv.protocol.wire import digest_of
 from asynckv.tensors.views import spec_of
-from asynckv.testing.blocked import until, until_blocked
+from asynckv.testing import until, until_blocked
 from asynckv.testing.pairs import Peers
 from asynckv.transfers.delivery import Delivery, ReceiveBudget
 from asynckv.transfers.tokens import make_query
-from asynckv.types import TensorSpec
 from harness.bodies import body_with
 from harness.buffer_fixtures import CutWhen
 from harness.link_pairs import LinkPair, linked

@@ -8,18 +8,21 @@ from collections.abc import AsyncIterator, Callable
 import pytest
 import torch
 
-from asynckv.abc import KVStoreBuffer
-from asynckv.buffers.remote.peer import Peer, connect
-from asynckv.buffers.remote.store import RemoteGet, begin_put
-from asynckv.buffers.serve import Server, serve
-from asynckv.buffers.store import StoreBuffer
-from asynckv.errors import (
+from asynckv import (
     ChecksumError,
     EntryTooLarge,
+    KVStoreBuffer,
     LeaseLost,
     Overloaded,
+    Peer,
     PeerLost,
+    Server,
+    StoreBuffer,
+    TensorSpec,
+    connect,
+    serve,
 )
+from asynckv.buffers.remote.store import RemoteGet, begin_put
 from asynckv.links.link import Link, LinkStream
 from asynckv.protocol.frames import (
     Cancel,
@@ -31,10 +34,9 @@ from asynckv.protocol.frames import (
 from asynckv.protocol.transfer_frames import Grant, Sent
 from asynckv.protocol.wire import digest_of
 from asynckv.tensors.views import bytes_of, spec_of
-from asynckv.testing.blocked import until, until_blocked
+from asynckv.testing import until, until_blocked
 from asynckv.transfers.delivery import ReceiveBudget
 from asynckv.transfers.source import HostSource
-from asynckv.types import TensorSpec
 from harness.bodies import body_with
 from harness.link_pairs import LinkPair, linked
 from harness.no_routes import NoRoutes

@@ -9,7 +9,7 @@ import struct
 import pytest
 import torch
 
-from asynckv.buffers.lookup import LookupBuffer
+from asynckv import LookupBuffer, TensorSpec
 from asynckv.links.link import Link
 from asynckv.protocol.frames import (
     Accepted,
@@ -24,8 +24,7 @@ from asynckv.protocol.frames import (
 )
 from asynckv.protocol.transfer_frames import Grant, Sent
 from asynckv.protocol.wire import digest_of
-from asynckv.testing.blocked import until
-from asynckv.types import TensorSpec
+from asynckv.testing import until
 from harness.link_pairs import Hearer
 from harness.raw_inserts import RawInsert
 from harness.raw_maps import RawMapper

@@ -10,9 +10,7 @@ from typing import Any
 
 import pytest
 
-from asynckv.buffers.lookup import LookupBuffer
-from asynckv.buffers.remote.peer import connect
-from asynckv.buffers.serve import Server, serve
+from asynckv import LookupBuffer, Server, connect, serve
 from asynckv.buffers.serving import devices
 from asynckv.buffers.serving.devices import PeerImport
 from asynckv.devices.growth import Growth
@@ -25,7 +23,7 @@ from asynckv.protocol.frames import Cancel, Cancelled, Failure, Frame, Offer, Se
 from asynckv.protocol.transfer_frames import Exposed, Grant, OpenDevices, OpenMemory
 from asynckv.sharing import imports
 from asynckv.sharing.gpu_channel import DeviceStream
-from asynckv.testing.blocked import until
+from asynckv.testing import until
 from asynckv.testing.lookup_checks.values import MIB, noise
 from asynckv.transports.nccl import worker as workers
 from harness.fake_devices import FakeDevice, fake_device_of

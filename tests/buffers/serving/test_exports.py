@@ -10,12 +10,10 @@ import msgspec
 import pytest
 import torch
 
+from asynckv import LookupBuffer, PeerLost, serve
 from asynckv.buffers.entries.entries import StoredEntry
-from asynckv.buffers.lookup import LookupBuffer
-from asynckv.buffers.serve import serve
 from asynckv.buffers.serving.select import export_entry
 from asynckv.devices.names import Device
-from asynckv.errors import PeerLost
 from asynckv.links.dial import dial
 from asynckv.links.fd_socket import has_fd_sockets
 from asynckv.links.link import Link, LinkStream
@@ -32,7 +30,7 @@ from asynckv.protocol.values import MappedOffer, Place
 from asynckv.sharing import exporter
 from asynckv.sharing.exporter import Importer, Pin
 from asynckv.tensors.views import bytes_of
-from asynckv.testing.blocked import until
+from asynckv.testing import until
 from asynckv.testing.lookup_checks.values import MIB, noise
 from asynckv.transfers.host_copies import D2HCopier
 from asynckv.transfers.manifest import unpack_mapped

@@ -9,13 +9,18 @@ from collections.abc import AsyncIterator, Callable
 import pytest
 import torch
 
-from asynckv.buffers.lookup import LookupBuffer
-from asynckv.buffers.remote.peer import Peer
-from asynckv.buffers.serve import Server, serve
+from asynckv import (
+    EntryAborted,
+    LookupBuffer,
+    Peer,
+    PeerLost,
+    Server,
+    TensorSpec,
+    serve,
+)
 from asynckv.buffers.serving import service
 from asynckv.buffers.serving.pushes import ServedPushes
 from asynckv.buffers.serving.service import Silence
-from asynckv.errors import EntryAborted, PeerLost
 from asynckv.links.dial import dial
 from asynckv.links.link import Link
 from asynckv.protocol.frames import (
@@ -31,10 +36,9 @@ from asynckv.protocol.frames import (
 from asynckv.protocol.transfer_frames import Grant, Sent
 from asynckv.protocol.wire import digest_of
 from asynckv.shielding import wait_shielded
-from asynckv.testing.blocked import until, until_blocked
+from asynckv.testing import until, until_blocked
 from asynckv.testing.pairs import Peers
 from asynckv.transports.mem import MemTransport
-from asynckv.types import TensorSpec
 from harness.fake_devices import fake_device
 from harness.held_copies import held_copies
 from harness.link_pairs import name_of

@@ -8,15 +8,11 @@ from collections.abc import AsyncIterator
 import pytest
 import torch
 
-from asynckv.buffers.lookup import LookupBuffer
-from asynckv.buffers.remote.peer import connect
-from asynckv.buffers.serve import serve
+from asynckv import LookupBuffer, PeerLost, StoreBuffer, TensorSpec, connect, serve
 from asynckv.buffers.serving.devices import DeviceService
 from asynckv.buffers.serving.lookup import LookupService
 from asynckv.buffers.serving.requests import LookupRequests
 from asynckv.buffers.serving.service import WaitingBytes
-from asynckv.buffers.store import StoreBuffer
-from asynckv.errors import PeerLost
 from asynckv.links.dial import dial
 from asynckv.links.link import Link
 from asynckv.protocol.frames import (
@@ -39,10 +35,9 @@ from asynckv.protocol.frames import (
 from asynckv.protocol.transfer_frames import Grant, Sent
 from asynckv.protocol.values import Limits
 from asynckv.shielding import wait_shielded
-from asynckv.testing.blocked import until, until_blocked
+from asynckv.testing import until, until_blocked
 from asynckv.testing.lookup_checks.values import MIB, noise
 from asynckv.testing.pairs import Peers
-from asynckv.types import TensorSpec
 from harness.bodies import body_with
 from harness.link_pairs import Hearer, linked, name_of
 from harness.raw_inserts import RawInsert

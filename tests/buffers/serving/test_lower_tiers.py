@@ -11,11 +11,8 @@ import pytest
 import torch
 
 import asynckv
-from asynckv.abc import KVStoreBuffer
-from asynckv.errors import PeerLost
-from asynckv.stores.tiered import TieredStore
-from asynckv.testing.blocked import until
-from asynckv.testing.cancellation import CancelMode, Outcome, sweep_cancellation
+from asynckv import KVStoreBuffer, PeerLost, TieredStore
+from asynckv.testing import CancelMode, Outcome, sweep_cancellation, until
 from asynckv.testing.expectations import CANCEL_MODES, noise
 from asynckv.testing.store_checks import CANCELLING_CHECKS, STORING_CHECKS, StoreCheck
 from harness.tiers import DictTier

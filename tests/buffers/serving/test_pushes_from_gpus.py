@@ -7,19 +7,17 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from asynckv.buffers.lookup import LookupBuffer
-from asynckv.buffers.serve import serve
+from asynckv import GPUFailed, LeaseLost, LookupBuffer, PeerLost, serve
 from asynckv.buffers.serving import service
 from asynckv.buffers.serving.service import Silence
 from asynckv.devices.copying import CopyPool
 from asynckv.devices.cuda import DeviceMemory
-from asynckv.errors import GPUFailed, LeaseLost, PeerLost
 from asynckv.links.dial import dial
 from asynckv.protocol.frames import Accepted, Commit, Failure, Push, Retract
 from asynckv.protocol.transfer_frames import Grant, Sent
 from asynckv.protocol.wire import digest_of
 from asynckv.tensors.views import bytes_of
-from asynckv.testing.blocked import until
+from asynckv.testing import until
 from asynckv.testing.expectations import is_same
 from asynckv.testing.lookup_checks.values import MIB, noise
 from asynckv.transfers.offers import ready_memory

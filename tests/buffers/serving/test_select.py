@@ -9,9 +9,8 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
+from asynckv import LookupBuffer, TensorSpec, serve
 from asynckv.buffers.entries.entries import Lease, StoredEntry, Waiter
-from asynckv.buffers.lookup import LookupBuffer
-from asynckv.buffers.serve import serve
 from asynckv.buffers.serving import select
 from asynckv.buffers.serving.select import (
     SentOffer,
@@ -39,11 +38,10 @@ from asynckv.protocol.frames import (
 from asynckv.protocol.transfer_frames import Grant, Sent
 from asynckv.protocol.values import Limits
 from asynckv.tensors.arena import HeapArena
-from asynckv.testing.blocked import until
+from asynckv.testing import until
 from asynckv.testing.pairs import Peers
 from asynckv.transfers.manifest import unpack
 from asynckv.transfers.tokens import Query
-from asynckv.types import TensorSpec
 from asynckv.waits.own_tasks import OwnTasks
 from harness.holders import RecordingHolder, draft_of
 from harness.link_pairs import Hearer, linked, name_of

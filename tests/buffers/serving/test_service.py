@@ -10,9 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from asynckv.buffers.lookup import LookupBuffer
-from asynckv.buffers.remote.peer import connect
-from asynckv.buffers.serve import serve
+from asynckv import EntryAborted, LookupBuffer, Overloaded, StoreBuffer, connect, serve
 from asynckv.buffers.serving import service
 from asynckv.buffers.serving.service import (
     REQUEST_NBYTES,
@@ -21,13 +19,11 @@ from asynckv.buffers.serving.service import (
     Silence,
     WaitingBytes,
 )
-from asynckv.buffers.store import StoreBuffer
-from asynckv.errors import EntryAborted, Overloaded
 from asynckv.links.dial import dial
 from asynckv.links.link import LinkStream
 from asynckv.links.streams import StreamHandler
 from asynckv.protocol.frames import OpeningFrame, Taken
-from asynckv.testing.blocked import until, until_blocked
+from asynckv.testing import until, until_blocked
 from harness.link_pairs import Hearer, linked, name_of
 
 

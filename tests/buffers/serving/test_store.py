@@ -8,11 +8,8 @@ from collections.abc import AsyncIterator, Callable, Sequence
 import pytest
 import torch
 
+from asynckv import BufferClosed, Server, StoreBuffer, TensorSpec, connect, serve
 from asynckv.buffers.lower_tiers import LowerTiers, Name, Owner
-from asynckv.buffers.remote.peer import connect
-from asynckv.buffers.serve import Server, serve
-from asynckv.buffers.store import StoreBuffer
-from asynckv.errors import BufferClosed
 from asynckv.links.dial import dial
 from asynckv.links.link import Link, LinkStream
 from asynckv.protocol.frames import (
@@ -35,9 +32,8 @@ from asynckv.protocol.transfer_frames import Grant, Sent
 from asynckv.protocol.wire import digest_of
 from asynckv.shielding import wait_shielded
 from asynckv.tensors import views
-from asynckv.testing.blocked import until, until_blocked
+from asynckv.testing import until, until_blocked
 from asynckv.testing.lookup_checks.values import MIB
-from asynckv.types import TensorSpec
 from harness.link_pairs import Hearer, name_of
 
 SPEC = TensorSpec((MIB,), "uint8")

@@ -10,11 +10,8 @@ import pytest
 import torch
 
 import asynckv
-from asynckv.abc import KVStoreBuffer
-from asynckv.buffers.store import StoreBuffer
-from asynckv.errors import ConfigError
-from asynckv.stores.tiered import TieredStore
-from asynckv.testing.certificates import Authority
+from asynckv import ConfigError, KVStoreBuffer, StoreBuffer, TieredStore
+from asynckv.testing import Authority
 from asynckv.testing.expectations import noise
 from harness.tiers import DictTier
 

@@ -8,14 +8,18 @@ from collections.abc import AsyncIterator
 import pytest
 import torch
 
-from asynckv.buffers.lookup import LookupBuffer
-from asynckv.buffers.remote.peer import Peer, connect
-from asynckv.buffers.serve import Server, serve
-from asynckv.buffers.store import StoreBuffer
-from asynckv.errors import EntryTooLarge
+from asynckv import (
+    EntryTooLarge,
+    LookupBuffer,
+    Peer,
+    Server,
+    StoreBuffer,
+    connect,
+    serve,
+)
 from asynckv.links.dial import dial
 from asynckv.protocol.frames import Get, Offer
-from asynckv.testing.blocked import until, until_blocked
+from asynckv.testing import until, until_blocked
 from asynckv.testing.lookup_checks.values import MIB
 from harness.link_pairs import Hearer, name_of
 

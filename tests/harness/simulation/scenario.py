@@ -13,12 +13,8 @@ import math
 from collections.abc import Coroutine, Iterator
 from typing import Any, Final
 
-from asynckv.abc import KVLookupBuffer
-from asynckv.buffers.lookup import LookupBuffer
-from asynckv.buffers.remote.peer import Peer, connect
-from asynckv.buffers.serve import serve
+from asynckv import AsyncKVError, KVLookupBuffer, LookupBuffer, Peer, connect, serve
 from asynckv.buffers.statistics import LookupStatistics
-from asynckv.errors import AsyncKVError
 from harness.simulation.applications import Application
 from harness.simulation.history import History
 from harness.simulation.machines import Machines

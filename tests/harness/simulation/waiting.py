@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+from asynckv import KVFingerprint, LookupBuffer
 from asynckv.buffers.entries.entries import Holder, Waiter
 from asynckv.buffers.entries.leases import find_by_id
-from asynckv.buffers.lookup import LookupBuffer
 from asynckv.transfers.tokens import Query
-from asynckv.types import KVFingerprint
 
 __all__ = ("WaitingSelects",)
 

@@ -7,9 +7,7 @@ import dataclasses
 import math
 from typing import Final
 
-from asynckv.buffers.lookup import LookupBuffer
-from asynckv.buffers.remote.peer import Peer
-from asynckv.errors import EntryAborted
+from asynckv import EntryAborted, LookupBuffer, Peer
 from harness.simulation.history import History, Verb
 from harness.simulation.nodes import Node, Process
 from harness.simulation.stacks import where
