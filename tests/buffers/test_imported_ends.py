@@ -32,10 +32,9 @@ from asynckv.testing import (
     Outcome,
     sweep_cancellation,
     until,
-    until_blocked,
 )
 from asynckv.testing.expectations import is_same
-from asynckv.testing.lookup_checks.values import MIB, noise
+from asynckv.testing.lookup_checks.values import MIB, noise, started
 from harness.fake_devices import fake_device_of
 from harness.fake_gpus import FakeGpus
 from harness.fake_gpus.streams import Delay, FakeEvent
@@ -261,8 +260,7 @@ async def test_a_closed_buffer_waits_for_who_has_its_memory_open(
     pair: GpuPair,
 ) -> None:
     pair.buffer.abort()
-    closing = asyncio.create_task(pair.buffer.aclose())
-    await until_blocked(closing)
+    closing = await started(pair.buffer.aclose())
     assert pair.ours.process.owned  # or the peer would read what is not there
     await pair.peer.aclose()
     await closing

@@ -16,7 +16,7 @@ import torch
 from asynckv import GPUFailed, KVEntry, LookupBuffer, Peer, TensorSpec, connect, serve
 from asynckv.links.dial import dial
 from asynckv.links.link import Link
-from asynckv.protocol.frames import Accepted, Failure
+from asynckv.protocol.frames import Accepted
 from asynckv.protocol.transfer import ReceiveState, Verdict
 from asynckv.protocol.transfer_frames import Sent
 from asynckv.protocol.wire import digest_of
@@ -212,6 +212,5 @@ async def test_wrong_bytes_end_an_insert_of_which_some_is_on_the_gpu(
         put(link, raw, 0)
         await until(lambda: entry.landed == [0])
         put(link, raw, 1, b"x" * 16)
-        last = await raw.last()
-        assert isinstance(last, Failure) and last.code == "ChecksumError"
+        assert (await raw.failure()).code == "ChecksumError"
         await until(lambda: not lookup.statistics().used_bytes)

@@ -30,7 +30,7 @@ from asynckv.protocol.frames import Accepted, Frame, Put
 from asynckv.protocol.transfer_frames import Grant
 from asynckv.testing import until, until_blocked
 from asynckv.testing.expectations import is_same, only
-from asynckv.testing.lookup_checks.values import MIB, noise
+from asynckv.testing.lookup_checks.values import MIB, cancelled, noise
 from asynckv.transfers.host_copies import HostCopies
 from asynckv.transfers.source import source_of
 from asynckv.transports.lane_sockets import LaneSocket
@@ -361,8 +361,7 @@ async def test_what_is_kept_on_a_gpu_leaves_in_pieces(
             await until(lambda: landed_bytes(link) == PIECE)
             assert not task.done()
             if end == "cancelled":
-                task.cancel()
-                await asyncio.wait({task})
+                await cancelled(task)
         found = await (task if end == "read" else ask())
         assert is_same(only(found), noise(MIB))
         devices = kept.devices

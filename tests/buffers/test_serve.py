@@ -19,7 +19,8 @@ from asynckv.errors import (
 )
 from asynckv.links.dial import dial
 from asynckv.protocol.values import Limits
-from asynckv.testing import until, until_blocked
+from asynckv.testing import until
+from asynckv.testing.lookup_checks.values import started
 from asynckv.testing.pairs import Peers, Scheme, new_url
 from harness.fake_devices import fake_device_of
 from harness.fake_gpus import FakeGpus
@@ -37,8 +38,7 @@ async def test_leaving_finishes_deliveries_under_way(
     async with lookup.drop_select([1]):
         waiting = asyncio.create_task(lookup.drop_select([2]))
         await until(lambda: local.statistics().waiting_selects == 1)
-        leaving = asyncio.create_task(peers.server.aclose())
-        await until_blocked(leaving)
+        leaving = await started(peers.server.aclose())
         assert not leaving.done() and local.statistics().waiting_selects == 0
         with pytest.raises(BufferClosed, match="leaving"):
             await lookup.drop_select([1])
@@ -210,8 +210,7 @@ async def test_who_comes_while_it_leaves_is_told_so(
 ) -> None:
     await local.insert([1], None, torch.ones(MIB), None, None)
     async with peers.consumer.lookup.drop_select([1]):
-        leaving = asyncio.create_task(peers.server.aclose())
-        await until_blocked(leaving)
+        leaving = await started(peers.server.aclose())
         async with connect(peers.server.url) as late:
             with pytest.raises(BufferClosed, match="leaving"):
                 await late.lookup.drop_select([1])

@@ -16,6 +16,7 @@ from asynckv.buffers.lower_tiers import LowerTiers, Name, Owner
 from asynckv.buffers.values import EvictionOrder, PendingPut, PinnedValue, StoredValues
 from asynckv.tensors.arena import HeapArena, Region
 from asynckv.testing import until_blocked
+from asynckv.testing.lookup_checks.values import cancelled, started
 
 _MAX_BYTES = 100
 
@@ -154,8 +155,7 @@ async def test_who_waits_as_all_keys_are_in_use_says_so(
     values = make_values(max_keys=1)
     store(values, "a", 0)
     pinned = pin(values, "a")
-    waiting = asyncio.create_task(values.reserve("b", spec_of(0), None))
-    await until_blocked(waiting)
+    waiting = await started(values.reserve("b", spec_of(0), None))
     assert "one of 1 keys, all of them in use or pinned" in caplog.text
     values.release(pinned)
     values.discard(await waiting)
@@ -478,8 +478,7 @@ async def test_what_a_put_got_as_it_was_cancelled_is_free_again(taken: Store) ->
     waiting = taken.reserve(100)
     await until_blocked(waiting)
     taken.values.discard(taken.taken)
-    waiting.cancel()
-    await asyncio.wait({waiting})
+    await cancelled(waiting)
     assert waiting.cancelled()
     assert taken.reserve_nowait(100) is not None
 

@@ -25,7 +25,14 @@ from asynckv.devices.copying import CopyPool
 from asynckv.tensors.arena import HeapArena, Region
 from asynckv.tensors.blocks import KVMemory
 from asynckv.testing import until, until_blocked
-from asynckv.testing.lookup_checks.values import MIB, borrow, insert, noise
+from asynckv.testing.lookup_checks.values import (
+    MIB,
+    borrow,
+    cancelled,
+    insert,
+    noise,
+    started,
+)
 from asynckv.transfers.tokens import Query, make_query
 from harness.holders import RecordingHolder, draft_of
 from harness.ledgers import SteppedLedger
@@ -187,8 +194,7 @@ async def test_one_that_was_used_in_any_way_does_not_warn(
     async with Uses().pending:
         pass
     task = asyncio.create_task(Uses().pending)
-    task.cancel()
-    await asyncio.wait({task})
+    await cancelled(task)
     del task
     assert not recwarn.list
 
@@ -215,8 +221,7 @@ async def test_every_runner_of_coroutines_takes_it() -> None:
 
 async def test_a_task_cancelled_before_it_starts_takes_nothing(uses: Uses) -> None:
     task = asyncio.create_task(uses.pending)
-    task.cancel()
-    await asyncio.wait({task})
+    await cancelled(task)
     assert uses.seen == []
 
 
@@ -380,11 +385,9 @@ async def test_waits_on_if_the_producer_fails(bench: Bench) -> None:
 async def test_woken_cancelled_with_an_entry_in_hand_it_gives_it_back(
     bench: Bench,
 ) -> None:
-    whole = asyncio.create_task(bench.holder.lease())
-    await until_blocked(whole)
+    whole = await started(bench.holder.lease())
     bench.finish(bench.begin("a"))
-    whole.cancel()
-    await asyncio.wait({whole})
+    await cancelled(whole)
     bench.holder.give_back(failed=False)
     assert not bench.ledger.table.entries["a"].leases
     assert bench.ledger.leases.waiting_count == 0
@@ -407,8 +410,7 @@ async def test_a_stream_that_began_learns_that_its_producer_failed(
     entry = streaming.begin("a", streaming=True)
     lease = await streaming.holder.lease()
     streaming.ledger.leases.reach(lease)
-    landed = asyncio.create_task(streaming.holder.landed(lease, 0))
-    await until_blocked(landed)
+    landed = await started(streaming.holder.landed(lease, 0))
     streaming.ledger.abort_streaming(entry)
     with pytest.raises(EntryAborted, match="producer"):
         await landed
@@ -417,8 +419,7 @@ async def test_a_stream_that_began_learns_that_its_producer_failed(
 async def test_a_stream_that_did_not_begin_goes_back_to_waiting(
     streaming: Bench,
 ) -> None:
-    shown = asyncio.create_task(streaming.holder.lease())
-    await until_blocked(shown)
+    shown = await started(streaming.holder.lease())
     streaming.ledger.abort_streaming(streaming.begin("a", streaming=True))
     streaming.begin("b", streaming=True)
     assert (await shown).entry.entry_id == "b"
@@ -434,10 +435,8 @@ async def test_a_delivery_that_was_taken_back_is_not_read_on(streaming: Bench) -
 
 async def test_a_cancelled_wait_is_not_remembered(bench: Bench) -> None:
     for _ in range(3):
-        waiting = asyncio.create_task(bench.holder.lease())
-        await until_blocked(waiting)
-        waiting.cancel()
-        await asyncio.wait({waiting})
+        waiting = await started(bench.holder.lease())
+        await cancelled(waiting)
     assert not bench.holder._watchers
 
 
@@ -457,7 +456,6 @@ async def test_a_query_for_anything_is_logged_as_such(
 ) -> None:
     caplog.set_level("DEBUG", "asynckv.observability.waits")
     holder = LocalSelect(Bench().ledger.leases, Query(None), None, streams=False)
-    waiting = asyncio.create_task(holder.lease())
-    await until_blocked(waiting)
+    waiting = await started(holder.lease())
     assert "any tokens) waits for a match" in caplog.text
     waiting.cancel()

@@ -25,8 +25,8 @@ from asynckv.buffers.local.writer import (
     LocalWriter,
 )
 from asynckv.devices.copying import CopyPool
-from asynckv.testing import until, until_blocked
-from asynckv.testing.lookup_checks.values import MIB, cancelled, noise, same
+from asynckv.testing import until
+from asynckv.testing.lookup_checks.values import MIB, cancelled, noise, same, started
 from asynckv.transfers.tokens import Query
 from harness.fake_devices import FakeDevice
 from harness.holders import RecordingHolder, draft_of
@@ -111,8 +111,7 @@ async def test_a_tensor_that_the_entry_does_not_have_is_a_key_error(
 async def test_leaving_wakes_who_still_waits_for_a_tensor(buffer: LookupBuffer) -> None:
     async with buffer.open_insert([1], None, SPECS) as writer:
         async with buffer.open_drop_select([1]) as stream:
-            waiting = asyncio.create_task(stream.wait_for("key"))
-            await until_blocked(waiting)
+            waiting = await started(stream.wait_for("key"))
         with pytest.raises(LeaseLost):
             await waiting
         for name in SPECS:
@@ -124,8 +123,7 @@ async def test_a_cancelled_read_reads_the_same_tensor_again(
 ) -> None:
     async with buffer.open_insert([1], None, SPECS) as writer:
         async with buffer.open_drop_select([1]) as stream:
-            reading = asyncio.create_task(stream.wait_for("key"))
-            await until_blocked(reading)
+            reading = await started(stream.wait_for("key"))
             await cancelled(reading)
             await writer.put("key", noise(8))
             assert (await anext(stream))[0] == "key"

@@ -43,6 +43,7 @@ from asynckv.protocol.transfer_frames import Eager, Grant, Sent
 from asynckv.protocol.wire import digest_of
 from asynckv.tensors.views import spec_of
 from asynckv.testing import until, until_blocked
+from asynckv.testing.lookup_checks.values import cancelled, started
 from asynckv.testing.pairs import Peers
 from asynckv.transfers.delivery import Delivery, ReceiveBudget
 from asynckv.transfers.tokens import make_query
@@ -131,8 +132,7 @@ async def test_a_retracted_offer_leaves_the_budget_exact() -> None:
         await frames_of(pair, 2)
         assert budget.used_bytes == MIB and not delivered.done()
         selecting.cancel()
-        delivered.cancel()
-        await asyncio.wait({delivered})
+        await cancelled(delivered)
     assert budget.used_bytes == 0
 
 
@@ -150,8 +150,7 @@ async def test_an_offer_retracted_while_it_waits_for_the_budget_takes_nothing(
     await until(lambda: budget.used_bytes == 0)
     await until_blocked(delivered)
     assert budget.used_bytes == 0 and not pair.service.hearers[0].frames
-    delivered.cancel()
-    await asyncio.wait({delivered})
+    await cancelled(delivered)
 
 
 async def test_a_delivery_that_the_peer_gives_up_is_a_lost_lease() -> None:
@@ -209,8 +208,7 @@ async def test_an_offer_retracted_while_lent_memory_falls_quiet_is_not_charged(
         await frames_of(pair, 2)
         assert budget.used_bytes == MIB
         selecting.cancel()
-        delivered.cancel()
-        await asyncio.wait({delivered})
+        await cancelled(delivered)
     assert budget.used_bytes == 0
 
 
@@ -346,7 +344,7 @@ async def test_a_link_cut_around_the_acknowledgement_takes_the_entry_once(
     link = await peers.consumer.link()
     cut_when(link, kind)
     entry = await peers.consumer.lookup.drop_select([1])
-    assert torch.equal(entry.key, torch.ones(nbytes))  # type: ignore[arg-type]
+    assert torch.equal(entry.key_tensor, torch.ones(nbytes))
     await until(lambda: not local.statistics().leased)
     assert local.statistics().entries == (kind is Took)
     assert peers.consumer.budget.used_bytes == 0
@@ -515,8 +513,7 @@ async def test_the_iteration_ends_with_the_commit(
     await writer.put("key", ONES)
     async with peers.consumer.lookup.open_drop_select([1]) as stream:
         await anext(stream)
-        end = asyncio.create_task(anext(stream, None))
-        await until_blocked(end)
+        end = await started(anext(stream, None))
         assert not end.done()
         await writing.__aexit__(None, None, None)
         assert await end is None

@@ -35,6 +35,8 @@ from asynckv.protocol.transfer_frames import Grant, Sent
 from asynckv.protocol.wire import digest_of
 from asynckv.tensors.views import bytes_of, spec_of
 from asynckv.testing import until, until_blocked
+from asynckv.testing.expectations import only
+from asynckv.testing.lookup_checks.values import cancelled
 from asynckv.transfers.delivery import ReceiveBudget
 from asynckv.transfers.source import HostSource
 from harness.bodies import body_with
@@ -96,8 +98,7 @@ async def test_without_digests_on_one_link_others_still_verify(
     async with connect(server.url, digest="off") as careless:
         await careless.store.put("key", torch.ones(MIB))
         assert await careless.store.get("key") is not None
-    value = await peer.store.get("key")
-    assert value is not None and bool(value.all())
+    assert bool(only(await peer.store.get("key")).all())
 
 
 async def test_a_get_is_made_again_on_the_next_link(
@@ -109,8 +110,7 @@ async def test_a_get_is_made_again_on_the_next_link(
     await store.put("key", torch.ones(MIB))
     (services,) = server._services
     cut_when(services.link, object)
-    value = await peer.store.get("key")
-    assert value is not None and bool(value.all()) and not peer.budget.used_bytes
+    assert bool(only(await peer.store.get("key")).all()) and not peer.budget.used_bytes
     await store.delete("key")
     await until(lambda: not store.statistics().used_bytes)
 
@@ -274,8 +274,7 @@ async def test_an_offer_of_what_was_given_up_is_let_go(pair: LinkPair) -> None:
     getting = getting_on(pair.near)
     value = asyncio.create_task(getting.value())
     await until(lambda: bool(pair.service.hearers))
-    value.cancel()
-    await asyncio.wait({value})
+    await cancelled(value)
     offer_of(pair.service.asked[0][0], "value")
     getting.cancel()
     assert await pair.service.hearers[0].next() == (Cancel(), b"")
@@ -314,8 +313,7 @@ async def test_a_cut_link_is_made_again_and_the_put_too(
         (services,) = server._services
         cut_when(services.link, object)
         await peer.store.put("key", torch.ones(nbytes))
-        value = await local.get("key")
-        assert value is not None and value.nbytes == 4 * nbytes
+        assert only(await local.get("key")).nbytes == 4 * nbytes
 
 
 async def fill(client: KVStoreBuffer, count: int) -> None:

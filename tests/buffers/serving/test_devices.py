@@ -84,8 +84,7 @@ async def test_a_grant_of_what_is_not_offered_any_more_is_late(
     await nccl_pair.buffer.insert([1], None, noise(8), None, None)
     hearer, link = Hearer(), nccl_pair.peer._linked()
     link.open_stream(hearer, Select(has_key=False))
-    offer, _ = await hearer.next()
-    assert isinstance(offer, Offer)
+    offer, _ = await hearer.next_of(Offer)
     stream = link.open_stream(
         DeviceStream(answers=False), Select(has_key=True), bytes(8)
     )
@@ -100,8 +99,7 @@ async def test_what_a_lost_way_did_not_send_is_not_said_to_be_sent(
     await nccl_pair.buffer.insert([1], None, noise(MIB), None, None)
     hearer, link, way = Hearer(), nccl_pair.peer._linked(), nccl_pair.way
     stream = link.open_stream(hearer, Select(has_key=False))
-    offer, _ = await hearer.next()
-    assert isinstance(offer, Offer)
+    offer, _ = await hearer.next_of(Offer)
     way.transport.abort()
     stream.send(Grant(offer.transfer, "nccl", "off"))
     assert await nccl_pair.peer.lookup.peek([1]) == 0  # and so the grant was heard

@@ -65,8 +65,7 @@ async def offered(pair: GpuPair) -> tuple[Hearer, LinkStream, Offer, bytes]:
     hearer = Hearer()
     link = pair.peer._linked()
     stream = link.open_stream(hearer, Select(has_key=False, stream=True))
-    offer, body = await hearer.next()
-    assert isinstance(offer, Offer)
+    offer, body = await hearer.next_of(Offer)
     return hearer, stream, offer, body
 
 
@@ -322,6 +321,5 @@ async def test_a_peer_on_another_gpu_is_told_which_one_the_memory_is_on(
 ) -> None:
     elsewhere = OpenMemory("lookup", "0" * 32)
     async with asking(gpu.device, elsewhere) as (_, _, hearer, _):
-        frame, _ = await hearer.next()
-        assert isinstance(frame, Exposed)
+        frame, _ = await hearer.next_of(Exposed)
         assert frame.gpu_uuid == gpu.process.cuda.uuid(0)

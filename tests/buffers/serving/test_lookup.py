@@ -35,8 +35,8 @@ from asynckv.protocol.frames import (
 from asynckv.protocol.transfer_frames import Grant, Sent
 from asynckv.protocol.values import Limits
 from asynckv.shielding import wait_shielded
-from asynckv.testing import until, until_blocked
-from asynckv.testing.lookup_checks.values import MIB, noise
+from asynckv.testing import until
+from asynckv.testing.lookup_checks.values import MIB, noise, started
 from asynckv.testing.pairs import Peers
 from harness.bodies import body_with
 from harness.link_pairs import Hearer, linked, name_of
@@ -138,8 +138,7 @@ async def test_leaving_in_a_hurry_waits_for_threads_that_touch_the_memory_of_an_
         monkeypatch.setattr(far_link.payload, "quiesce", lambda _: wait_shielded(quiet))
         link.abort()
         await until(lambda: not far_link.is_open)
-        leaving = asyncio.create_task(server._close(drain_s=0))
-        await until_blocked(leaving)
+        leaving = await started(server._close(drain_s=0))
         assert not leaving.done()
         quiet.set_result(None)
         await leaving
@@ -178,8 +177,7 @@ async def test_they_wait_until_those_of_the_link_before_have_ended(
             await leaving.wait()
 
         older.run(leave(), "one that lets go late")
-        waiting = asyncio.create_task(requests.after_predecessors())
-        await until_blocked(waiting)
+        waiting = await started(requests.after_predecessors())
         leaving.set()
         await waiting
         assert older.has_ended and not requests.predecessors

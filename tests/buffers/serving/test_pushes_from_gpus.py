@@ -13,7 +13,7 @@ from asynckv.buffers.serving.service import Silence
 from asynckv.devices.copying import CopyPool
 from asynckv.devices.cuda import DeviceMemory
 from asynckv.links.dial import dial
-from asynckv.protocol.frames import Accepted, Commit, Failure, Push, Retract
+from asynckv.protocol.frames import Accepted, Commit, Push, Retract
 from asynckv.protocol.transfer_frames import Grant, Sent
 from asynckv.protocol.wire import digest_of
 from asynckv.tensors.views import bytes_of
@@ -192,8 +192,7 @@ async def test_where_a_worker_may_write_for_ever_nothing_is_put_again(
     assert await writer.pair.peer.lookup.peek([1]) == 0
     writer.pair.way.transport._worker.give_up(GPUFailed("it is stuck"))
     writer.say(Push(writer.link.new_transfer(), 0, inline=False))
-    last = await writer.raw.last()
-    assert isinstance(last, Failure) and last.code == "GPUFailed"
+    assert (await writer.raw.failure()).code == "GPUFailed"
 
 
 async def test_what_nobody_needs_when_its_way_is_lost_comes_and_is_dropped(
@@ -229,8 +228,7 @@ async def test_a_writer_that_sends_nothing_by_its_gpu_has_fallen_silent(
 ) -> None:
     monkeypatch.setattr(service, "SILENCE_S", 0.05)
     await writer.push()
-    last = await writer.raw.last()
-    assert isinstance(last, Failure) and "no tensor came" in last.message
+    assert "no tensor came" in (await writer.raw.failure()).message
     await until(lambda: not writer.pair.buffer.statistics().used_bytes)
 
 
@@ -249,5 +247,4 @@ async def test_a_writer_whose_part_is_worked_at_here_is_not_silent_meanwhile(
         writer.say(Retract(transfer + 2))  # heard: from now on it is short
         await until(lambda: len(looks) > 2)
         assert len(writer.raw.hearer.frames) == 2  # grants, and no failure
-    last = await writer.raw.last()
-    assert isinstance(last, Failure) and "no tensor came" in last.message
+    assert "no tensor came" in (await writer.raw.failure()).message

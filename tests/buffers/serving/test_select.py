@@ -39,6 +39,7 @@ from asynckv.protocol.transfer_frames import Grant, Sent
 from asynckv.protocol.values import Limits
 from asynckv.tensors.arena import HeapArena
 from asynckv.testing import until
+from asynckv.testing.lookup_checks.values import cancelled
 from asynckv.testing.pairs import Peers
 from asynckv.transfers.manifest import unpack
 from asynckv.transfers.tokens import Query
@@ -55,8 +56,7 @@ ANY = Select(has_key=False)
 async def selected(link: Link) -> tuple[Hearer, LinkStream, Offer]:
     hearer = Hearer()
     stream = link.open_stream(hearer, ANY)
-    frame, _ = await hearer.next()
-    assert isinstance(frame, Offer)
+    frame, _ = await hearer.next_of(Offer)
     return hearer, stream, frame
 
 
@@ -161,8 +161,7 @@ async def test_what_is_not_known_to_be_reached_in_time_counts_as_reached() -> No
             waiting = asyncio.create_task(local.drop_select([1]))
             await until(lambda: local.statistics().acknowledged == 1)
             assert local.statistics().entries == local.statistics().lapsed == 0
-            waiting.cancel()
-            await asyncio.wait({waiting})
+            await cancelled(waiting)
             await link.aclose()
 
 
@@ -189,8 +188,7 @@ async def test_a_grant_for_an_offer_that_was_retracted_is_ignored(
     assert await hearer.next() == (Retract(offer.transfer), b"")
     stream.send(Grant(offer.transfer))
     await insert(local)
-    second, _ = await hearer.next()
-    assert isinstance(second, Offer) and second.transfer != offer.transfer
+    assert (await hearer.next_of(Offer))[0].transfer != offer.transfer
 
 
 async def test_a_lost_consumer_gives_back_and_waits_no_longer(
@@ -225,11 +223,9 @@ async def test_what_was_held_for_too_long_is_a_lost_lease() -> None:
             link = await dial(server.url, identity=name_of("consumer"))
             hearer = Hearer()
             stream = link.open_stream(hearer, Select(has_key=False, stream=True))
-            offer, _ = await hearer.next()
-            assert isinstance(offer, Offer)
+            offer, _ = await hearer.next_of(Offer)
             stream.send(Reached(offer.token))
-            last, _ = await hearer.next()
-            assert isinstance(last, Failure) and last.code == "LeaseLost"
+            assert (await hearer.next_of(Failure))[0].code == "LeaseLost"
             await link.aclose()
 
 
@@ -254,8 +250,7 @@ async def test_a_grant_of_what_has_ended_is_ignored(
     hearer = Hearer()
     stream = link.open_stream(hearer, ANY)
     await local.insert([1], None, torch.ones(10), None, None)
-    offer, _ = await hearer.next()
-    assert isinstance(offer, Offer)
+    offer, _ = await hearer.next_of(Offer)
     stream.send(Nack(offer.token))
     await until(lambda: not local.statistics().leased)
     assert await local.withdraw(offer.entry_id)

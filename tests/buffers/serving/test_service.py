@@ -24,6 +24,7 @@ from asynckv.links.link import LinkStream
 from asynckv.links.streams import StreamHandler
 from asynckv.protocol.frames import OpeningFrame, Taken
 from asynckv.testing import until, until_blocked
+from asynckv.testing.expectations import only
 from harness.link_pairs import Hearer, linked, name_of
 
 
@@ -273,8 +274,7 @@ async def test_small_values_that_cannot_be_kept_come_when_there_is_room() -> Non
         puts = [peer.store.put(name, value) for name, value in values.items()]
         async with tasks_of(*puts) as waiting:
             await asyncio.gather(*waiting)
-        found = await peer.store.get("7")
-        assert found is not None and torch.equal(found, values["7"])
+        assert torch.equal(only(await peer.store.get("7")), values["7"])
         await until(lambda: server.waiting_bytes == 0)
 
 

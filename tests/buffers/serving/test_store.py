@@ -32,8 +32,9 @@ from asynckv.protocol.transfer_frames import Grant, Sent
 from asynckv.protocol.wire import digest_of
 from asynckv.shielding import wait_shielded
 from asynckv.tensors import views
-from asynckv.testing import until, until_blocked
-from asynckv.testing.lookup_checks.values import MIB
+from asynckv.testing import until
+from asynckv.testing.expectations import only
+from asynckv.testing.lookup_checks.values import MIB, started
 from harness.link_pairs import Hearer, name_of
 
 SPEC = TensorSpec((MIB,), "uint8")
@@ -77,8 +78,7 @@ async def begin_put(link: Link) -> tuple[LinkStream, Hearer, int]:
 async def begin_get(link: Link) -> tuple[LinkStream, Hearer, Offer]:
     """Ask for what is stored as ``key``, which is offered."""
     stream = link.open_stream(hearer := Hearer(), Get("key"))
-    offer, _ = await hearer.next()
-    assert isinstance(offer, Offer)
+    offer, _ = await hearer.next_of(Offer)
     return stream, hearer, offer
 
 
@@ -86,8 +86,7 @@ async def answer_to(link: Link, frame: OpeningFrame) -> Result:
     """Return what a question is answered at once."""
     hearer = Hearer()
     link.open_stream(hearer, frame)
-    last, _ = await hearer.next()
-    assert isinstance(last, Result)
+    last, _ = await hearer.next_of(Result)
     return last
 
 
@@ -97,18 +96,15 @@ async def test_bytes_that_changed_on_their_way_are_not_stored(
     stream, hearer, transfer = await begin_put(link)
     link.payload.send(transfer, 0, memoryview(bytes(MIB)), lambda *_: None)
     stream.send(Sent(transfer, 0, b"of other bytes.."))
-    last, _ = await hearer.next()
-    assert isinstance(last, Failure) and last.code == "ChecksumError"
-    value = await store.get("key")
-    assert value is not None and bool(value.all())
+    assert (await hearer.next_of(Failure))[0].code == "ChecksumError"
+    assert bool(only(await store.get("key")).all())
 
 
 async def test_inline_bytes_that_changed_are_not_stored(link: Link) -> None:
     hearer = Hearer()
     put = Put("new", 1, inline=True, spec=TensorSpec((3,), "uint8"), digest=b"wrong")
     link.open_stream(hearer, put, b"abc")
-    last, _ = await hearer.next()
-    assert isinstance(last, Failure) and last.code == "ChecksumError"
+    assert (await hearer.next_of(Failure))[0].code == "ChecksumError"
 
 
 async def test_more_than_may_ride_along_is_asked_for_by_payload(
@@ -121,8 +117,7 @@ async def test_more_than_may_ride_along_is_asked_for_by_payload(
     link.payload.send(transfer, 0, memoryview(b"x" * MIB), lambda *_: None)
     stream.send(Sent(transfer, 0, digest_of(b"x" * MIB)))
     assert (await hearer.next())[0] == Accepted()
-    value = await store.get("new")
-    assert value is not None and bool((value == ord("x")).all())
+    assert bool((only(await store.get("new")) == ord("x")).all())
 
 
 async def test_a_value_that_is_read_outlives_its_key(
@@ -164,12 +159,10 @@ async def test_a_get_that_is_given_up_unpins(
 
 async def test_leaving_finishes_what_is_read(server: Server, link: Link) -> None:
     stream, *_ = await begin_get(link)
-    leaving = asyncio.create_task(server.aclose())
-    await until_blocked(leaving)
+    leaving = await started(server.aclose())
     refused = Hearer()
     link.open_stream(refused, Delete("key"))
-    last, _ = await refused.next()
-    assert isinstance(last, Failure) and last.code == "BufferClosed"
+    assert (await refused.next_of(Failure))[0].code == "BufferClosed"
     assert not leaving.done()
     stream.send(Cancel())
     await leaving
@@ -178,10 +171,8 @@ async def test_leaving_finishes_what_is_read(server: Server, link: Link) -> None
 async def test_a_store_alone_answers_no_question_about_entries(link: Link) -> None:
     hearer = Hearer()
     link.open_stream(hearer, Peek(has_key=False))
-    last, _ = await hearer.next()
-    assert (
-        isinstance(last, Failure) and "serves a store, no lookup buffer" in last.message
-    )
+    last, _ = await hearer.next_of(Failure)
+    assert "serves a store, no lookup buffer" in last.message
 
 
 @pytest.mark.parametrize("gone", [Delete("key"), Put("key", 1, inline=True)])
@@ -231,8 +222,7 @@ async def test_a_put_that_is_given_up_when_its_bytes_are_in_stores_nothing(
     stream.send(Cancel())
     stream.send(Sent(transfer, 0, sent[0]))  # handled in the same tick as the Cancel
     assert await hearer.next() == (Cancelled(), b"")
-    value = await store.get("key")
-    assert value is not None and bool(value.all())
+    assert bool(only(await store.get("key")).all())
     assert store.statistics().used_bytes == MIB
 
 
@@ -242,8 +232,7 @@ async def test_a_value_that_is_granted_again_is_sent_again(link: Link) -> None:
         target = memoryview(bytearray(MIB))
         link.payload.receive(offer.transfer, 0, target, lambda *_: None)
         stream.send(Grant(offer.transfer))
-        done, _ = await hearer.next()
-        assert isinstance(done, Sent) and done.digest == digest_of(target)
+        assert (await hearer.next_of(Sent))[0].digest == digest_of(target)
 
 
 async def test_a_get_that_is_given_up_while_it_is_sent_unpins_and_ends(
@@ -326,8 +315,7 @@ async def test_leaving_in_a_hurry_waits_for_threads_that_touch_the_memory_of_a_p
     monkeypatch.setattr(far_link.payload, "quiesce", lambda _: wait_shielded(quiet))
     link.abort()
     await until(lambda: not far_link.is_open)
-    leaving = asyncio.create_task(server._close(drain_s=0))
-    await until_blocked(leaving)
+    leaving = await started(server._close(drain_s=0))
     assert not leaving.done() and store.statistics().used_bytes == 2 * MIB
     quiet.set_result(None)
     await leaving
