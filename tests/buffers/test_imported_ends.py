@@ -8,6 +8,7 @@ import logging
 import os
 import socket
 import struct
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -205,30 +206,26 @@ async def test_a_view_outlives_the_link_and_the_peer(
     await until(lambda: not pair.opened)
 
 
-async def test_a_copy_of_a_view_in_a_child_tells_nobody_of_its_end(
-    monkeypatch: pytest.MonkeyPatch, pair: GpuPair
-) -> None:
-    key = await view_of(pair)
-    memory = memory_of(pair.peer)
-    with monkeypatch.context() as patch:
-        patch.setattr(memory, "_pid", os.getpid() + 1)
-        del key
-    for _ in range(20):
-        await asyncio.sleep(0)
-    assert pair.pinned_bytes == MIB
-    memory.release(1)
-    await until(lambda: not pair.pinned_bytes)
+def is_in_a_child(patch: pytest.MonkeyPatch, pair: GpuPair) -> None:
+    patch.setattr(memory_of(pair.peer), "_pid", os.getpid() + 1)
 
 
-async def test_memory_stays_the_peers_loss_where_the_gpu_cannot_be_asked(
-    monkeypatch: pytest.MonkeyPatch, pair: GpuPair
-) -> None:
+def cannot_be_asked(patch: pytest.MonkeyPatch, pair: GpuPair) -> None:
     def fail(tensor: torch.Tensor) -> DeviceMemory:
         raise GPUFailed("it has fallen off the bus")
 
+    patch.setattr(pair.theirs.tensors, "mark", fail)
+
+
+@pytest.mark.parametrize("trouble", [is_in_a_child, cannot_be_asked])
+async def test_memory_stays_the_peers_loss_where_the_end_of_a_view_is_not_told(
+    monkeypatch: pytest.MonkeyPatch,
+    pair: GpuPair,
+    trouble: Callable[[pytest.MonkeyPatch, GpuPair], None],
+) -> None:
     key = await view_of(pair)
     with monkeypatch.context() as patch:
-        patch.setattr(pair.theirs.tensors, "mark", fail)
+        trouble(patch, pair)
         del key
     for _ in range(20):
         await asyncio.sleep(0)

@@ -34,7 +34,7 @@ from asynckv.tensors.stitching import Claim
 from asynckv.tensors.views import bytes_of
 from asynckv.testing import until
 from harness.link_pairs import Hearer, name_of
-from harness.raw_maps import RawMapper
+from harness.raw_peers import RawMapper
 
 MIB = 2**20
 

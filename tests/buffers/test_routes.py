@@ -17,8 +17,10 @@ import torch
 
 from asynckv import (
     ChecksumError,
+    EntryAborted,
     GPUFailed,
     KVEntry,
+    LeaseLost,
     LookupBuffer,
     Peer,
     PeerLost,
@@ -325,13 +327,13 @@ async def test_a_gpu_that_fails_gives_the_entry_back(
     gpu = ends.theirs or ends.ours
     assert gpu is not None
     await fill(ends.buffer)
-    with failing(gpu), pytest.raises(GPUFailed, match="off the bus"):
+    with failing(gpu), pytest.raises(GPUFailed, match="off the bus") as kept:
         await verb(ends, ends.at_peer())
     caplog.clear()
-    await until(lambda: not ends.buffer.statistics().leased)
-    assert not ends.peer.budget.used_bytes
+    await ends.quiet()
     await verb(ends, ends.at_peer())
     await ends.emptied()
+    assert kept.value  # an error that somebody keeps keeps no memory
 
 
 @pytest.mark.parametrize("verb", PUTS)
@@ -405,6 +407,47 @@ async def test_a_cancelled_put_of_a_layer_may_be_made_again(ends: Ends) -> None:
         await sweep_cancellation(put, settle, before=before, modes=modes)
         await writer.put("hidden", memory["hidden"])
     check(await ends.buffer.drop_select([1]))
+
+
+async def test_what_has_landed_outlives_a_writer_that_fails(ends: Ends) -> None:
+    with pytest.raises(LookupError):
+        async with ends.buffer.open_insert([1], None, LAYERS) as writer:
+            await writer.put("key", CONTENT["key"])
+            reading = ends.peer.lookup.open_drop_select([1])
+            stream = await reading.__aenter__()
+            await stream.wait_for("key")
+            raise LookupError
+    with pytest.raises(EntryAborted, match="producer"):
+        await stream.wait_for("hidden")
+    assert is_same(await stream.wait_for("key"), CONTENT["key"])
+    await until(lambda: not ends.buffer.statistics().mapped_by)
+    assert not ends.buffer.statistics().pinned_bytes  # though nobody has left it yet
+    with pytest.raises(LeaseLost):
+        await reading.__aexit__(None, None, None)
+    await ends.emptied()
+
+
+@pytest.mark.parametrize("route", [name for name in ROUTES if name != "nccl"])
+async def test_a_link_lost_in_mid_stream_gives_the_entry_back(
+    two_gpus: FakeGpus, route: str
+) -> None:
+    """Another GPU is connected some time after the link, and so not seen here."""
+    async with opened(two_gpus, route) as ends:
+        async with ends.buffer.open_insert([1], None, LAYERS) as writer:
+            await writer.put("key", CONTENT["key"])
+            with pytest.raises(PeerLost):
+                async with ends.peer.lookup.open_drop_select([1]) as stream:
+                    await stream.wait_for("key")
+                    ends.peer._linked().abort()
+                    await anext(stream)
+                    await anext(stream)
+            await writer.put("hidden", CONTENT["hidden"])
+            async with ends.peer.lookup.open_drop_select([1]) as stream:
+                found = {name: await stream.wait_for(name) for name in LAYERS}
+                assert all(is_same(found[name], CONTENT[name]) for name in LAYERS)
+                assert stream.attempt == 2
+                del found
+        await ends.emptied()
 
 
 @pytest.mark.parametrize("nbytes", [0, 8, 16_384, 16_385, 65_537, 4 * MIB + 1])

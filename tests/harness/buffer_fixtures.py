@@ -22,9 +22,9 @@ from harness.device_memory import open_device_pool
 from harness.fake_devices import FakeDevice, fake_device
 from harness.fake_gpus import FakeGpus
 from harness.gpu_pairs import GpuPair, open_gpu_pair
-from harness.link_pairs import name_of
+from harness.link_pairs import dialled, name_of
 from harness.nccl_buffer_pairs import NcclBuffers, open_nccl_buffers
-from harness.raw_maps import RawMapper
+from harness.raw_peers import RawMapper
 
 __all__ = (
     "CutWhen",
@@ -67,12 +67,8 @@ async def peers(local: LookupBuffer) -> AsyncIterator[Peers]:
 @pytest.fixture
 async def link(local: LookupBuffer) -> AsyncIterator[Link]:
     """A peer of the served buffer that says what it likes."""
-    async with serve("mem://", lookup=local) as server:
-        link = await dial(server.url, identity=name_of("peer"))
-        try:
-            yield link
-        finally:
-            await link.aclose()
+    async with serve("mem://", lookup=local) as server, dialled(server.url) as link:
+        yield link
 
 
 @pytest.fixture

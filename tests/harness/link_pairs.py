@@ -9,18 +9,24 @@ import itertools
 from collections.abc import AsyncIterator, Callable
 from typing import Any, Final, TypeAlias, TypeVar
 
+from asynckv.devices.copying import CopyPool
 from asynckv.errors import PeerLost
 from asynckv.links.dial import dial
 from asynckv.links.link import Link, LinkStream
 from asynckv.links.listen import LinkListener, listen
 from asynckv.protocol.frames import Frame, OpeningFrame, Result
 from asynckv.protocol.values import PeerIdentity
+from asynckv.sharing.peer_imports import PeerImports
+from asynckv.transfers.delivery import ReceiveBudget
+from asynckv.transfers.routes import PeerRoutes
 
 __all__ = (
     "Answer",
     "Hearer",
     "LinkPair",
+    "NoRoutes",
     "ScriptedService",
+    "dialled",
     "landed_bytes",
     "linked",
     "name_of",
@@ -36,6 +42,16 @@ _numbers: Final = itertools.count(1)
 def name_of(role: str) -> PeerIdentity:
     """Return an identity that no other peer of this process has."""
     return PeerIdentity(f"{role}-{next(_numbers)}", "1")
+
+
+@contextlib.asynccontextmanager
+async def dialled(url: str, role: str = "peer") -> AsyncIterator[Link]:
+    """Dial as a new peer of that role; leaving closes the link."""
+    link = await dial(url, identity=name_of(role))
+    try:
+        yield link
+    finally:
+        await link.aclose()
 
 
 class Hearer:
@@ -150,3 +166,14 @@ async def linked(
             await link.aclose()
     finally:
         await listener.aclose()
+
+
+class NoRoutes(PeerRoutes):
+    """What it sends is read by ``pool``; what it receives lands in ``budget``."""
+
+    def __init__(
+        self, pool: CopyPool | None = None, budget: ReceiveBudget | None = None
+    ) -> None:
+        super().__init__(
+            PeerImports("full", ""), budget or ReceiveBudget(2**30), pool or CopyPool()
+        )

@@ -10,8 +10,7 @@ from typing import Any
 from asynckv.buffers.lookup import LookupBuffer
 from asynckv.testing.blocked import until
 from harness.fake_gpus import FakeGpus
-from harness.gpu_pairs import open_gpu_pair
-from harness.gpu_peers import GpuPeer
+from harness.gpu_pairs import GpuPeer, open_gpu_pair
 
 __all__ = ("NcclBuffers", "open_nccl_buffers")
 

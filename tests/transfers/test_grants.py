@@ -40,9 +40,8 @@ from asynckv.types import TensorSpec
 from harness.device_memory import filled_region, open_device_arena
 from harness.fake_devices import FakeDevice
 from harness.gpu_pairs import GpuPair
-from harness.link_pairs import Hearer, LinkPair, linked
+from harness.link_pairs import Hearer, LinkPair, NoRoutes, linked
 from harness.nccl_buffer_pairs import NcclBuffers
-from harness.no_routes import NoRoutes
 
 needs_sockets = pytest.mark.skipif(
     not has_fd_sockets(), reason="no sockets for handles"

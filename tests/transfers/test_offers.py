@@ -36,9 +36,8 @@ from asynckv.types import TensorSpec
 from harness.bodies import body_with
 from harness.fake_gpus import FakeGpus
 from harness.fake_gpus.streams import Delay
-from harness.link_pairs import Hearer, LinkPair, linked
+from harness.link_pairs import Hearer, LinkPair, NoRoutes, linked
 from harness.nccl_buffer_pairs import NcclBuffers, open_nccl_buffers
-from harness.no_routes import NoRoutes
 
 BODY = body_with({"key": TensorSpec((MIB,), "uint8")})
 

@@ -46,9 +46,8 @@ from asynckv.transports.lane_sockets import LaneSocket
 from harness.fake_devices import fake_device_of
 from harness.fake_gpus import FakeGpus
 from harness.fake_gpus.cuda import FakeCuda
-from harness.link_pairs import Hearer, LinkPair, ScriptedService, linked
+from harness.link_pairs import Hearer, LinkPair, NoRoutes, ScriptedService, linked
 from harness.nccl_buffer_pairs import open_nccl_buffers
-from harness.no_routes import NoRoutes
 
 Work: TypeAlias = Callable[[], None]
 Ended: TypeAlias = BaseException | None

@@ -30,7 +30,7 @@ from harness.fake_gpus import FakeGpus
 from harness.gpu_pairs import GpuPair, open_gpu_pair
 from harness.link_pairs import name_of
 from harness.nccl_buffer_pairs import NcclBuffers, open_nccl_buffers
-from harness.raw_inserts import RawInsert
+from harness.raw_peers import RawInsert
 
 needs_sockets = pytest.mark.skipif(
     not has_fd_sockets(), reason="no sockets for handles"

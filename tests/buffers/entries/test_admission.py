@@ -17,8 +17,7 @@ from asynckv.tensors.arena import HeapArena, Region
 from asynckv.testing.blocked import until_blocked
 from asynckv.testing.lookup_checks.values import cancelled, started
 from asynckv.transfers.tokens import make_query
-from harness.holders import RecordingHolder, draft_of
-from harness.ledgers import SteppedLedger
+from harness.ledgers import RecordingHolder, SteppedLedger, draft_of
 
 ONE = make_query([1], None)
 

@@ -17,8 +17,7 @@ from asynckv.buffers.entries.leases import (
 )
 from asynckv.testing import until
 from asynckv.transfers.tokens import Query, make_query
-from harness.holders import RecordingHolder, draft_of
-from harness.ledgers import SteppedLedger
+from harness.ledgers import RecordingHolder, SteppedLedger, draft_of
 
 ONE = make_query([1], None)
 

@@ -12,8 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from asynckv.buffers.entries.entries import EntryState, StoredEntry, Waiter
 from asynckv.errors import EntryAborted
 from asynckv.transfers.tokens import make_query
-from harness.holders import RecordingHolder, draft_of
-from harness.ledgers import SteppedLedger
+from harness.ledgers import RecordingHolder, SteppedLedger, draft_of
 
 ONE = make_query([1], None)
 

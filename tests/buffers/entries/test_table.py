@@ -23,8 +23,7 @@ from asynckv.tensors.arena import HeapArena
 from asynckv.testing import until
 from asynckv.transfers.manifest import content_digest, layout_of
 from asynckv.transfers.tokens import MAX_ID_LENGTH, Query, as_tokens, make_query
-from harness.holders import RecordingHolder, draft_of
-from harness.ledgers import SteppedLedger
+from harness.ledgers import RecordingHolder, SteppedLedger, draft_of
 
 ONE = make_query([1], None)
 

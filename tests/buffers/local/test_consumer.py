@@ -34,8 +34,7 @@ from asynckv.testing.lookup_checks.values import (
     started,
 )
 from asynckv.transfers.tokens import Query, make_query
-from harness.holders import RecordingHolder, draft_of
-from harness.ledgers import SteppedLedger
+from harness.ledgers import RecordingHolder, SteppedLedger, draft_of
 
 SPECS = {name: TensorSpec((8,), "uint8") for name in ("key", "value")}
 

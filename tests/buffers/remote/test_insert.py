@@ -38,8 +38,7 @@ from asynckv.testing.lookup_checks.values import cancelled, started
 from asynckv.testing.pairs import Peers
 from asynckv.transfers.source import HostSource
 from harness.buffer_fixtures import CutWhen
-from harness.link_pairs import LinkPair, linked
-from harness.no_routes import NoRoutes
+from harness.link_pairs import LinkPair, NoRoutes, linked
 
 FarLink = Callable[[Server, Peer], Link]
 
@@ -190,13 +189,6 @@ async def test_a_streaming_insert_does_not_survive_its_link(
             (await peers.producer.link()).abort()
             await writer.put("key", ONES)
     await until(lambda: local.statistics().used_bytes == 0)
-
-
-async def test_a_writer_that_was_left_puts_nothing(peers: Peers) -> None:
-    async with peers.producer.lookup.open_insert([1], None, SPECS) as writer:
-        await writer.put("key", ONES)
-    with pytest.raises(RuntimeError, match="left already"):
-        await writer.put("key", ONES)
 
 
 async def pushed(pair: LinkPair) -> Push:

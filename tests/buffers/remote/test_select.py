@@ -10,7 +10,6 @@ import torch
 
 from asynckv import (
     ChecksumError,
-    EntryAborted,
     EntryTooLarge,
     LeaseLost,
     LookupBuffer,
@@ -49,8 +48,7 @@ from asynckv.transfers.delivery import Delivery, ReceiveBudget
 from asynckv.transfers.tokens import make_query
 from harness.bodies import body_with
 from harness.buffer_fixtures import CutWhen
-from harness.link_pairs import LinkPair, linked
-from harness.no_routes import NoRoutes
+from harness.link_pairs import LinkPair, NoRoutes, linked
 
 MIB = 2**20
 
@@ -475,36 +473,6 @@ async def test_leaving_early_stops_what_is_on_its_way_and_frees_the_budget(
     assert not into["0.key"].any() and local.statistics().entries == 0
 
 
-async def test_a_link_lost_in_mid_stream_is_a_lost_peer(
-    peers: Peers, local: LookupBuffer
-) -> None:
-    async with local.open_insert([1], None, SPECS) as writer:
-        await writer.put("0.key", ONES)
-        with pytest.raises(PeerLost):
-            async with peers.consumer.lookup.open_drop_select([1]) as stream:
-                await anext(stream)
-                (await peers.consumer.link()).abort()
-                await anext(stream)
-        await writer.put("1.key", ONES)
-        async with peers.consumer.lookup.open_drop_select([1]) as stream:
-            names = [(await anext(stream))[0] for _ in range(2)]
-            assert sorted(names) == list(SPECS) and stream.attempt == 2
-
-
-async def test_a_stream_that_was_left_gives_nothing_more(
-    peers: Peers, local: LookupBuffer
-) -> None:
-    await local.insert([1], None, torch.ones(3), None, None)
-    async with peers.consumer.lookup.open_drop_select([1]) as stream:
-        with pytest.raises(KeyError):
-            await stream.wait_for("hidden")
-        assert [name async for name, _ in stream] == ["key"]
-    with pytest.raises(RuntimeError, match="left already"):
-        await stream.wait_for("key")
-    with pytest.raises(RuntimeError, match="left already"):
-        await anext(stream)
-
-
 async def test_the_iteration_ends_with_the_commit(
     peers: Peers, local: LookupBuffer
 ) -> None:
@@ -517,21 +485,3 @@ async def test_the_iteration_ends_with_the_commit(
         assert not end.done()
         await writing.__aexit__(None, None, None)
         assert await end is None
-
-
-async def test_what_has_landed_outlives_a_writer_that_fails(
-    peers: Peers, local: LookupBuffer
-) -> None:
-    with pytest.raises(LookupError):
-        async with local.open_insert([1], None, SPECS) as writer:
-            await writer.put("0.key", ONES)
-            leased = peers.consumer.lookup.open_drop_select([1])
-            stream = await leased.__aenter__()
-            await stream.wait_for("0.key")
-            raise LookupError
-    with pytest.raises(EntryAborted, match="producer"):
-        await stream.wait_for("1.key")
-    assert torch.equal(await stream.wait_for("0.key"), ONES)
-    with pytest.raises(LeaseLost):
-        await leased.__aexit__(None, None, None)
-    assert local.statistics().entries == 0

@@ -40,8 +40,7 @@ from asynckv.testing.lookup_checks.values import cancelled
 from asynckv.transfers.delivery import ReceiveBudget
 from asynckv.transfers.source import HostSource
 from harness.bodies import body_with
-from harness.link_pairs import LinkPair, linked
-from harness.no_routes import NoRoutes
+from harness.link_pairs import LinkPair, NoRoutes, linked
 
 MIB = 2**20
 
@@ -70,16 +69,6 @@ async def test_any_number_of_keys_is_asked_for(peer: Peer) -> None:
     assert len(found) == 9000 and [i for i, is_in in enumerate(found) if is_in] == [7]
     assert await peer.store.contains([]) == ()
     assert not any(await peer.store.contains(["\u20ac" * 512] * 100))
-
-
-@pytest.mark.parametrize("is_remote", [False, True])
-async def test_putting_none_deletes(
-    store: StoreBuffer, peer: Peer, is_remote: bool
-) -> None:
-    there = peer.store if is_remote else store
-    await there.put("a", torch.ones(3))
-    await there.put("a", None)
-    assert await there.contains(["a"]) == (False,)
 
 
 async def test_a_value_beyond_the_receive_bound_needs_into(peer: Peer) -> None:
@@ -360,23 +349,6 @@ async def test_a_hold_that_is_refused_holds_nothing() -> None:
             assert local.values._values[None]["a"].readers == 1
         await until(lambda: not server.waiting_bytes)
         assert not local.values._values[None]["a"].readers
-
-
-async def test_a_prefix_ends_at_the_first_key_that_is_missing() -> None:
-    async with StoreBuffer("8MiB") as local, serve("mem://pin", store=local):
-        async with connect("mem://pin") as peer:
-            for key in "abd":
-                await local.put(key, torch.ones(1))
-            for client in (local, peer.store):
-                assert await client.match_prefix(list("abcd")) == 2
-                assert await client.match_prefix(["a", "b"]) == 2
-                assert await client.match_prefix([]) == 0
-                for call in (client.contains, client.get_many):
-                    with pytest.raises(TypeError):
-                        await call("abc")
-                with pytest.raises(TypeError):
-                    async with client.pin("abc"):
-                        pass
 
 
 def read_in(local: StoreBuffer) -> int:

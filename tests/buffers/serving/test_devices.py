@@ -29,7 +29,7 @@ from asynckv.transports.nccl import worker as workers
 from harness.fake_devices import FakeDevice, fake_device_of
 from harness.fake_gpus import FakeGpus
 from harness.gpu_pairs import GpuPair, open_gpu_pair
-from harness.link_pairs import Hearer, name_of
+from harness.link_pairs import Hearer, dialled, name_of
 from harness.nccl_buffer_pairs import NcclBuffers
 
 BY_HANDLES = pytest.mark.skipif(not has_fd_sockets(), reason="no sockets for handles")
@@ -168,9 +168,8 @@ async def server(gpu: FakeDevice) -> AsyncIterator[Server]:
 
 @pytest.fixture
 async def link(server: Server) -> AsyncIterator[Link]:
-    link = await dial(server.url, identity=name_of("producer"))
-    yield link
-    await link.aclose()
+    async with dialled(server.url, "producer") as link:
+        yield link
 
 
 def show(gpu: FakeDevice, link: Link, *frames: Frame) -> tuple[Hearer, LinkStream]:
@@ -366,23 +365,23 @@ async def test_no_way_leads_to_who_describes_no_gpu_or_from_where_there_is_none(
 async def test_nothing_is_read_on_no_gpu_nor_by_a_link_that_shares_no_memory(
     gpu: FakeDevice, on_gpu: bool, end: str, their_end: str, why: str
 ) -> None:
-    async with serving(gpu.device if on_gpu else None, end) as server:
-        link = await dial(server.url + their_end, identity=name_of("producer"))
+    async with (
+        serving(gpu.device if on_gpu else None, end) as server,
+        dialled(server.url + their_end, "producer") as link,
+    ):
         hearer, _ = show(gpu, link, NOWHERE)
         assert why in str(await hearer.next())
-        await link.aclose()
 
 
 @pytest.mark.parametrize("frame", [OpenDevices(b""), Grant(1, "nccl", "off")])
 async def test_what_makes_no_sense_ends_the_link(
     server: Server, frame: OpenDevices | Grant
 ) -> None:
-    link = await dial(server.url, identity=name_of("consumer"))
-    channel = DeviceStream(answers=False)
-    if isinstance(frame, OpenDevices):
-        for _ in range(2):
-            link.open_stream(channel, frame)
-    else:
-        link.open_stream(channel, Select(has_key=False)).send(frame)
-    await until(lambda: not link.is_open)
-    await link.aclose()
+    async with dialled(server.url, "consumer") as link:
+        channel = DeviceStream(answers=False)
+        if isinstance(frame, OpenDevices):
+            for _ in range(2):
+                link.open_stream(channel, frame)
+        else:
+            link.open_stream(channel, Select(has_key=False)).send(frame)
+        await until(lambda: not link.is_open)

@@ -42,8 +42,8 @@ from asynckv.testing.pairs import Peers
 from asynckv.transports.mem import MemTransport
 from harness.fake_devices import fake_device
 from harness.held_copies import held_copies
-from harness.link_pairs import name_of
-from harness.raw_inserts import RawInsert
+from harness.link_pairs import dialled, name_of
+from harness.raw_peers import RawInsert
 
 MIB = 2**20
 
@@ -318,14 +318,13 @@ async def test_a_push_for_which_there_is_no_memory_ends_its_writer_alone() -> No
     async with (
         LookupBuffer(2**49, drain_s=0) as buffer,
         serve("mem://", lookup=buffer) as server,
+        dialled(server.url, "peer") as link,
     ):
-        link = await dial(server.url, identity=name_of("peer"))
         raw = RawInsert(link, 2**48, streaming=True)
         await raw.granted()
         raw.stream.send(Push(link.new_transfer(), 0, inline=False))
         assert (await raw.failure()).code == "EntryTooLarge"
         assert link.is_open and buffer.statistics().used_bytes == 0
-        await link.aclose()
 
 
 async def test_what_comes_after_the_end_changes_nothing(

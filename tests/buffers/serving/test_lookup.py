@@ -39,8 +39,8 @@ from asynckv.testing import until
 from asynckv.testing.lookup_checks.values import MIB, noise, started
 from asynckv.testing.pairs import Peers
 from harness.bodies import body_with
-from harness.link_pairs import Hearer, linked, name_of
-from harness.raw_inserts import RawInsert
+from harness.link_pairs import Hearer, dialled, linked, name_of
+from harness.raw_peers import RawInsert
 
 
 async def test_a_cancelled_taken_ends_by_one_last_frame(
@@ -206,10 +206,11 @@ async def busy_link(local: LookupBuffer) -> AsyncIterator[Link]:
     await local.insert([1], None, noise(MIB), None, None, entry_id="it")
     async with StoreBuffer("8MiB") as store:
         await store.put("key", noise(MIB))
-        async with serve("mem://", lookup=local, store=store) as server:
-            busy_link = await dial(server.url, identity=name_of("peer"))
+        async with (
+            serve("mem://", lookup=local, store=store) as server,
+            dialled(server.url, "peer") as busy_link,
+        ):
             yield busy_link
-            await busy_link.aclose()
 
 
 @pytest.mark.parametrize(

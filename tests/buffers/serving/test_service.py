@@ -1,4 +1,4 @@
-"""What a server keeps for its peers: how much, and for how long."""
+"""What a server keeps for its peers: how much, and for how long; how long each took."""
 
 from __future__ import annotations
 
@@ -10,7 +10,17 @@ from typing import Any
 import pytest
 import torch
 
-from asynckv import EntryAborted, LookupBuffer, Overloaded, StoreBuffer, connect, serve
+from asynckv import (
+    EntryAborted,
+    EntryTooLarge,
+    LookupBuffer,
+    Overloaded,
+    Peer,
+    Server,
+    StoreBuffer,
+    connect,
+    serve,
+)
 from asynckv.buffers.serving import service
 from asynckv.buffers.serving.service import (
     REQUEST_NBYTES,
@@ -22,10 +32,11 @@ from asynckv.buffers.serving.service import (
 from asynckv.links.dial import dial
 from asynckv.links.link import LinkStream
 from asynckv.links.streams import StreamHandler
-from asynckv.protocol.frames import OpeningFrame, Taken
+from asynckv.protocol.frames import Get, Offer, OpeningFrame, Taken
 from asynckv.testing import until, until_blocked
 from asynckv.testing.expectations import only
-from harness.link_pairs import Hearer, linked, name_of
+from asynckv.testing.lookup_checks.values import MIB, cancelled, started
+from harness.link_pairs import Hearer, dialled, linked, name_of
 
 
 class ServiceOfNothing(Service):
@@ -298,11 +309,101 @@ async def test_a_link_that_is_lost_gives_back_all_that_it_kept(
 
 async def test_who_waits_for_an_end_is_counted_too(local: LookupBuffer) -> None:
     await local.insert([9], None, None, None, None, entry_id="it")
-    async with serve("mem://", lookup=local, max_waiting_bytes="4KiB") as server:
-        link = await dial(server.url, identity=name_of("peer"))
+    async with (
+        serve("mem://", lookup=local, max_waiting_bytes="4KiB") as server,
+        dialled(server.url, "peer") as link,
+    ):
         hearers = [Hearer() for _ in range(2)]
         for hearer in hearers:
             link.open_stream(hearer, Taken("it"))
         await until(lambda: bool(hearers[1].frames))
         assert server.waiting_bytes == REQUEST_NBYTES and not hearers[0].frames
-        await link.aclose()
+
+
+@pytest.fixture
+async def server() -> AsyncIterator[Server]:
+    async with (
+        LookupBuffer(4 * MIB) as lookup,
+        StoreBuffer(4 * MIB) as store,
+        serve("mem://", lookup=lookup, store=store) as server,
+    ):
+        yield server
+
+
+@pytest.fixture
+async def peer(server: Server) -> AsyncIterator[Peer]:
+    async with connect(server.url) as peer:
+        yield peer
+
+
+def counts_of(server: Server) -> dict[str, int]:
+    """Return how many of each were counted, if any were."""
+    found = {name: one.count for name, one in server.request_latencies.items()}
+    return {name: count for name, count in found.items() if count}
+
+
+@pytest.mark.parametrize("nbytes", [64, MIB], ids=["inline", "by_payload"])
+async def test_a_put_and_a_get_are_counted_once_each(
+    server: Server, peer: Peer, nbytes: int
+) -> None:
+    await peer.store.put("key", torch.ones(nbytes, dtype=torch.uint8))
+    await peer.store.get("key")
+    await until(lambda: counts_of(server) == {"put": 1, "get": 1})
+
+
+async def test_a_miss_and_a_question_are_counted(server: Server, peer: Peer) -> None:
+    await peer.store.get("nothing")
+    await peer.store.contains(["nothing"])
+    assert counts_of(server) == {"get": 1, "contains": 1}
+
+
+async def test_an_entry_is_counted_as_it_comes_and_goes(
+    server: Server, peer: Peer
+) -> None:
+    key = torch.ones(MIB, dtype=torch.uint8)
+    await peer.lookup.insert([1], None, key, None, None)
+    await peer.lookup.drop_select([1])
+    assert counts_of(server) == {"insert": 1}
+
+
+async def test_a_select_lasts_until_there_is_a_match(
+    server: Server, peer: Peer
+) -> None:
+    waiting = await started(take(peer))
+    assert counts_of(server) == {}
+    await peer.lookup.insert([1], None, None, None, None)
+    await waiting
+    assert counts_of(server) == {"insert": 1}
+
+
+async def test_what_is_cancelled_or_fails_is_not_counted(
+    server: Server, peer: Peer
+) -> None:
+    waiting = await started(take(peer))
+    await cancelled(waiting)
+    with pytest.raises(EntryTooLarge):
+        await peer.store.put("key", torch.ones(8 * MIB, dtype=torch.uint8))
+    await peer.store.contains(["key"])  # by then both have ended there
+    assert counts_of(server) == {"contains": 1}
+
+
+async def test_a_value_that_is_cut_off_is_not_counted(
+    server: Server, peer: Peer
+) -> None:
+    await peer.store.put("key", torch.ones(MIB, dtype=torch.uint8))
+    link, hearer = await dial(server.url, identity=name_of("other")), Hearer()
+    link.open_stream(hearer, Get("key"))
+    assert not (await hearer.next_of(Offer))[0].inline
+    link.abort()
+    await until(lambda: len(server.peers) == 1)
+    assert counts_of(server) == {"put": 1}
+
+
+async def test_other_requests_are_not_timed(server: Server, peer: Peer) -> None:
+    await peer.lookup.peek([1])
+    await peer.store.delete("key")
+    assert counts_of(server) == {}
+
+
+async def take(peer: Peer) -> None:
+    await peer.lookup.drop_select([1])

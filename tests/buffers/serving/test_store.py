@@ -10,7 +10,6 @@ import torch
 
 from asynckv import BufferClosed, Server, StoreBuffer, TensorSpec, connect, serve
 from asynckv.buffers.lower_tiers import LowerTiers, Name, Owner
-from asynckv.links.dial import dial
 from asynckv.links.link import Link, LinkStream
 from asynckv.protocol.frames import (
     Accepted,
@@ -35,7 +34,7 @@ from asynckv.tensors import views
 from asynckv.testing import until
 from asynckv.testing.expectations import only
 from asynckv.testing.lookup_checks.values import MIB, started
-from harness.link_pairs import Hearer, name_of
+from harness.link_pairs import Hearer, dialled
 
 SPEC = TensorSpec((MIB,), "uint8")
 """Of the value that is stored as ``key``."""
@@ -56,9 +55,8 @@ async def server(store: StoreBuffer) -> AsyncIterator[Server]:
 
 @pytest.fixture
 async def link(server: Server) -> AsyncIterator[Link]:
-    link = await dial(server.url, identity=name_of("peer"))
-    yield link
-    await link.aclose()
+    async with dialled(server.url) as link:
+        yield link
 
 
 @pytest.fixture
@@ -324,8 +322,11 @@ async def test_leaving_in_a_hurry_waits_for_threads_that_touch_the_memory_of_a_p
 
 @pytest.mark.usefixtures("no_slabs")
 async def test_a_put_for_which_there_is_no_memory_is_refused_alone() -> None:
-    async with StoreBuffer(2**49) as store, serve("mem://", store=store) as server:
-        link = await dial(server.url, identity=name_of("peer"))
+    async with (
+        StoreBuffer(2**49) as store,
+        serve("mem://", store=store) as server,
+        dialled(server.url, "peer") as link,
+    ):
         for nbytes in (2**48, 0):
             hearer, spec = Hearer(), TensorSpec((nbytes,), "uint8")
             put = Put("key", link.new_transfer(), inline=not nbytes, spec=spec)
@@ -333,7 +334,6 @@ async def test_a_put_for_which_there_is_no_memory_is_refused_alone() -> None:
             last, _ = await hearer.next()
             assert getattr(last, "code", "") == ("EntryTooLarge" if nbytes else "")
         assert link.is_open and not store.statistics().used_bytes
-        await link.aclose()
 
 
 async def test_a_hold_costs_its_server_something_until_it_ends() -> None:
@@ -348,16 +348,14 @@ async def test_a_hold_costs_its_server_something_until_it_ends() -> None:
 async def test_whoever_says_what_does_not_belong_there_holds_nothing_any_more() -> None:
     async with StoreBuffer("8MiB") as local, serve("mem://pins", store=local) as server:
         await local.put("a", torch.ones(9))
-        link = await dial(server.url, identity=name_of("peer"))
-        hearer = Hearer()
-        stream = link.open_stream(hearer, Pin(("a",)))
-        assert await hearer.next() == (Pinned((True,)), b"")
-        assert local.values._values[None]["a"].readers == 1
-        stream.send(Grant(1))
-        assert "no Grant belongs here" in str((await hearer.loss()).__cause__)
-        await until(lambda: not local.values._values[None]["a"].readers)
-        assert not server.waiting_bytes
-        await link.aclose()
+        async with dialled(server.url) as link:
+            stream = link.open_stream(hearer := Hearer(), Pin(("a",)))
+            assert await hearer.next() == (Pinned((True,)), b"")
+            assert local.values._values[None]["a"].readers == 1
+            stream.send(Grant(1))
+            assert "no Grant belongs here" in str((await hearer.loss()).__cause__)
+            await until(lambda: not local.values._values[None]["a"].readers)
+            assert not server.waiting_bytes
 
 
 async def test_a_closed_store_charges_nobody_for_what_it_refuses() -> None:
