@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from asynckv.buffers.entries.entries import Draft, Lease, StoredEntry, Waiter
 from asynckv.buffers.entries.ledger import Ledger
+from asynckv.buffers.lower_tiers import LowerTiers, Name, Owner
 from asynckv.tensors.arena import HeapArena
 from asynckv.transfers.manifest import layout_of
 from asynckv.transfers.tokens import Query, as_tokens, make_query
@@ -11,6 +14,7 @@ from asynckv.types import TensorSpec
 
 __all__ = (
     "RecordingHolder",
+    "RecordingTiers",
     "SteppedLedger",
     "draft_of",
 )
@@ -169,3 +173,29 @@ class SteppedLedger:
         """Let a consumer ask for an entry."""
         holder = RecordingHolder(consumer, streams=streams)
         return holder, self.leases.select(query, holder, None)
+
+
+class RecordingTiers(LowerTiers):
+    """They have nothing, and remember what they are told."""
+
+    def __init__(self) -> None:
+        self.told: list[tuple[str, Name | Owner]] = []
+
+    def stored(self, name: Name) -> None:
+        self.told.append(("stored", name))
+
+    def used(self, name: Name) -> None:
+        self.told.append(("used", name))
+
+    def deleted(self, name: Name) -> None:
+        self.told.append(("deleted", name))
+
+    def cleared(self, owner: Owner) -> None:
+        self.told.append(("cleared", owner))
+
+    async def fetch(self, names: Sequence[Name]) -> None: ...
+
+    async def where(self, names: Sequence[Name]) -> Sequence[Sequence[str]]:
+        return [()] * len(names)
+
+    async def touch(self, names: Sequence[Name]) -> None: ...

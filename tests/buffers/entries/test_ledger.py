@@ -197,10 +197,7 @@ class Model:
 
     def select(self, query: ModelQuery) -> None:
         self.queries[query.name] = query
-        found = [(self.matched(e, query), e) for e in self.entries.values()]
-        scored = [(matched, e) for matched, e in found if matched is not None]
-        if scored:
-            self.lease(max(scored, key=lambda pair: pair[0])[1], query)
+        self.reselect(query)
 
     def insert(self, entry: ModelEntry) -> None:
         self.entries[entry.id] = entry

@@ -205,15 +205,24 @@ async def test_the_peer_is_told_when_the_value_has_landed(
     getting.release()
 
 
-@pytest.mark.parametrize("url", ["mem://", "tcp://127.0.0.1:0"])
-async def test_a_link_lost_before_the_last_byte_ends_the_wait(url: str) -> None:
+@pytest.mark.parametrize(
+    ("url", "last"),
+    [("mem://", None), ("tcp://127.0.0.1:0", None), ("mem://", Result(1))],
+)
+async def test_a_link_lost_or_an_answer_before_the_last_byte_ends_the_wait(
+    url: str, last: Result | None
+) -> None:
     async with linked(url, lambda stream, *_: offer_of(stream, "value")) as pair:
         value = asyncio.create_task(getting_on(pair.near).value())
         stream = await granted(pair)
-        stream.send(Sent(2, 0, b"digest"))
-        pair.far.abort()
+        if last is not None:
+            stream.send(last)
+        else:
+            stream.send(Sent(2, 0, b"digest"))
+            pair.far.abort()
         with pytest.raises(PeerLost):
             await value
+        assert not pair.near.is_open
 
 
 async def test_bytes_that_changed_are_refused(offering: LinkPair) -> None:
@@ -368,12 +377,3 @@ async def test_of_a_long_prefix_nothing_is_held_after_the_first_gap() -> None:
                 async with client.pin(keys, prefix=True) as found:
                     assert found == (True, *[False] * 1999)
                     await until(lambda: read_in(local) == 1)
-
-
-async def test_an_answer_before_the_value_has_come_ends_the_wait() -> None:
-    async with linked("mem://", lambda stream, *_: offer_of(stream, "value")) as pair:
-        value = asyncio.create_task(getting_on(pair.near).value())
-        (await granted(pair)).send(Result(1))
-        with pytest.raises(PeerLost):
-            await value
-        assert not pair.near.is_open

@@ -1,10 +1,10 @@
-"""What a server keeps for its peers: how much, and for how long; how long each took."""
+"""What a server keeps for its peers: how much, and for how long."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Coroutine, Sequence
 from typing import Any
 
 import pytest
@@ -12,11 +12,8 @@ import torch
 
 from asynckv import (
     EntryAborted,
-    EntryTooLarge,
     LookupBuffer,
     Overloaded,
-    Peer,
-    Server,
     StoreBuffer,
     connect,
     serve,
@@ -29,14 +26,12 @@ from asynckv.buffers.serving.service import (
     Silence,
     WaitingBytes,
 )
-from asynckv.links.dial import dial
 from asynckv.links.link import LinkStream
 from asynckv.links.streams import StreamHandler
-from asynckv.protocol.frames import Get, Offer, OpeningFrame, Taken
+from asynckv.protocol.frames import OpeningFrame, Taken
 from asynckv.testing import until, until_blocked
 from asynckv.testing.expectations import only
-from asynckv.testing.lookup_checks.values import MIB, cancelled, started
-from harness.link_pairs import Hearer, dialled, linked, name_of
+from harness.link_pairs import Hearer, dialled, linked
 
 
 class ServiceOfNothing(Service):
@@ -113,26 +108,22 @@ async def listener() -> Listener:
     return Listener()
 
 
-async def test_a_tensor_that_grows_is_no_silence_one_that_stands_still_is(
-    listener: Listener,
+GROWING = ({1: 5}, {1: 7}, {1: 7, 2: 1}, {1: 7, 2: 1})
+"""What has landed at each look: the last one shows nothing new."""
+
+
+@pytest.mark.parametrize(
+    ("landed", "working"),
+    [
+        (GROWING, [False] * 4),
+        ([{1: 0}], [False]),  # promised, and no byte of it has come
+        ([{}] * 3, [True, True, False]),
+    ],
+)
+async def test_a_tensor_that_grows_or_is_worked_at_is_no_silence(
+    listener: Listener, landed: Sequence[dict[int, int]], working: Sequence[bool]
 ) -> None:
-    for listener.landed in ({1: 5}, {1: 7}, {1: 7, 2: 1}):
-        listener.silence._fall_silent()
-    assert not listener.told
-    listener.silence._fall_silent()
-    assert len(listener.told) == 1
-    listener.silence.stop()
-
-
-async def test_what_is_promised_and_has_no_byte_is_silence(listener: Listener) -> None:
-    listener.landed = {1: 0}
-    listener.silence._fall_silent()
-    assert len(listener.told) == 1
-    listener.silence.stop()
-
-
-async def test_while_this_side_works_nobody_is_silent(listener: Listener) -> None:
-    for listener.is_working in (True, True, False):
+    for listener.landed, listener.is_working in zip(landed, working, strict=True):
         assert not listener.told
         listener.silence._fall_silent()
     assert len(listener.told) == 1
@@ -318,92 +309,3 @@ async def test_who_waits_for_an_end_is_counted_too(local: LookupBuffer) -> None:
             link.open_stream(hearer, Taken("it"))
         await until(lambda: bool(hearers[1].frames))
         assert server.waiting_bytes == REQUEST_NBYTES and not hearers[0].frames
-
-
-@pytest.fixture
-async def server() -> AsyncIterator[Server]:
-    async with (
-        LookupBuffer(4 * MIB) as lookup,
-        StoreBuffer(4 * MIB) as store,
-        serve("mem://", lookup=lookup, store=store) as server,
-    ):
-        yield server
-
-
-@pytest.fixture
-async def peer(server: Server) -> AsyncIterator[Peer]:
-    async with connect(server.url) as peer:
-        yield peer
-
-
-def counts_of(server: Server) -> dict[str, int]:
-    """Return how many of each were counted, if any were."""
-    found = {name: one.count for name, one in server.request_latencies.items()}
-    return {name: count for name, count in found.items() if count}
-
-
-@pytest.mark.parametrize("nbytes", [64, MIB], ids=["inline", "by_payload"])
-async def test_a_put_and_a_get_are_counted_once_each(
-    server: Server, peer: Peer, nbytes: int
-) -> None:
-    await peer.store.put("key", torch.ones(nbytes, dtype=torch.uint8))
-    await peer.store.get("key")
-    await until(lambda: counts_of(server) == {"put": 1, "get": 1})
-
-
-async def test_a_miss_and_a_question_are_counted(server: Server, peer: Peer) -> None:
-    await peer.store.get("nothing")
-    await peer.store.contains(["nothing"])
-    assert counts_of(server) == {"get": 1, "contains": 1}
-
-
-async def test_an_entry_is_counted_as_it_comes_and_goes(
-    server: Server, peer: Peer
-) -> None:
-    key = torch.ones(MIB, dtype=torch.uint8)
-    await peer.lookup.insert([1], None, key, None, None)
-    await peer.lookup.drop_select([1])
-    assert counts_of(server) == {"insert": 1}
-
-
-async def test_a_select_lasts_until_there_is_a_match(
-    server: Server, peer: Peer
-) -> None:
-    waiting = await started(take(peer))
-    assert counts_of(server) == {}
-    await peer.lookup.insert([1], None, None, None, None)
-    await waiting
-    assert counts_of(server) == {"insert": 1}
-
-
-async def test_what_is_cancelled_or_fails_is_not_counted(
-    server: Server, peer: Peer
-) -> None:
-    waiting = await started(take(peer))
-    await cancelled(waiting)
-    with pytest.raises(EntryTooLarge):
-        await peer.store.put("key", torch.ones(8 * MIB, dtype=torch.uint8))
-    await peer.store.contains(["key"])  # by then both have ended there
-    assert counts_of(server) == {"contains": 1}
-
-
-async def test_a_value_that_is_cut_off_is_not_counted(
-    server: Server, peer: Peer
-) -> None:
-    await peer.store.put("key", torch.ones(MIB, dtype=torch.uint8))
-    link, hearer = await dial(server.url, identity=name_of("other")), Hearer()
-    link.open_stream(hearer, Get("key"))
-    assert not (await hearer.next_of(Offer))[0].inline
-    link.abort()
-    await until(lambda: len(server.peers) == 1)
-    assert counts_of(server) == {"put": 1}
-
-
-async def test_other_requests_are_not_timed(server: Server, peer: Peer) -> None:
-    await peer.lookup.peek([1])
-    await peer.store.delete("key")
-    assert counts_of(server) == {}
-
-
-async def take(peer: Peer) -> None:
-    await peer.lookup.drop_select([1])

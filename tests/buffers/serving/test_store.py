@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from asynckv import BufferClosed, Server, StoreBuffer, TensorSpec, connect, serve
-from asynckv.buffers.lower_tiers import LowerTiers, Name, Owner
+from asynckv.buffers.lower_tiers import Name
 from asynckv.links.link import Link, LinkStream
 from asynckv.protocol.frames import (
     Accepted,
@@ -34,6 +34,7 @@ from asynckv.tensors import views
 from asynckv.testing import until
 from asynckv.testing.expectations import only
 from asynckv.testing.lookup_checks.values import MIB, started
+from harness.ledgers import RecordingTiers
 from harness.link_pairs import Hearer, dialled
 
 SPEC = TensorSpec((MIB,), "uint8")
@@ -370,28 +371,12 @@ async def test_a_closed_store_charges_nobody_for_what_it_refuses() -> None:
             assert not server.waiting_bytes
 
 
-class SilentTiers(LowerTiers):
+class SilentTiers(RecordingTiers):
     """There may be something, and it never comes."""
 
-    def __init__(self) -> None:
-        self.asked: list[Name] = []
-
-    def stored(self, name: Name) -> None: ...
-
-    def used(self, name: Name) -> None: ...
-
-    def deleted(self, name: Name) -> None: ...
-
-    def cleared(self, owner: Owner) -> None: ...
-
     async def fetch(self, names: Sequence[Name]) -> None:
-        self.asked += names
+        self.told += [("fetched", name) for name in names]
         await asyncio.get_running_loop().create_future()
-
-    async def where(self, names: Sequence[Name]) -> Sequence[Sequence[str]]:
-        return [()] * len(names)
-
-    async def touch(self, names: Sequence[Name]) -> None: ...
 
 
 async def test_who_waits_for_what_is_far_may_say_no_more_than_that_it_goes(
@@ -399,6 +384,6 @@ async def test_who_waits_for_what_is_far_may_say_no_more_than_that_it_goes(
 ) -> None:
     store.values.lower = lower = SilentTiers()
     stream = link.open_stream(hearer := Hearer(), Get("far"))
-    await until(lambda: bool(lower.asked))
+    await until(lambda: ("fetched", ("far", None)) in lower.told)
     stream.send(Grant(1))
     assert "no Grant belongs here" in str((await hearer.loss()).__cause__)
