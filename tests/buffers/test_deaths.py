@@ -95,7 +95,7 @@ async def viewing(buffer: LookupBuffer) -> AsyncIterator[asyncio.subprocess.Proc
     async with (
         serve("tcp://127.0.0.1:0", lookup=buffer) as server,
         running(CONSUMER, server.url) as process,
-        asyncio.timeout(30),
+        asyncio.timeout(50),
     ):
         assert await line_of(process) == "map"
         assert await line_of(process) == "has it"

@@ -473,6 +473,16 @@ async def test_leaving_early_stops_what_is_on_its_way_and_frees_the_budget(
     assert not into["0.key"].any() and local.statistics().entries == 0
 
 
+async def test_a_stream_that_was_left_gives_nothing_more(
+    peers: Peers, local: LookupBuffer
+) -> None:
+    await local.insert([1], None, torch.ones(3), None, None)
+    async with peers.consumer.lookup.open_drop_select([1]) as stream:
+        await stream.wait_for("key")
+    with pytest.raises(RuntimeError, match="left already"):
+        await stream.wait_for("key")
+
+
 async def test_the_iteration_ends_with_the_commit(
     peers: Peers, local: LookupBuffer
 ) -> None:
