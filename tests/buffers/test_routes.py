@@ -52,6 +52,7 @@ from harness.nccl_buffer_pairs import open_nccl_buffers
 LARGE, SMALL = TensorSpec((MIB,), "uint8"), TensorSpec((8,), "uint8")
 LAYERS: Final[Mapping[str, TensorSpec]] = {"key": LARGE, "hidden": SMALL}
 CONTENT: Final[Mapping[str, torch.Tensor]] = {"key": noise(MIB), "hidden": noise(8)}
+MORE_LAYERS: Final[Mapping[str, TensorSpec]] = {**LAYERS, "value": LARGE}
 Memory: TypeAlias = Mapping[str, torch.Tensor]
 
 
@@ -419,14 +420,14 @@ async def test_a_cancelled_put_of_a_layer_may_be_made_again(ends: Ends) -> None:
 
 async def test_what_has_landed_outlives_a_writer_that_fails(ends: Ends) -> None:
     with pytest.raises(LookupError):
-        async with ends.buffer.open_insert([1], None, LAYERS) as writer:
+        async with ends.buffer.open_insert([1], None, MORE_LAYERS) as writer:
             await writer.put("key", CONTENT["key"])
             reading = ends.peer.lookup.open_drop_select([1])
             stream = await reading.__aenter__()
             await stream.wait_for("key")
             raise LookupError
     with pytest.raises(EntryAborted, match="producer"):
-        await stream.wait_for("hidden")
+        await stream.wait_for("value")
     assert is_same(await stream.wait_for("key"), CONTENT["key"])
     await until(lambda: not ends.buffer.statistics().mapped_by)
     assert not ends.buffer.statistics().pinned_bytes  # though nobody has left it yet
@@ -441,7 +442,7 @@ async def test_a_link_lost_in_mid_stream_gives_the_entry_back(
 ) -> None:
     """Another GPU is connected some time after the link, and so not seen here."""
     async with opened(two_gpus, route) as ends:
-        async with ends.buffer.open_insert([1], None, LAYERS) as writer:
+        async with ends.buffer.open_insert([1], None, MORE_LAYERS) as writer:
             await writer.put("key", CONTENT["key"])
             with pytest.raises(PeerLost):
                 async with ends.peer.lookup.open_drop_select([1]) as stream:
@@ -450,7 +451,9 @@ async def test_a_link_lost_in_mid_stream_gives_the_entry_back(
                     await anext(stream)
                     await anext(stream)
             await writer.put("hidden", CONTENT["hidden"])
+            await writer.put("value", noise(MIB, 2))
             async with ends.peer.lookup.open_drop_select([1]) as stream:
+                assert is_same(await stream.wait_for("value"), noise(MIB, 2))
                 found = {name: await stream.wait_for(name) for name in LAYERS}
                 assert all(is_same(found[name], CONTENT[name]) for name in LAYERS)
                 assert stream.attempt == 2
