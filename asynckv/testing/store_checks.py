@@ -7,7 +7,7 @@ buffer behind it (the same object for a local one).
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Final, TypeAlias
 
@@ -21,6 +21,7 @@ from asynckv.testing.cancellation import CancelMode, Outcome, sweep_cancellation
 from asynckv.testing.expectations import (
     CANCEL_MODES,
     expect,
+    expect_error,
     expect_same,
     is_same,
     naming,
@@ -192,12 +193,20 @@ async def an_into_that_does_not_fit_is_refused(
 
 
 async def it_tells_which_keys_it_has(client: KVStoreBuffer, local: StoreBuffer) -> None:
-    """``contains`` answers in the order of the question."""
+    """``contains`` answers in the order of the question; one key is no sequence."""
     await client.put("a", torch.ones(1))
     await client.put("c", torch.ones(1))
     found = await client.contains(["c", "b", "a", "a"])
     expect(found == (True, False, True, True), f"found {found}")
     expect(await client.contains([]) == (), "nothing asked, nothing told")
+    for call in (client.contains, client.get_many, lambda keys: pin(client, keys)):
+        await expect_error(TypeError, call("abc"))
+
+
+async def pin(client: KVStoreBuffer, keys: Sequence[str]) -> None:
+    """Hold values, and let them go at once."""
+    async with client.pin(keys):
+        pass
 
 
 async def many_are_put_and_got_at_once(

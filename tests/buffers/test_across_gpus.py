@@ -1,22 +1,34 @@
-"""Entries on a GPU for peers that have none, and of the host for who has one."""
+"""Entries on a GPU for peers on another one, by NCCL, or on none; and of the host."""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import weakref
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from functools import partial
 from typing import Any, Final
 
 import pytest
 import torch
 
+from asynckv import (
+    GPUFailed,
+    LeaseLost,
+    LookupBuffer,
+    Peer,
+    PeerLost,
+    StoreBuffer,
+    TensorSpec,
+    connect,
+    serve,
+)
 from asynckv.buffers.entries.entries import StoredEntry
-from asynckv.buffers.lookup import LookupBuffer
-from asynckv.buffers.remote.peer import Peer, connect
-from asynckv.buffers.serve import serve
-from asynckv.buffers.store import StoreBuffer
-from asynckv.errors import LeaseLost
+from asynckv.buffers.serving.insert import ServedInsert
+from asynckv.protocol.frames import Frame
+from asynckv.protocol.transfer_frames import Sent
 from asynckv.tensors.views import empty_tensor
-from asynckv.testing.blocked import until
+from asynckv.testing import LOOKUP_CHECKS, until, until_blocked
 from asynckv.testing.expectations import is_same, only
 from asynckv.testing.lookup_checks.values import (
     LOOKUP_MAX_BYTES,
@@ -24,13 +36,13 @@ from asynckv.testing.lookup_checks.values import (
     LookupCheck,
     noise,
 )
-from asynckv.testing.lookup_conformance import LOOKUP_CHECKS
 from asynckv.testing.pairs import Scheme, new_url
 from asynckv.transfers.incoming import Incoming
-from asynckv.types import TensorSpec
 from harness.fake_devices import FakeDevice, fake_device
 from harness.fake_gpus import FakeGpus
-from harness.gpu_pairs import GpuPair, open_gpu_pair
+from harness.fake_gpus.streams import Delay
+from harness.gpu_pairs import GpuPair, NcclBuffers, open_gpu_pair, open_nccl_buffers
+from harness.gpu_puts import LAYERS, check_is_in, insert, put_layers
 
 SMALL = 64 * 1024
 
@@ -43,8 +55,6 @@ WAYS: Final[Mapping[str, Mapping[str, Any]]] = {
 # Of these every check runs for a release; tests of single routes run always.
 OTHERS = ("cuda_ipc", "inline")
 
-LAYERS = {"key": TensorSpec((MIB,), "uint8"), "hidden": TensorSpec((8,), "uint8")}
-
 
 @pytest.fixture
 async def pair(gpus: FakeGpus) -> AsyncIterator[GpuPair]:
@@ -53,13 +63,13 @@ async def pair(gpus: FakeGpus) -> AsyncIterator[GpuPair]:
         yield pair
 
 
-def is_on_gpu(entry: StoredEntry) -> bool:
-    return any(region.is_on_device for region in entry.regions)
-
-
 async def fill(buffer: LookupBuffer) -> None:
     """Insert a large tensor and a small one."""
     await buffer.insert([1], None, noise(MIB), None, noise(8))
+
+
+def is_on_gpu(entry: StoredEntry) -> bool:
+    return any(region.is_on_device for region in entry.regions)
 
 
 async def test_an_entry_that_is_taken_early_needs_no_more_layers(pair: GpuPair) -> None:
@@ -241,3 +251,212 @@ async def test_a_tensor_of_a_peer_lands_on_a_gpu_and_the_others_do_not(
     )
     assert isinstance(entry.value, torch.Tensor) and not entry.value.is_cuda
     await until(lambda: not local.statistics().used_bytes)
+
+
+@pytest.fixture
+async def near_pair(two_gpus: FakeGpus) -> AsyncIterator[NcclBuffers]:
+    async with open_nccl_buffers(two_gpus) as near_pair:
+        yield near_pair
+
+
+async def test_an_insert_that_waits_for_room_goes_to_the_gpu_by_lanes(
+    near_pair: NcclBuffers,
+) -> None:
+    await near_pair.buffer.insert([1], None, noise(12 * MIB), None, None)
+    waiting = asyncio.create_task(
+        near_pair.buffer.insert([2], None, noise(8 * MIB), None, None)
+    )
+    await until(lambda: near_pair.buffer.statistics().waiting_inserts == 1)
+    entry = await near_pair.peer.lookup.drop_select([2])
+    await waiting
+    assert isinstance(entry.key, torch.Tensor) and entry.key.is_cuda
+    assert is_same(entry.key, noise(8 * MIB)) and not near_pair.has_moved
+
+
+async def test_what_is_wanted_in_host_memory_goes_there(near_pair: NcclBuffers) -> None:
+    await fill(near_pair.buffer)
+    into = {"key": torch.zeros(MIB, dtype=torch.uint8)}
+    entry = await near_pair.peer.lookup.drop_select([1], into=into)
+    assert entry.key is into["key"] and is_same(into["key"], noise(MIB))
+    assert not near_pair.has_moved and near_pair.peer.transport == "nccl"
+
+
+async def test_a_link_may_be_cut_while_a_place_is_waited_for(
+    near_pair: NcclBuffers,
+) -> None:
+    await fill(near_pair.buffer)
+    into = {"key": near_pair.theirs.tensor(torch.zeros(MIB, dtype=torch.uint8))}
+    near_pair.theirs.tensors.stream(1).add(Delay(500))
+    lookup = near_pair.peer.lookup
+    select = asyncio.create_task(lookup.drop_select([1], into=into))
+    await until(lambda: bool(near_pair.peer.budget.used_bytes))
+    near_pair.peer._linked().abort()
+    assert (await select).key is into["key"] and is_same(into["key"], noise(MIB))
+    assert not near_pair.peer.budget.used_bytes
+
+
+async def test_a_layer_that_was_handed_out_is_not_written_again_when_its_route_is_lost(
+    near_pair: NcclBuffers,
+) -> None:
+    await near_pair.opened()
+    layers = {name: TensorSpec((MIB,), "uint8") for name in ("key", "value")}
+    async with (
+        near_pair.buffer.open_insert([1], None, layers) as writer,
+        near_pair.peer.lookup.open_drop_select([1]) as stream,
+    ):
+        await writer.put("key", noise(MIB, 1))
+        key = await stream.wait_for("key")
+        key.fill_(9)
+        near_pair.ours.process.nccl.is_silent = True
+        await writer.put("value", noise(MIB, 2))
+        await until(lambda: near_pair.near_way.transport.receiver.is_busy)
+        near_pair.near_way._stalled(PeerLost("nothing has come for long"))
+        assert is_same(await stream.wait_for("value"), noise(MIB, 2))
+        assert bool((key == 9).all()) and stream.attempt == 1
+
+
+async def test_what_has_no_room_on_the_way_goes_from_host_memory(
+    two_gpus: FakeGpus,
+) -> None:
+    async with open_nccl_buffers(two_gpus, max_bytes=MIB // 2) as pair:
+        await pair.opened()
+        await insert(pair)
+        assert not pair.has_put
+        await check_is_in(pair)
+
+
+async def test_a_layer_in_host_memory_goes_by_lanes(nccl_pair: NcclBuffers) -> None:
+    async with nccl_pair.peer.lookup.open_insert([1], None, LAYERS) as writer:
+        await writer.put("key", noise(MIB, 1))
+        await writer.put("hidden", noise(8))
+    assert not nccl_pair.has_put
+    await check_is_in(nccl_pair)
+
+
+async def stuck(pair: NcclBuffers, putting: asyncio.Task[None]) -> None:
+    """Wait until a put is under way, and does not go on."""
+    await until(lambda: pair.way.transport.receiver.is_busy or putting.done())
+    await until_blocked(putting)
+    assert not putting.done()
+
+
+@pytest.mark.parametrize("what", ["insert", "layer", "select"])
+async def test_what_nobody_says_was_sent_before_the_way_broke_is_asked_for_again(
+    nccl_pair: NcclBuffers, what: str
+) -> None:
+    way = nccl_pair.way if what == "select" else nccl_pair.near_way
+    ended = list[object]()
+    way.transport.sender.on_done = ended.append  # type: ignore[method-assign, assignment]
+    if what == "insert":
+        moving = asyncio.create_task(insert(nccl_pair))
+    elif what == "layer":
+        moving = asyncio.create_task(put_layers(nccl_pair))
+    else:
+        await nccl_pair.buffer.insert([1], None, noise(MIB, 1), None, noise(8))
+        moving = asyncio.create_task(select(nccl_pair))
+    await until(lambda: bool(ended))
+    way._stalled(PeerLost("nothing has come for long"))
+    async with asyncio.timeout(10):
+        await moving
+    assert nccl_pair.peer.transport == "inline"
+    if what != "select":
+        await check_is_in(nccl_pair)
+
+
+async def select(pair: NcclBuffers) -> None:
+    assert is_same(only((await pair.peer.lookup.drop_select([1])).key), noise(MIB, 1))
+
+
+async def test_what_was_whole_when_the_way_broke_is_told_of_once(
+    monkeypatch: pytest.MonkeyPatch, nccl_pair: NcclBuffers
+) -> None:
+    late, on_frame = list[Callable[[], None]](), ServedInsert.on_frame
+
+    def hold_back(served: ServedInsert, frame: Frame, body: bytes) -> None:
+        hear = partial(on_frame, served, frame, body)
+        if isinstance(frame, Sent) and frame.route == "nccl" and frame.part == 1:
+            late.append(hear)
+        else:
+            hear()
+
+    monkeypatch.setattr(ServedInsert, "on_frame", hold_back)
+    key, value = (nccl_pair.theirs.tensor(noise(MIB, salt)) for salt in (1, 2))
+    insert = nccl_pair.peer.lookup.insert
+    inserting = asyncio.create_task(insert([1], None, key, value, noise(8)))
+    await until(lambda: bool(late))
+    (entry,) = nccl_pair.buffer.ledger.table.entries.values()
+    await until(lambda: 0 in entry.landed)
+    nccl_pair.way._stalled(PeerLost("nothing has come for long"))
+    await until(lambda: nccl_pair.peer.transport == "inline")
+    late[0]()
+    await inserting
+    assert sorted(entry.landed) == [0, 1, 2]
+    found = await nccl_pair.buffer.drop_select([1])
+    assert is_same(only(found.key), noise(MIB, 1))
+    assert is_same(only(found.value), noise(MIB, 2))
+
+
+@contextlib.asynccontextmanager
+async def given_up(two_gpus: FakeGpus, end: str) -> AsyncIterator[NcclBuffers]:
+    """What a worker that is given up there may touch is let go after all.
+
+    What is inserted later is to be made first: who allocates while an operation that
+    the peer never begins is not aborted yet waits for it.
+    """
+    async with open_nccl_buffers(two_gpus) as pair:
+        await pair.opened()
+        pair.theirs.process.nccl.is_silent = True
+        worker = getattr(pair, end).transport._worker
+        yield pair
+    for gpu in (pair.ours, pair.theirs):
+        gpu.process.end()
+    worker.kept.clear()  # as it would be for ever
+    worker._flights.clear()
+    while worker._gpu._operations:  # else who frees waits for them in vain
+        worker._gpu.end_operation()
+
+
+@pytest.mark.parametrize("end", ["way", "near_way"])
+async def test_where_a_worker_that_is_given_up_may_write_nothing_is_put(
+    two_gpus: FakeGpus, end: str
+) -> None:
+    async with given_up(two_gpus, end) as pair:
+        again = pair.theirs.tensor(noise(MIB, 1))
+        inserting = asyncio.create_task(insert(pair))
+        await stuck(pair, inserting)
+        getattr(pair, end).transport._worker.give_up(GPUFailed("it is stuck"))
+        if end == "way":
+            with pytest.raises(GPUFailed, match="it is stuck"):
+                await inserting
+            await pair.peer.lookup.insert([1], None, again, None, None)
+        else:
+            await inserting
+        assert is_same(only((await pair.buffer.drop_select([1])).key), noise(MIB, 1))
+
+
+async def test_a_layer_of_a_worker_that_is_given_up_fails_its_writer(
+    two_gpus: FakeGpus,
+) -> None:
+    async with given_up(two_gpus, "way") as pair:
+        key = pair.theirs.tensor(noise(MIB, 1))
+        with pytest.raises(GPUFailed, match="it is stuck"):
+            async with pair.peer.lookup.open_insert([1], None, LAYERS) as writer:
+                putting = asyncio.create_task(writer.put("key", key))
+                await stuck(pair, putting)
+                pair.way.transport._worker.give_up(GPUFailed("it is stuck"))
+                await putting
+        await pair.peer.lookup.insert([1], None, key, None, None)
+        assert is_same(only((await pair.buffer.drop_select([1])).key), noise(MIB, 1))
+
+
+async def test_a_link_that_is_cut_is_connected_again_and_the_entry_sent(
+    nccl_pair: NcclBuffers,
+) -> None:
+    nccl_pair.theirs.process.nccl.is_silent = True
+    inserting = asyncio.create_task(insert(nccl_pair))
+    await stuck(nccl_pair, inserting)
+    nccl_pair.theirs.process.nccl.is_silent = False
+    nccl_pair.peer._linked().abort()
+    await inserting
+    assert nccl_pair.peer.transport == "nccl"
+    await check_is_in(nccl_pair)

@@ -14,16 +14,20 @@ from collections.abc import AsyncIterator, Callable, Iterator
 import pytest
 import torch
 
-from asynckv.buffers.lookup import LookupBuffer
-from asynckv.buffers.remote.peer import Peer, connect
-from asynckv.buffers.serve import serve
-from asynckv.buffers.store import StoreBuffer
-from asynckv.errors import EntryTooLarge
+from asynckv import (
+    EntryTooLarge,
+    LookupBuffer,
+    Peer,
+    StoreBuffer,
+    TensorSpec,
+    connect,
+    serve,
+)
 from asynckv.tensors import late_views
 from asynckv.tensors.paged_arena import SlabArena
 from asynckv.tensors.slabs import has_slabs
-from asynckv.testing.blocked import until
-from asynckv.types import TensorSpec
+from asynckv.testing import until
+from asynckv.testing.expectations import only
 
 pytestmark = pytest.mark.skipif(not has_slabs(), reason="no memory files here")
 
@@ -153,7 +157,7 @@ async def test_a_store_grows_before_it_drops_anything(gate: Gate) -> None:
 
 async def test_a_kept_exception_keeps_no_memory(lookup: LookupBuffer) -> None:
     errors = []
-    for _ in range(10):
+    for _ in range(3):
         insert = asyncio.create_task(lookup.insert([1], None, _tensor(60), None, None))
         await until(lambda: lookup.statistics().used_bytes > 0)
         insert.cancel()
@@ -274,7 +278,7 @@ async def test_nothing_waits_until_the_application_forgets_what_it_took(
     warm: LookupBuffer,
 ) -> None:
     kept = []
-    for value in range(5):
+    for value in range(3):
         await warm.insert([1], None, _tensor(40, value), None, None)
         kept.append((await warm.drop_select([1])).key)
     for value, tensor in enumerate(kept):
@@ -324,8 +328,7 @@ async def test_values_are_copied_into_memory_that_comes_back() -> None:
         assert (await store.get("a")) is not None  # nothing lies idle for it
         assert store.statistics().handed_out_bytes == 0
         await store.put("a", _tensor(20))
-        value = await store.get("a")
-        assert value is not None and bool((value == 1).all())
+        assert bool((only(await store.get("a")) == 1).all())
         now = store.statistics()
         assert (now.used_bytes, now.handed_out_bytes) == (20 * _MIB, 20 * _MIB)
         evictions = store.statistics().evictions

@@ -8,16 +8,16 @@ import logging
 import os
 import socket
 import struct
+from collections.abc import Callable
 
 import pytest
 import torch
 
-from asynckv.buffers.remote.peer import Peer, connect
+from asynckv import ConfigError, GPUFailed, Peer, PeerLost, connect
 from asynckv.devices.arena import DeviceAllocation
 from asynckv.devices.cuda import DeviceMemory, Event
 from asynckv.devices.growth import Growth
 from asynckv.devices.imports import import_allocation
-from asynckv.errors import ConfigError, GPUFailed, PeerLost
 from asynckv.links.fd_socket import has_fd_sockets
 from asynckv.links.link import LinkStream
 from asynckv.protocol.failures import to_failure
@@ -28,10 +28,14 @@ from asynckv.sharing.exporter import ExportedMemory, Importer
 from asynckv.sharing.imports import GpuImport, ImportedMemory
 from asynckv.sharing.mappings import MappedPin
 from asynckv.sharing.peer_imports import PeerImports
-from asynckv.testing.blocked import until, until_blocked
-from asynckv.testing.cancellation import CancelMode, Outcome, sweep_cancellation
+from asynckv.testing import (
+    CancelMode,
+    Outcome,
+    sweep_cancellation,
+    until,
+)
 from asynckv.testing.expectations import is_same
-from asynckv.testing.lookup_checks.values import MIB, noise
+from asynckv.testing.lookup_checks.values import MIB, noise, started
 from harness.fake_devices import fake_device_of
 from harness.fake_gpus import FakeGpus
 from harness.fake_gpus.streams import Delay, FakeEvent
@@ -202,30 +206,26 @@ async def test_a_view_outlives_the_link_and_the_peer(
     await until(lambda: not pair.opened)
 
 
-async def test_a_copy_of_a_view_in_a_child_tells_nobody_of_its_end(
-    monkeypatch: pytest.MonkeyPatch, pair: GpuPair
-) -> None:
-    key = await view_of(pair)
-    memory = memory_of(pair.peer)
-    with monkeypatch.context() as patch:
-        patch.setattr(memory, "_pid", os.getpid() + 1)
-        del key
-    for _ in range(20):
-        await asyncio.sleep(0)
-    assert pair.pinned_bytes == MIB
-    memory.release(1)
-    await until(lambda: not pair.pinned_bytes)
+def is_in_a_child(patch: pytest.MonkeyPatch, pair: GpuPair) -> None:
+    patch.setattr(memory_of(pair.peer), "_pid", os.getpid() + 1)
 
 
-async def test_memory_stays_the_peers_loss_where_the_gpu_cannot_be_asked(
-    monkeypatch: pytest.MonkeyPatch, pair: GpuPair
-) -> None:
+def cannot_be_asked(patch: pytest.MonkeyPatch, pair: GpuPair) -> None:
     def fail(tensor: torch.Tensor) -> DeviceMemory:
         raise GPUFailed("it has fallen off the bus")
 
+    patch.setattr(pair.theirs.tensors, "mark", fail)
+
+
+@pytest.mark.parametrize("trouble", [is_in_a_child, cannot_be_asked])
+async def test_memory_stays_the_peers_loss_where_the_end_of_a_view_is_not_told(
+    monkeypatch: pytest.MonkeyPatch,
+    pair: GpuPair,
+    trouble: Callable[[pytest.MonkeyPatch, GpuPair], None],
+) -> None:
     key = await view_of(pair)
     with monkeypatch.context() as patch:
-        patch.setattr(pair.theirs.tensors, "mark", fail)
+        trouble(patch, pair)
         del key
     for _ in range(20):
         await asyncio.sleep(0)
@@ -257,8 +257,7 @@ async def test_a_closed_buffer_waits_for_who_has_its_memory_open(
     pair: GpuPair,
 ) -> None:
     pair.buffer.abort()
-    closing = asyncio.create_task(pair.buffer.aclose())
-    await until_blocked(closing)
+    closing = await started(pair.buffer.aclose())
     assert pair.ours.process.owned  # or the peer would read what is not there
     await pair.peer.aclose()
     await closing

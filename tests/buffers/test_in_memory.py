@@ -9,17 +9,22 @@ import importlib.util
 import pytest
 import torch
 
-from asynckv.abc import KVEntry
+from asynckv import (
+    ConfigError,
+    GPUUnavailable,
+    KVEntry,
+    LookupBuffer,
+    StoreBuffer,
+    TensorSpec,
+)
 from asynckv.buffers.in_memory import InMemoryBuffer
-from asynckv.buffers.lookup import LookupBuffer
 from asynckv.buffers.statistics import (
     Counters,
     LookupStatistics,
     StoreCounters,
     StoreStatistics,
 )
-from asynckv.buffers.store import StoreBuffer
-from asynckv.errors import ConfigError, GPUUnavailable
+from asynckv.testing import LOOKUP_CHECKS
 from asynckv.testing.expectations import is_same
 from asynckv.testing.lookup_checks.values import (
     LOOKUP_MAX_BYTES,
@@ -27,8 +32,6 @@ from asynckv.testing.lookup_checks.values import (
     LookupCheck,
     noise,
 )
-from asynckv.testing.lookup_conformance import LOOKUP_CHECKS
-from asynckv.types import TensorSpec
 from harness.fake_devices import FakeDevice, fake_device
 from harness.fake_gpus.streams import Delay
 

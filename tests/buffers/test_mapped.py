@@ -14,11 +14,7 @@ import msgspec
 import pytest
 import torch
 
-from asynckv.abc import KVEntry
-from asynckv.buffers.lookup import LookupBuffer
-from asynckv.buffers.remote.peer import Peer, connect
-from asynckv.buffers.serve import Server, serve
-from asynckv.errors import EntryTooLarge
+from asynckv import EntryTooLarge, KVEntry, LookupBuffer, Peer, Server, connect, serve
 from asynckv.links.dial import dial
 from asynckv.links.fd_socket import fetch_file
 from asynckv.protocol.frames import (
@@ -36,7 +32,7 @@ from asynckv.tensors.arena import Region
 from asynckv.tensors.shared_file import MappedFile, edges_of
 from asynckv.tensors.stitching import Claim
 from asynckv.tensors.views import bytes_of
-from asynckv.testing.blocked import until
+from asynckv.testing import until
 from harness.link_pairs import Hearer, name_of
 from harness.raw_inserts import RawMapper
 

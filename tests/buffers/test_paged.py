@@ -7,15 +7,11 @@ from collections.abc import AsyncIterator, Sequence
 import pytest
 import torch
 
-from asynckv.abc import KVLookupBuffer
-from asynckv.buffers.lookup import LookupBuffer
-from asynckv.buffers.store import StoreBuffer
+from asynckv import KVBlocks, KVLookupBuffer, LookupBuffer, StoreBuffer, TensorSpec
 from asynckv.tensors import slabs as slabs_module
-from asynckv.tensors.blocks import KVBlocks
 from asynckv.tensors.slabs import Run, has_slabs
-from asynckv.testing.cancellation import CancelMode, Outcome, sweep_cancellation
+from asynckv.testing import CancelMode, Outcome, sweep_cancellation
 from asynckv.testing.pairs import SCHEMES, open_peers
-from asynckv.types import TensorSpec
 
 WITH_SLABS = pytest.mark.skipif(not has_slabs(), reason="no memory files here")
 _HERE, _THERE = [7, 0, 1, 2, 40, 9], [3, 60, 61, 5, 4, 11]

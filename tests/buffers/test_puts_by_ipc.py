@@ -8,26 +8,31 @@ from typing import Any
 
 import pytest
 
+from asynckv import (
+    ChecksumError,
+    EntryConflict,
+    GPUFailed,
+    KVBlocks,
+    PeerLost,
+    TensorSpec,
+    connect,
+)
 from asynckv.buffers.remote.insert import RemoteWriter
-from asynckv.buffers.remote.peer import connect
-from asynckv.errors import ChecksumError, EntryConflict, GPUFailed, PeerLost
 from asynckv.links.fd_socket import has_fd_sockets
 from asynckv.links.options import Digest
 from asynckv.protocol.frames import Cancelled
 from asynckv.shielding import wait_shielded
-from asynckv.tensors.blocks import KVBlocks
-from asynckv.testing.blocked import until, until_blocked
+from asynckv.testing import LOOKUP_CHECKS, until
 from asynckv.testing.expectations import is_same, only
 from asynckv.testing.lookup_checks.values import (
     LOOKUP_MAX_BYTES,
     MIB,
     LookupCheck,
     noise,
+    started,
 )
-from asynckv.testing.lookup_conformance import LOOKUP_CHECKS
 from asynckv.transfers.read_route import IpcRoute
 from asynckv.transfers.source import release_staged
-from asynckv.types import TensorSpec
 from harness.fake_devices import fake_device_of
 from harness.fake_gpus import FakeGpus
 from harness.gpu_pairs import GpuPair, SharedPuts, open_gpu_pair
@@ -104,8 +109,7 @@ async def test_a_tensor_of_another_gpu_goes_through_host_memory(
 ) -> None:
     other = fake_device_of(put_pair.theirs.process, 1 - put_pair.theirs.index)
     await put_pair.peer.lookup.insert([1], None, other.tensor(noise(MIB)), None, None)
-    entry = await put_pair.buffer.drop_select([1])
-    assert is_same(only(entry.key), noise(MIB))
+    assert is_same(only((await put_pair.buffer.drop_select([1])).key), noise(MIB))
     assert not put_pair.has_put
 
 
@@ -235,8 +239,7 @@ async def test_who_waits_for_room_fails_when_the_link_is_lost(gpus: FakeGpus) ->
             async with pair.peer.lookup.open_insert([1], None, {"key": spec}) as writer:
                 assert isinstance(writer, RemoteWriter)
                 taken = await writer.room([spec]) or []
-                waiting = asyncio.create_task(writer.room([spec]))
-                await until_blocked(waiting)
+                waiting = await started(writer.room([spec]))
                 pair.peer._linked().abort()
                 await asyncio.wait([waiting])
                 release_staged(taken)

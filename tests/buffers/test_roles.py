@@ -5,10 +5,8 @@ from collections.abc import AsyncIterator
 import pytest
 import torch
 
-from asynckv.buffers.lookup import LookupBuffer
+from asynckv import LookupBuffer, TensorSpec, WrongRole
 from asynckv.buffers.roles import LookupByRole
-from asynckv.errors import WrongRole
-from asynckv.types import TensorSpec
 
 KEY = torch.ones(3)
 SPECS = {"key": TensorSpec((3,), "float32")}
@@ -62,8 +60,7 @@ async def test_who_is_both_inserts_here_and_selects_there(
     await lookup.insert([1], None, KEY, None, None)
     assert (await lookup.peek([1]), await own.peek([1])) == (0, 1)
     await others.insert([1, 2], None, KEY, None, None)
-    entry = await lookup.drop_select([1, 2], min_matched_tokens=2)
-    assert entry.matched_tokens == 2
+    assert (await lookup.drop_select([1, 2], min_matched_tokens=2)).matched_tokens == 2
     assert lookup.statistics() == own.statistics()
 
 

@@ -8,10 +8,7 @@ import weakref
 import pytest
 import torch
 
-from asynckv.buffers.lookup import LookupBuffer
-from asynckv.buffers.remote.peer import connect
-from asynckv.buffers.serve import serve
-from asynckv.buffers.store import StoreBuffer
+from asynckv import LookupBuffer, StoreBuffer, connect, open_pipe, serve
 from asynckv.errors import (
     BufferClosed,
     ConfigError,
@@ -21,9 +18,9 @@ from asynckv.errors import (
     PeerLost,
 )
 from asynckv.links.dial import dial
-from asynckv.pipes.endpoints import open_pipe
 from asynckv.protocol.values import Limits
-from asynckv.testing.blocked import until, until_blocked
+from asynckv.testing import until
+from asynckv.testing.lookup_checks.values import started
 from asynckv.testing.pairs import Peers, Scheme, new_url
 from harness.fake_devices import fake_device_of
 from harness.fake_gpus import FakeGpus
@@ -41,8 +38,7 @@ async def test_leaving_finishes_deliveries_under_way(
     async with lookup.drop_select([1]):
         waiting = asyncio.create_task(lookup.drop_select([2]))
         await until(lambda: local.statistics().waiting_selects == 1)
-        leaving = asyncio.create_task(peers.server.aclose())
-        await until_blocked(leaving)
+        leaving = await started(peers.server.aclose())
         assert not leaving.done() and local.statistics().waiting_selects == 0
         with pytest.raises(BufferClosed, match="leaving"):
             await lookup.drop_select([1])
@@ -53,8 +49,9 @@ async def test_leaving_finishes_deliveries_under_way(
     assert local.statistics().entries == 1 and not local.is_closed
 
 
+@pytest.mark.parametrize("who", ["server", "producer"])
 async def test_leaving_does_not_wait_for_inserts_that_wait_for_room(
-    peers: Peers, local: LookupBuffer
+    peers: Peers, local: LookupBuffer, who: str
 ) -> None:
     await local.insert([1], None, torch.ones(3 * MIB // 2), None, None)
     insert = asyncio.create_task(
@@ -62,10 +59,11 @@ async def test_leaving_does_not_wait_for_inserts_that_wait_for_room(
     )
     await until(lambda: local.statistics().waiting_inserts == 1)
     async with asyncio.timeout(3):
-        await peers.server.aclose()
+        await getattr(peers, who).aclose()
     with pytest.raises(PeerLost):
         await insert
-    assert local.statistics().waiting_inserts == 0
+    await until(lambda: len(peers.server._services) == (who == "producer"))
+    await until(lambda: not local.statistics().waiting_inserts)
 
 
 async def test_leaving_by_an_error_waits_for_nothing(local: LookupBuffer) -> None:
@@ -109,20 +107,6 @@ async def test_a_server_tells_who_is_gone(peers: Peers) -> None:
     await peers.producer.aclose()
     await until(lambda: gone == [peers.producer.own_identity.id])
     assert peers.consumer.own_identity.id not in gone
-
-
-async def test_a_lost_link_is_forgotten_with_the_last_of_its_requests(
-    peers: Peers, local: LookupBuffer
-) -> None:
-    await local.insert([1], None, torch.ones(3 * MIB // 2), None, None)
-    insert = asyncio.create_task(
-        peers.producer.lookup.insert([2], None, torch.ones(MIB), None, None)
-    )
-    await until(lambda: local.statistics().waiting_inserts == 1)
-    await peers.producer.aclose()
-    with pytest.raises(PeerLost):
-        await insert
-    await until(lambda: len(peers.server._services) == 1)
 
 
 async def test_what_is_not_served_is_refused_and_what_is_served_is_named(
@@ -214,8 +198,7 @@ async def test_who_comes_while_it_leaves_is_told_so(
 ) -> None:
     await local.insert([1], None, torch.ones(MIB), None, None)
     async with peers.consumer.lookup.drop_select([1]):
-        leaving = asyncio.create_task(peers.server.aclose())
-        await until_blocked(leaving)
+        leaving = await started(peers.server.aclose())
         async with connect(peers.server.url) as late:
             with pytest.raises(BufferClosed, match="leaving"):
                 await late.lookup.drop_select([1])

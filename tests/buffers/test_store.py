@@ -8,11 +8,9 @@ from collections.abc import AsyncIterator
 import pytest
 import torch
 
-from asynckv.buffers.store import StoreBuffer
-from asynckv.errors import BufferClosed, EntryTooLarge, WrongLoop
+from asynckv import BufferClosed, EntryTooLarge, StoreBuffer, TensorSpec, WrongLoop
 from asynckv.protocol.wire import digest_of
 from asynckv.tensors.views import bytes_of
-from asynckv.types import TensorSpec
 
 _MIB = 2**20
 
@@ -142,19 +140,6 @@ async def test_what_cannot_be_a_key_is_refused(store: StoreBuffer, key: str) -> 
             await call
 
 
-async def test_a_stat_is_of_what_memory_has(store: StoreBuffer) -> None:
-    await store.put("a", value_of(1, 8), ttl_s=600)
-    told = await store.stat("a")
-    assert told is not None
-    assert (told.tiers, told.spec) == (("memory",), TensorSpec((8,), "uint8"))
-    assert await store.stat("b") is None
-
-
-async def test_contains_takes_keys_and_not_one_key(store: StoreBuffer) -> None:
-    with pytest.raises(TypeError, match="sequence"):
-        await store.contains("abc")
-
-
 async def test_memory_that_nothing_can_land_in_is_refused_also_on_a_miss(
     store: StoreBuffer,
 ) -> None:
@@ -182,10 +167,3 @@ async def test_a_put_that_finds_no_memory_leaves_nothing() -> None:
             await store.put("a", torch.zeros(1, dtype=torch.uint8).expand(2**48))
         await store.put("a", value_of(1))
         assert store.statistics().used_bytes == _MIB
-
-
-async def test_a_clear_says_how_many_values_there_were() -> None:
-    async with StoreBuffer("1MiB") as store:
-        await store.put_many([("a", torch.ones(3)), ("b", torch.ones(3))])
-        assert [await store.clear(), await store.clear()] == [2, 0]
-        assert await store.contains(["a", "b"]) == (False, False)

@@ -9,23 +9,26 @@ import logging
 import pytest
 import torch
 
+from asynckv import (
+    GPUFailed,
+    LookupBuffer,
+    Peer,
+    TensorSpec,
+    connect,
+    serve,
+)
 from asynckv.buffers.entries.entries import StoredEntry
-from asynckv.buffers.lookup import LookupBuffer
-from asynckv.buffers.remote.peer import Peer, connect
-from asynckv.buffers.serve import serve
 from asynckv.buffers.serving import select as offer
 from asynckv.devices.arena import DeviceRegion
-from asynckv.errors import EntryAborted, GPUFailed, LeaseLost, PeerLost
 from asynckv.links.fd_socket import has_fd_sockets
 from asynckv.links.options import Digest
 from asynckv.protocol.transfer_frames import Sent
 from asynckv.sharing import exporter
-from asynckv.testing.blocked import until, until_blocked
+from asynckv.testing import until, until_blocked
 from asynckv.testing.expectations import is_same
 from asynckv.testing.lookup_checks.values import MIB, noise
 from asynckv.transfers.host_copies import D2HCopier
 from asynckv.transfers.source import Source
-from asynckv.types import TensorSpec
 from harness.fake_devices import fake_device_of
 from harness.fake_gpus import FakeGpus
 from harness.fake_gpus.streams import Delay
@@ -191,45 +194,6 @@ async def test_what_has_no_known_edges_is_compared_whole(
     assert all(frame.digest for frame in sent_devices)
 
 
-async def test_a_writer_that_fails_ends_the_stream_and_leaves_nothing(
-    pair: GpuPair,
-) -> None:
-    with pytest.raises(LookupError):
-        async with pair.buffer.open_insert([1], None, LAYERS) as writer:
-            await writer.put("0.key", content("0.key"))
-            reading = pair.peer.lookup.open_drop_select([1])
-            stream = await reading.__aenter__()
-            await stream.wait_for("0.key")
-            raise LookupError
-    with pytest.raises(EntryAborted, match="producer"):
-        await stream.wait_for("1.key")
-    assert is_same(await stream.wait_for("0.key"), content("0.key"))
-    await until(lambda: not pair.buffer.statistics().mapped_by)
-    assert not pair.pinned_bytes  # though nobody has left it yet
-    with pytest.raises(LeaseLost):
-        await reading.__aexit__(None, None, None)
-    await emptied(pair)
-
-
-async def test_an_error_that_somebody_keeps_keeps_no_memory(
-    pair: GpuPair, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(*anything: object) -> None:
-        raise GPUFailed("it has fallen off the bus")
-
-    await fill(pair.buffer)
-    into = pair.theirs.tensor(torch.zeros(MIB, dtype=torch.uint8))
-    with monkeypatch.context() as patch:
-        patch.setattr(pair.theirs.process.cuda, "copy", fail)
-        with pytest.raises(GPUFailed) as failed:
-            await read(pair.peer, **{"0_key": into})
-    await until(lambda: not pair.buffer.statistics().mapped_by)
-    assert not pair.peer.budget.used_bytes
-    expect_all(await read(pair.peer))
-    await emptied(pair)
-    assert failed.value
-
-
 async def test_leaving_early_lets_the_memory_go(pair: GpuPair) -> None:
     async with pair.buffer.open_insert([1], None, LAYERS) as writer:
         await writer.put("0.key", content("0.key"))
@@ -239,23 +203,6 @@ async def test_leaving_early_lets_the_memory_go(pair: GpuPair) -> None:
         await emptied(pair)
         await writer.put("1.key", content("1.key"))
         await writer.put("hidden", content("hidden"))
-
-
-async def test_a_link_lost_in_mid_stream_gives_the_entry_back(pair: GpuPair) -> None:
-    async with pair.buffer.open_insert([1], None, LAYERS) as writer:
-        await writer.put("0.key", content("0.key"))
-        with pytest.raises(PeerLost):
-            async with pair.peer.lookup.open_drop_select([1]) as stream:
-                await stream.wait_for("0.key")
-                pair.peer._linked().abort()
-                await anext(stream)
-                await anext(stream)
-        for name in ("1.key", "hidden"):
-            await writer.put(name, content(name))
-        async with pair.peer.lookup.open_drop_select([1]) as stream:
-            assert stream.attempt == 2
-            expect_all({n: await stream.wait_for(n) for n in LAYERS})
-    await emptied(pair)
 
 
 async def test_a_peer_that_has_closed_the_memory_is_shown_nothing_more(

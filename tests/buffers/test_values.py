@@ -11,12 +11,12 @@ from hypothesis import given, settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from hypothesis.strategies import integers, sampled_from
 
-from asynckv.buffers.lower_tiers import LowerTiers, Name, Owner
+from asynckv import BufferClosed, EntryTooLarge, KVFingerprint, TensorSpec
 from asynckv.buffers.values import EvictionOrder, PendingPut, PinnedValue, StoredValues
-from asynckv.errors import BufferClosed, EntryTooLarge
 from asynckv.tensors.arena import HeapArena, Region
 from asynckv.testing import until_blocked
-from asynckv.types import KVFingerprint, TensorSpec
+from asynckv.testing.lookup_checks.values import cancelled
+from harness.ledgers import RecordingTiers
 
 _MAX_BYTES = 100
 
@@ -342,36 +342,10 @@ async def test_one_owner_s_values_are_cleared_and_no_other_s(
     assert values.clear(None) == 1 and keys_in(values) == ""
 
 
-class ToldTiers(LowerTiers):
-    """They have nothing, and remember what they are told."""
-
-    def __init__(self) -> None:
-        self.told: list[tuple[str, Name | Owner]] = []
-
-    def stored(self, name: Name) -> None:
-        self.told.append(("stored", name))
-
-    def used(self, name: Name) -> None:
-        self.told.append(("used", name))
-
-    def deleted(self, name: Name) -> None:
-        self.told.append(("deleted", name))
-
-    def cleared(self, owner: Owner) -> None:
-        self.told.append(("cleared", owner))
-
-    async def fetch(self, names: Sequence[Name]) -> None: ...
-
-    async def where(self, names: Sequence[Name]) -> Sequence[Sequence[str]]:
-        return [()] * len(names)
-
-    async def touch(self, names: Sequence[Name]) -> None: ...
-
-
 async def test_who_is_below_is_told_of_each_change_and_of_each_use(
     values: StoredValues,
 ) -> None:
-    values.lower = below = ToldTiers()
+    values.lower = below = RecordingTiers()
     store(values, "a", 10)
     pin(values, "a")
     assert values.remove("a", None)
@@ -480,8 +454,7 @@ async def test_what_a_put_got_as_it_was_cancelled_is_free_again(taken: Store) ->
     waiting = taken.reserve(100)
     await until_blocked(waiting)
     taken.values.discard(taken.taken)
-    waiting.cancel()
-    await asyncio.wait({waiting})
+    await cancelled(waiting)
     assert waiting.cancelled()
     assert taken.reserve_nowait(100) is not None
 

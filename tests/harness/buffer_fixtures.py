@@ -8,9 +8,7 @@ from typing import Protocol
 
 import pytest
 
-from asynckv.buffers.lookup import LookupBuffer
-from asynckv.buffers.remote.peer import Peer, connect
-from asynckv.buffers.serve import Server, serve
+from asynckv import LookupBuffer, Peer, Server, connect, serve
 from asynckv.devices import growth
 from asynckv.devices.copying import CopyPool
 from asynckv.links.dial import dial
@@ -24,7 +22,7 @@ from harness.device_memory import open_device_pool
 from harness.fake_devices import FakeDevice, fake_device
 from harness.fake_gpus import FakeGpus
 from harness.gpu_pairs import GpuPair, NcclBuffers, open_gpu_pair, open_nccl_buffers
-from harness.link_pairs import name_of
+from harness.link_pairs import dialled, name_of
 from harness.raw_inserts import RawMapper
 
 __all__ = (
@@ -68,12 +66,8 @@ async def peers(local: LookupBuffer) -> AsyncIterator[Peers]:
 @pytest.fixture
 async def link(local: LookupBuffer) -> AsyncIterator[Link]:
     """A peer of the served buffer that says what it likes."""
-    async with serve("mem://", lookup=local) as server:
-        link = await dial(server.url, identity=name_of("peer"))
-        try:
-            yield link
-        finally:
-            await link.aclose()
+    async with serve("mem://", lookup=local) as server, dialled(server.url) as link:
+        yield link
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ import contextlib
 import dataclasses
 import itertools
 from collections.abc import AsyncIterator, Callable
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, TypeAlias, TypeVar
 
 from asynckv.errors import PeerLost
 from asynckv.links.dial import dial
@@ -21,6 +21,7 @@ __all__ = (
     "Hearer",
     "LinkPair",
     "ScriptedService",
+    "dialled",
     "landed_bytes",
     "linked",
     "name_of",
@@ -28,12 +29,24 @@ __all__ = (
 
 Answer: TypeAlias = Callable[[LinkStream, OpeningFrame, bytes], None]
 
+_F = TypeVar("_F")
+
 _numbers: Final = itertools.count(1)
 
 
 def name_of(role: str) -> PeerIdentity:
     """Return an identity that no other peer of this process has."""
     return PeerIdentity(f"{role}-{next(_numbers)}", "1")
+
+
+@contextlib.asynccontextmanager
+async def dialled(url: str, role: str = "peer") -> AsyncIterator[Link]:
+    """Dial as a new peer of that role; leaving closes the link."""
+    link = await dial(url, identity=name_of(role))
+    try:
+        yield link
+    finally:
+        await link.aclose()
 
 
 class Hearer:
@@ -65,6 +78,16 @@ class Hearer:
             await self._changed.wait()
         self._taken += 1
         return self.frames[self._taken - 1]
+
+    async def next_of(self, kind: type[_F]) -> tuple[_F, bytes]:
+        """As :meth:`next`, which is of that kind.
+
+        :raises AssertionError: it is another frame
+        """
+        frame, body = await self.next()
+        if not isinstance(frame, kind):
+            raise AssertionError(f"no {kind.__name__} came, but {frame}")
+        return frame, body
 
     async def loss(self) -> PeerLost:
         """Wait for the end of the link."""

@@ -94,6 +94,16 @@ class RawInsert:
             if isinstance(frame, Accepted | Cancelled | Failure):
                 return frame
 
+    async def failure(self) -> Failure:
+        """As :meth:`last`, which says why the insert has failed.
+
+        :raises AssertionError: it has not
+        """
+        last = await self.last()
+        if not isinstance(last, Failure):
+            raise AssertionError(f"it ended by {last}")
+        return last
+
 
 def body_with(
     specs: Mapping[str, TensorSpec],

@@ -6,7 +6,7 @@ import shutil
 
 import pytest
 
-from harness.object_fixtures import moto, obstore_has_its_threads, s3
+from harness.moto_server import moto, obstore_has_its_threads, s3
 from harness.redis_servers import PROGRAM
 
 __all__ = ("moto", "obstore_has_its_threads", "redis_program", "s3")

@@ -70,12 +70,13 @@ async def tensors_come_in_landing_order_while_the_writer_writes(
 async def a_whole_entry_can_be_streamed_out(
     producer: KVLookupBuffer, consumer: KVLookupBuffer, local: LookupBuffer
 ) -> None:
-    """By the same names, however it was inserted."""
+    """By the same names, however it was inserted; once it was left it gives nothing."""
     for nbytes in (64, MIB):
         value = {"a": noise(nbytes, 1)}
         await producer.insert([1], None, noise(nbytes), value, None)
         async with consumer.open_drop_select([1]) as stream:
             tensors = {name: tensor async for name, tensor in stream}
+        await expect_error(RuntimeError, stream.__anext__)
         expect(sorted(tensors) == ["a.value", "key"], list(tensors))
         expect(same(tensors["a.value"], value["a"]), "its bytes")
     await empty(local)
@@ -132,7 +133,10 @@ async def a_writer_that_fails_aborts_its_entry(
 async def a_writer_refuses_what_was_not_declared(
     producer: KVLookupBuffer, consumer: KVLookupBuffer, local: LookupBuffer
 ) -> None:
-    """Unknown, repeated, or of another shape or dtype; it can go on after that."""
+    """Unknown, repeated, or of another shape or dtype; it can go on after that.
+
+    Once it was left it takes nothing more.
+    """
     async with producer.open_insert([1], None, _specs()) as writer:
         await writer.put("0.key", noise(64))
         for name, wrong in (
@@ -144,6 +148,7 @@ async def a_writer_refuses_what_was_not_declared(
             await expect_error(ValueError, writer.put, name, wrong)
         await writer.put("0.value", noise(64))
         await writer.put("hidden", noise(64))
+    await expect_error(RuntimeError, writer.put, "hidden", noise(64))
     await consumer.drop_select([1])
     await empty(local)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, Final, TypeAlias, TypeVar
 
 import numpy
@@ -11,7 +11,7 @@ import torch
 
 from asynckv.abc import KVLookupBuffer
 from asynckv.buffers.lookup import LookupBuffer
-from asynckv.testing.blocked import until
+from asynckv.testing.blocked import until, until_blocked
 from asynckv.testing.expectations import expect, is_same
 
 __all__ = (
@@ -29,10 +29,12 @@ __all__ = (
     "insert",
     "noise",
     "same",
+    "started",
     "until_waiting",
 )
 
 _E = TypeVar("_E", bound=BaseException)
+_R = TypeVar("_R")
 
 LookupCheck: TypeAlias = Callable[
     [KVLookupBuffer, KVLookupBuffer, LookupBuffer], Awaitable[None]
@@ -147,6 +149,13 @@ async def empty(local: LookupBuffer, *, timeout_s: float = 5.0) -> None:
         await until(is_empty, timeout_s=timeout_s)
     except TimeoutError:
         raise AssertionError(f"not empty: {local.statistics()}") from None
+
+
+async def started(call: Coroutine[Any, Any, _R]) -> asyncio.Task[_R]:
+    """Begin a call, and return its task when that waits or has ended."""
+    task = asyncio.create_task(call)
+    await until_blocked(task)
+    return task
 
 
 async def cancelled(task: asyncio.Task[Any]) -> None:

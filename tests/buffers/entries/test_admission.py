@@ -15,9 +15,9 @@ from asynckv.devices.arena import DeviceRegion
 from asynckv.errors import BufferClosed, EntryAborted, EntryConflict, EntryTooLarge
 from asynckv.tensors.arena import HeapArena, Region
 from asynckv.testing.blocked import until_blocked
+from asynckv.testing.lookup_checks.values import cancelled, started
 from asynckv.transfers.tokens import make_query
-from harness.holders import RecordingHolder, draft_of
-from harness.ledgers import SteppedLedger
+from harness.ledgers import RecordingHolder, SteppedLedger, draft_of
 
 ONE = make_query([1], None)
 
@@ -46,21 +46,17 @@ class Bench:
         await self.admission.insert(drawn, self, digest)
 
     async def started(self, name: str, **draft: Any) -> asyncio.Task[None]:
-        task = asyncio.create_task(self.insert(name, **draft))
-        await until_blocked(task)
-        return task
+        return await started(self.insert(name, **draft))
 
     async def streamed(
         self, name: str
     ) -> tuple[StoredEntry, RecordingHolder, asyncio.Task[None]]:
         """Stream to a consumer what has no room, and wait for it to be admitted."""
         drawn = draft_of(name, nbytes=80, streaming=True)
-        begin = asyncio.create_task(self.admission.begin(drawn))
-        await until_blocked(begin)
+        begin = await started(self.admission.begin(drawn))
         holder, entry = self.select(), await begin
         self.ledger.landed(entry, 0, b"d")
-        finish = asyncio.create_task(self.admission.finish(entry))
-        await until_blocked(finish)
+        finish = await started(self.admission.finish(entry))
         return entry, holder, finish
 
     def select(self, consumer: str = "consumer") -> RecordingHolder:
@@ -119,8 +115,7 @@ async def test_cancelled_with_a_consumer_it_is_that_consumers_alone(
     insert = await full_bench.started("a")
     holder = full_bench.select()
     await until_blocked(insert)
-    insert.cancel()
-    await asyncio.wait({insert})
+    await cancelled(insert)
     full_bench.ledger.leases.acknowledge(holder.held())
     assert full_bench.ledger.table.memory.outside_bytes == 0
 
@@ -136,8 +131,7 @@ async def broken_off(bench: Bench, *, counts: bool) -> bytes:
         bench.ledger.leases.acknowledge(lease)
     else:
         bench.ledger.leases.give_back(lease, reached=True)
-    insert.cancel()
-    await asyncio.wait({insert})
+    await cancelled(insert)
     return digest
 
 
@@ -176,8 +170,7 @@ async def test_what_its_consumer_has_alone_does_not_stand_for_other_deliveries(
     insert = await full_bench.started("a", deliveries=2)
     holder = full_bench.select("one")
     await until_blocked(insert)
-    insert.cancel()
-    await asyncio.wait({insert})
+    await cancelled(insert)
     digest = holder.held().entry.digest()
     full_bench.ledger.leases.acknowledge(holder.held())
     again = await full_bench.started("a", deliveries=2, digest=digest)
@@ -219,10 +212,8 @@ async def test_a_stream_that_is_cancelled_before_it_began_leaves_no_trace(
     full_bench: Bench,
 ) -> None:
     drawn = draft_of("a", nbytes=80, streaming=True)
-    begin = asyncio.create_task(full_bench.admission.begin(drawn))
-    await until_blocked(begin)
-    begin.cancel()
-    await asyncio.wait({begin})
+    begin = await started(full_bench.admission.begin(drawn))
+    await cancelled(begin)
     assert list(full_bench.ledger.table.entries) == ["full"]
     assert len(full_bench.room) == 0
     assert full_bench.select().entry_id is None

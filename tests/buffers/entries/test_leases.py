@@ -7,6 +7,7 @@ import logging
 
 import pytest
 
+from asynckv import EntryAborted, KVFingerprint, LeaseLost
 from asynckv.buffers.entries.entries import EntryState, StoredEntry, Waiter
 from asynckv.buffers.entries.leases import (
     Matcher,
@@ -14,12 +15,9 @@ from asynckv.buffers.entries.leases import (
     find_by_id,
     matched_by_id,
 )
-from asynckv.errors import EntryAborted, LeaseLost
-from asynckv.testing.blocked import until
+from asynckv.testing import until
 from asynckv.transfers.tokens import Query, make_query
-from asynckv.types import KVFingerprint
-from harness.holders import RecordingHolder, draft_of
-from harness.ledgers import SteppedLedger
+from harness.ledgers import RecordingHolder, SteppedLedger, draft_of
 
 ONE = make_query([1], None)
 

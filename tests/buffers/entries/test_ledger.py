@@ -12,8 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from asynckv.buffers.entries.entries import EntryState, StoredEntry, Waiter
 from asynckv.errors import EntryAborted
 from asynckv.transfers.tokens import make_query
-from harness.holders import RecordingHolder, draft_of
-from harness.ledgers import SteppedLedger
+from harness.ledgers import RecordingHolder, SteppedLedger, draft_of
 
 ONE = make_query([1], None)
 
@@ -198,10 +197,7 @@ class Model:
 
     def select(self, query: ModelQuery) -> None:
         self.queries[query.name] = query
-        found = [(self.matched(e, query), e) for e in self.entries.values()]
-        scored = [(matched, e) for matched, e in found if matched is not None]
-        if scored:
-            self.lease(max(scored, key=lambda pair: pair[0])[1], query)
+        self.reselect(query)
 
     def insert(self, entry: ModelEntry) -> None:
         self.entries[entry.id] = entry

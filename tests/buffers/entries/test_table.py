@@ -9,6 +9,7 @@ import msgspec
 import pytest
 import torch
 
+from asynckv import EntryAborted, EntryConflict, EntryTooLarge, LookupBuffer, TensorSpec
 from asynckv.buffers.entries import table
 from asynckv.buffers.entries.entries import (
     EntryState,
@@ -18,15 +19,11 @@ from asynckv.buffers.entries.entries import (
     make_draft,
 )
 from asynckv.buffers.entries.table import ExpiryClock, Tombstone, Tombstones
-from asynckv.buffers.lookup import LookupBuffer
-from asynckv.errors import EntryAborted, EntryConflict, EntryTooLarge
 from asynckv.tensors.arena import HeapArena
-from asynckv.testing.blocked import until
+from asynckv.testing import until
 from asynckv.transfers.manifest import content_digest, layout_of
 from asynckv.transfers.tokens import MAX_ID_LENGTH, Query, as_tokens, make_query
-from asynckv.types import TensorSpec
-from harness.holders import RecordingHolder, draft_of
-from harness.ledgers import SteppedLedger
+from harness.ledgers import RecordingHolder, SteppedLedger, draft_of
 
 ONE = make_query([1], None)
 
@@ -42,12 +39,16 @@ async def test_time_is_judged_again_after_each_acknowledgement(
     assert bench.arena.used_bytes == 0
 
 
-async def test_sent_again_after_its_time_an_entry_goes_on_after_what_counted(
-    bench: SteppedLedger,
+@pytest.mark.parametrize("left_by", ["ttl", "withdrawn"])
+async def test_sent_again_after_it_left_an_entry_goes_on_after_what_counted(
+    bench: SteppedLedger, left_by: str
 ) -> None:
     entry = bench.insert("a", deliveries=2, ttl_s=60)
-    entry.expires_at = 0.0
+    if left_by == "ttl":
+        entry.expires_at = 0.0
     bench.leases.acknowledge(bench.select(consumer="one")[0].held())
+    if left_by == "withdrawn":
+        bench.table.remove(entry, "withdrawn")
     again = bench.begin("a", deliveries=2)
     bench.table.resume(again, entry.digest())
     assert (again.attempts, again.deliveries_left) == (1, 1)
@@ -81,17 +82,6 @@ async def test_sent_again_what_failed_too_often_may_fail_as_often_again(
     again = bench.begin("a")
     bench.table.resume(again, entry.digest())
     assert (again.attempts, again.failures) == (entry.attempts, 0)
-
-
-async def test_what_was_withdrawn_goes_on_as_well_if_it_is_sent_again(
-    bench: SteppedLedger,
-) -> None:
-    entry = bench.insert("a", deliveries=2)
-    bench.leases.acknowledge(bench.select(consumer="one")[0].held())
-    bench.table.remove(entry, "withdrawn")
-    again = bench.begin("a", deliveries=2)
-    bench.table.resume(again, entry.digest())
-    assert (again.deliveries_left, again.consumers) == (1, {"one"})
 
 
 async def test_an_entry_in_hand_does_not_expire(bench: SteppedLedger) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from asynckv.abc import KVEntry
+from asynckv import EntryAborted, KVEntry, LeaseLost, LookupBuffer, TensorSpec
 from asynckv.buffers.entries.entries import Lease, StoredEntry, Waiter
 from asynckv.buffers.entries.ledger import Ledger
 from asynckv.buffers.local.consumer import LocalConsumer, PendingSelect
@@ -21,17 +21,20 @@ from asynckv.buffers.local.select import (
     lend,
     tensors_of,
 )
-from asynckv.buffers.lookup import LookupBuffer
 from asynckv.devices.copying import CopyPool
-from asynckv.errors import EntryAborted, LeaseLost
 from asynckv.tensors.arena import HeapArena, Region
 from asynckv.tensors.blocks import KVMemory
-from asynckv.testing.blocked import until, until_blocked
-from asynckv.testing.lookup_checks.values import MIB, borrow, insert, noise
+from asynckv.testing import until, until_blocked
+from asynckv.testing.lookup_checks.values import (
+    MIB,
+    borrow,
+    cancelled,
+    insert,
+    noise,
+    started,
+)
 from asynckv.transfers.tokens import Query, make_query
-from asynckv.types import TensorSpec
-from harness.holders import RecordingHolder, draft_of
-from harness.ledgers import SteppedLedger
+from harness.ledgers import RecordingHolder, SteppedLedger, draft_of
 
 SPECS = {name: TensorSpec((8,), "uint8") for name in ("key", "value")}
 
@@ -190,8 +193,7 @@ async def test_one_that_was_used_in_any_way_does_not_warn(
     async with Uses().pending:
         pass
     task = asyncio.create_task(Uses().pending)
-    task.cancel()
-    await asyncio.wait({task})
+    await cancelled(task)
     del task
     assert not recwarn.list
 
@@ -218,8 +220,7 @@ async def test_every_runner_of_coroutines_takes_it() -> None:
 
 async def test_a_task_cancelled_before_it_starts_takes_nothing(uses: Uses) -> None:
     task = asyncio.create_task(uses.pending)
-    task.cancel()
-    await asyncio.wait({task})
+    await cancelled(task)
     assert uses.seen == []
 
 
@@ -383,11 +384,9 @@ async def test_waits_on_if_the_producer_fails(bench: Bench) -> None:
 async def test_woken_cancelled_with_an_entry_in_hand_it_gives_it_back(
     bench: Bench,
 ) -> None:
-    whole = asyncio.create_task(bench.holder.lease())
-    await until_blocked(whole)
+    whole = await started(bench.holder.lease())
     bench.finish(bench.begin("a"))
-    whole.cancel()
-    await asyncio.wait({whole})
+    await cancelled(whole)
     bench.holder.give_back(failed=False)
     assert not bench.ledger.table.entries["a"].leases
     assert bench.ledger.leases.waiting_count == 0
@@ -410,8 +409,7 @@ async def test_a_stream_that_began_learns_that_its_producer_failed(
     entry = streaming.begin("a", streaming=True)
     lease = await streaming.holder.lease()
     streaming.ledger.leases.reach(lease)
-    landed = asyncio.create_task(streaming.holder.landed(lease, 0))
-    await until_blocked(landed)
+    landed = await started(streaming.holder.landed(lease, 0))
     streaming.ledger.abort_streaming(entry)
     with pytest.raises(EntryAborted, match="producer"):
         await landed
@@ -420,8 +418,7 @@ async def test_a_stream_that_began_learns_that_its_producer_failed(
 async def test_a_stream_that_did_not_begin_goes_back_to_waiting(
     streaming: Bench,
 ) -> None:
-    shown = asyncio.create_task(streaming.holder.lease())
-    await until_blocked(shown)
+    shown = await started(streaming.holder.lease())
     streaming.ledger.abort_streaming(streaming.begin("a", streaming=True))
     streaming.begin("b", streaming=True)
     assert (await shown).entry.entry_id == "b"
@@ -437,10 +434,8 @@ async def test_a_delivery_that_was_taken_back_is_not_read_on(streaming: Bench) -
 
 async def test_a_cancelled_wait_is_not_remembered(bench: Bench) -> None:
     for _ in range(3):
-        waiting = asyncio.create_task(bench.holder.lease())
-        await until_blocked(waiting)
-        waiting.cancel()
-        await asyncio.wait({waiting})
+        waiting = await started(bench.holder.lease())
+        await cancelled(waiting)
     assert not bench.holder._watchers
 
 
@@ -460,7 +455,6 @@ async def test_a_query_for_anything_is_logged_as_such(
 ) -> None:
     caplog.set_level("DEBUG", "asynckv.observability.waits")
     holder = LocalSelect(Bench().ledger.leases, Query(None), None, streams=False)
-    waiting = asyncio.create_task(holder.lease())
-    await until_blocked(waiting)
+    waiting = await started(holder.lease())
     assert "any tokens) waits for a match" in caplog.text
     waiting.cancel()

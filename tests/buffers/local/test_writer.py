@@ -8,24 +8,26 @@ from collections.abc import AsyncIterator
 import pytest
 import torch
 
+from asynckv import (
+    BufferClosed,
+    EntryAborted,
+    EntryTooLarge,
+    LeaseLost,
+    LookupBuffer,
+    TensorSpec,
+)
 from asynckv.buffers.entries.entries import StoredEntry
 from asynckv.buffers.local.writer import (
     Declared,
     LocalSource,
-    LocalStream,
     LocalViews,
-    LocalWriter,
 )
-from asynckv.buffers.lookup import LookupBuffer
 from asynckv.devices.copying import CopyPool
-from asynckv.errors import BufferClosed, EntryAborted, EntryTooLarge, LeaseLost
-from asynckv.testing.blocked import until, until_blocked
-from asynckv.testing.lookup_checks.values import MIB, cancelled, noise, same
+from asynckv.testing import until
+from asynckv.testing.lookup_checks.values import MIB, cancelled, noise, same, started
 from asynckv.transfers.tokens import Query
-from asynckv.types import TensorSpec
 from harness.fake_devices import FakeDevice
-from harness.holders import RecordingHolder, draft_of
-from harness.ledgers import SteppedLedger
+from harness.ledgers import RecordingHolder, SteppedLedger, draft_of
 
 SPECS = {name: TensorSpec((8,), "uint8") for name in ("key", "value")}
 
@@ -43,15 +45,6 @@ async def on_gpu(gpu: FakeDevice) -> AsyncIterator[LookupBuffer]:
     """A buffer on a GPU."""
     async with LookupBuffer("4MiB", device=gpu.device, drain_s=0) as buffer:
         yield buffer
-
-
-async def test_a_writer_that_was_left_puts_nothing(buffer: LookupBuffer) -> None:
-    async with buffer.open_insert([1], None, SPECS) as writer:
-        for name in SPECS:
-            await writer.put(name, noise(8))
-    assert isinstance(writer, LocalWriter)
-    with pytest.raises(RuntimeError, match="left already"):
-        await writer.put("key", noise(8))
 
 
 async def test_a_cancelled_put_may_be_made_again() -> None:
@@ -86,28 +79,10 @@ async def test_a_writer_of_an_entry_that_is_gone_learns_it() -> None:
             await writer.put("key", noise(8))
 
 
-async def test_a_stream_that_was_left_gives_nothing(buffer: LookupBuffer) -> None:
-    await buffer.insert([1], None, noise(8), None, None)
-    async with buffer.open_drop_select([1]) as stream:
-        assert isinstance(stream, LocalStream)
-    with pytest.raises(RuntimeError, match="left already"):
-        await anext(stream)
-
-
-async def test_a_tensor_that_the_entry_does_not_have_is_a_key_error(
-    buffer: LookupBuffer,
-) -> None:
-    await buffer.insert([1], None, noise(8), None, None)
-    async with buffer.open_drop_select([1]) as stream:
-        with pytest.raises(KeyError, match="hidden"):
-            await stream.wait_for("hidden")
-
-
 async def test_leaving_wakes_who_still_waits_for_a_tensor(buffer: LookupBuffer) -> None:
     async with buffer.open_insert([1], None, SPECS) as writer:
         async with buffer.open_drop_select([1]) as stream:
-            waiting = asyncio.create_task(stream.wait_for("key"))
-            await until_blocked(waiting)
+            waiting = await started(stream.wait_for("key"))
         with pytest.raises(LeaseLost):
             await waiting
         for name in SPECS:
@@ -119,8 +94,7 @@ async def test_a_cancelled_read_reads_the_same_tensor_again(
 ) -> None:
     async with buffer.open_insert([1], None, SPECS) as writer:
         async with buffer.open_drop_select([1]) as stream:
-            reading = asyncio.create_task(stream.wait_for("key"))
-            await until_blocked(reading)
+            reading = await started(stream.wait_for("key"))
             await cancelled(reading)
             await writer.put("key", noise(8))
             assert (await anext(stream))[0] == "key"

@@ -11,11 +11,9 @@ from typing import Any, Final
 import pytest
 import torch
 
-from asynckv.buffers.lookup import LookupBuffer
+from asynckv import LookupBuffer, Peer, Server, connect, serve
 from asynckv.buffers.remote import connection
 from asynckv.buffers.remote.connection import Backoff, ask
-from asynckv.buffers.remote.peer import Peer, connect
-from asynckv.buffers.serve import Server, serve
 from asynckv.errors import AsyncKVError, PeerLost, PeerRestarted, RemoteProtocolError
 from asynckv.links.dial import dial
 from asynckv.links.link import Link, LinkStream
@@ -31,7 +29,8 @@ from asynckv.protocol.frames import (
     Result,
     Retract,
 )
-from asynckv.testing.blocked import until, until_blocked
+from asynckv.testing import until
+from asynckv.testing.lookup_checks.values import started
 from asynckv.testing.pairs import Peers
 from harness.buffer_fixtures import CutWhen
 from harness.link_pairs import Answer, ScriptedService, name_of
@@ -89,8 +88,7 @@ async def test_a_peer_that_says_goodbye_is_not_called_again(
 ) -> None:
     async with serve("mem://", lookup=local) as server:
         async with connect(server.url) as peer:
-            call = asyncio.create_task(peer.lookup.drop_select([1]))
-            await until_blocked(call)
+            call = await started(peer.lookup.drop_select([1]))
             await server.aclose()
             with pytest.raises(PeerLost, match="goodbye"):
                 await call
@@ -226,8 +224,7 @@ async def test_a_peer_that_does_not_answer_in_time_is_told_so() -> None:
 
 async def test_a_cancelled_question_is_withdrawn() -> None:
     async with scripted(saying()) as (service, peer):
-        task = asyncio.create_task(ask(peer, Peek(has_key=False)))
-        await until_blocked(task)
+        task = await started(ask(peer, Peek(has_key=False)))
         task.cancel()
         await until(lambda: service.hearers[0].frames == [(Cancel(), b"")])
         assert task.cancelled()

@@ -9,16 +9,19 @@ from typing import Any
 import pytest
 import torch
 
-from asynckv.buffers.entries.entries import make_draft
-from asynckv.buffers.lookup import LookupBuffer
-from asynckv.buffers.remote.insert import RemoteSend, RemoteWriter, begin_insert
-from asynckv.buffers.remote.peer import Peer, connect
-from asynckv.buffers.serve import Server, serve
-from asynckv.errors import (
+from asynckv import (
     EntryAborted,
     EntryTooLarge,
+    LookupBuffer,
+    Peer,
     PeerLost,
+    Server,
+    TensorSpec,
+    connect,
+    serve,
 )
+from asynckv.buffers.entries.entries import make_draft
+from asynckv.buffers.remote.insert import RemoteSend, RemoteWriter, begin_insert
 from asynckv.links.link import Link, LinkStream
 from asynckv.links.options import Digest
 from asynckv.protocol.frames import (
@@ -30,10 +33,10 @@ from asynckv.protocol.frames import (
 )
 from asynckv.protocol.transfer_frames import Grant
 from asynckv.tensors.views import bytes_of, spec_of
-from asynckv.testing.blocked import until, until_blocked
+from asynckv.testing import until, until_blocked
+from asynckv.testing.lookup_checks.values import cancelled, started
 from asynckv.testing.pairs import Peers
 from asynckv.transfers.source import HostSource
-from asynckv.types import TensorSpec
 from harness.buffer_fixtures import CutWhen
 from harness.link_pairs import LinkPair, linked
 from harness.raw_inserts import NoRoutes
@@ -135,8 +138,7 @@ async def test_without_digests_the_same_entry_is_still_the_same(
     ):
         for _ in range(2):
             await peer.lookup.insert([1], None, key, None, None, entry_id="it")
-        entry = await consumer.lookup.drop_select([1])
-        assert torch.equal(entry.key, key)  # type: ignore[arg-type]
+        assert torch.equal((await consumer.lookup.drop_select([1])).key, key)  # type: ignore[arg-type]
 
 
 MIB = 2**20
@@ -190,18 +192,10 @@ async def test_a_streaming_insert_does_not_survive_its_link(
     await until(lambda: local.statistics().used_bytes == 0)
 
 
-async def test_a_writer_that_was_left_puts_nothing(peers: Peers) -> None:
-    async with peers.producer.lookup.open_insert([1], None, SPECS) as writer:
-        await writer.put("key", ONES)
-    with pytest.raises(RuntimeError, match="left already"):
-        await writer.put("key", ONES)
-
-
 async def pushed(pair: LinkPair) -> Push:
     """Wait for the first tensor that a writer pushes."""
     await until(lambda: bool(pair.service.hearers))
-    push, _ = await pair.service.hearers[0].next()
-    assert isinstance(push, Push)
+    push, _ = await pair.service.hearers[0].next_of(Push)
     return push
 
 
@@ -225,8 +219,7 @@ async def test_what_is_granted_when_it_is_over_is_ignored(
     writer = writer_on(pair.near)
     put = asyncio.create_task(writer.put("key", ONES))
     push = await pushed(pair)
-    put.cancel()
-    await asyncio.wait({put})
+    await cancelled(put)
     stream = pair.service.asked[0][0]
     stream.send(Grant(push.transfer + later))
     stream.send(Accepted())
@@ -241,8 +234,7 @@ async def test_what_is_granted_when_it_is_over_is_ignored(
 async def test_a_put_that_is_cancelled_is_taken_back(pair: LinkPair) -> None:
     put = asyncio.create_task(writer_on(pair.near).put("key", ONES))
     push = await pushed(pair)
-    put.cancel()
-    await asyncio.wait({put})
+    await cancelled(put)
     frame, _ = await pair.service.hearers[0].next()
     assert put.cancelled() and frame == Retract(push.transfer)
 
@@ -309,8 +301,7 @@ async def test_small_tensors_wait_while_the_peer_has_much_to_read(
         monkeypatch.setattr(type(link), "outgoing_bytes", 5 * MIB)
         waiting: list[object] = []
         monkeypatch.setattr(link, "call_when_drained", waiting.append)
-        put = asyncio.create_task(writer.put("key", ONES[:10]))
-        await until_blocked(put)
+        put = await started(writer.put("key", ONES[:10]))
         assert not put.done() and len(waiting) == 1
         monkeypatch.undo()
         waiting[0]()  # type: ignore[operator]
@@ -401,11 +392,9 @@ def await_part(
 
 async def test_what_fails_while_it_is_cancelled_is_silent(pair: LinkPair) -> None:
     sending = sending_on(pair.near)
-    task = asyncio.create_task(sending.accepted())
-    await until_blocked(task)
+    task = await started(sending.accepted())
     sending.on_lost(PeerLost("cut"))
-    task.cancel()
-    await asyncio.wait({task})
+    await cancelled(task)
     assert task.cancelled()
 
 

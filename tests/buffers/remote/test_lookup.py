@@ -3,97 +3,71 @@
 from __future__ import annotations
 
 import asyncio
-import sys
 import threading
-from asyncio.subprocess import PIPE, Process
 from functools import partial
 
 import pytest
 import torch
 
-from asynckv.buffers.lookup import LookupBuffer
-from asynckv.buffers.remote.peer import Peer, connect
-from asynckv.buffers.serve import Server, serve
-from asynckv.buffers.store import StoreBuffer
-from asynckv.errors import (
+from asynckv import (
     ConfigError,
     IncompatiblePeer,
+    LookupBuffer,
     PeerLost,
+    Server,
+    StoreBuffer,
     WrongLoop,
+    serve,
 )
+from asynckv.buffers.remote.peer import Peer, connect
 from asynckv.links.options import Digest
-from asynckv.testing import use_across_tasks
-from asynckv.testing.blocked import until
-from asynckv.testing.cancellation import CancelMode, Outcome, sweep_cancellation
+from asynckv.testing import (
+    CancelMode,
+    Outcome,
+    sweep_cancellation,
+    until,
+    use_across_tasks,
+)
+from asynckv.testing.lookup_checks.values import cancelled
 from asynckv.testing.pairs import SCHEMES, Peers, Scheme, new_url
+from harness.children import line_of, running
 
 MIB = 2**20
 
 _OTHER = """
-import asyncio, os, sys, torch, asynckv
-from asynckv.types import TensorSpec
+import asyncio, contextlib, sys, torch, asynckv
 
-async def consume(peer):
-    async with peer.lookup.open_drop_select([1]) as stream:
-        await anext(stream)
-        print("in the middle", flush=True)
-        await asyncio.Event().wait()
-
-async def hold(peer):
-    async with peer.lookup.drop_select([1]):
-        print("in the middle", flush=True)
-        await asyncio.Event().wait()
-
-async def produce(peer):
-    specs = {"0.key": TensorSpec((2**20,), "uint8"), "1.key": TensorSpec((3,), "uint8")}
-    async with peer.lookup.open_insert([1], None, specs) as writer:
+async def main():
+    spec = asynckv.TensorSpec((2**20,), "uint8")
+    async with contextlib.AsyncExitStack() as stack:
+        enter = stack.enter_async_context
+        lookup = (await enter(asynckv.connect(sys.argv[1]))).lookup
+        await anext(await enter(lookup.open_drop_select([1])))
+        await enter(lookup.drop_select([2]))
+        specs = {"0.key": spec, "1.key": spec}
+        writer = await enter(lookup.open_insert([3], None, specs))
         await writer.put("0.key", torch.ones(2**20, dtype=torch.uint8))
         print("in the middle", flush=True)
         await asyncio.Event().wait()
-
-async def main():
-    async with asynckv.connect(sys.argv[1]) as peer:
-        await globals()[sys.argv[2]](peer)
 
 asyncio.run(main())
 """
 
 
-async def other_process(url: str, what: str) -> Process:
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, "-c", _OTHER, url, what, stdout=PIPE
-    )
-    assert process.stdout is not None
-    assert await process.stdout.readline() == b"in the middle\n"
-    return process
-
-
-async def kill(process: Process) -> None:
-    process.kill()
-    await process.communicate()
-
-
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("what", ["consume", "hold"])
-async def test_a_killed_consumer_gives_its_entry_to_the_next(
-    peers: Peers, local: LookupBuffer, what: str
-) -> None:
-    key = {str(n): torch.full((MIB,), n, dtype=torch.uint8) for n in range(3)}
-    await local.insert([1], None, key, None, None)
-    await kill(await other_process(peers.server.url, what))
-    async with peers.consumer.lookup.open_drop_select([1]) as stream:
-        found = {name: tensor async for name, tensor in stream}
-    assert stream.attempt == 2 and torch.equal(found["2.key"], key["2"])
-    assert local.statistics().entries == 0
-
-
-@pytest.mark.multiprocess
-async def test_a_killed_producer_leaves_nothing(
+async def test_a_killed_peer_gives_what_it_has_to_the_next_and_leaves_nothing(
     peers: Peers, local: LookupBuffer
 ) -> None:
-    producer = await other_process(peers.server.url, "produce")
-    assert local.statistics().entries == 1
-    await kill(producer)
+    key = {str(n): torch.full((MIB,), n, dtype=torch.uint8) for n in range(2)}
+    for token in (1, 2):
+        await local.insert([token], None, key, None, None)
+    async with running(_OTHER, peers.server.url) as other:
+        assert await line_of(other) == "in the middle"
+        assert local.statistics().entries == 3
+    for token in (1, 2):
+        async with peers.consumer.lookup.open_drop_select([token]) as stream:
+            found = {name: tensor async for name, tensor in stream}
+        assert stream.attempt == 2 and torch.equal(found["1.key"], key["1"])
     await until(lambda: not local.statistics().entries)
     assert local.statistics().used_bytes == 0
 
@@ -381,7 +355,6 @@ async def test_a_cancelled_leaving_leaves_nothing_open(local: LookupBuffer) -> N
         peer = await connect(server.url).__aenter__()
         closing = asyncio.create_task(peer.aclose())
         await asyncio.sleep(0)
-        closing.cancel()
-        await asyncio.wait({closing})
+        await cancelled(closing)
         assert not peer.is_connected
         await until(lambda: not server.peers)

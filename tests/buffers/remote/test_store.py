@@ -8,18 +8,21 @@ from collections.abc import AsyncIterator, Callable
 import pytest
 import torch
 
-from asynckv.abc import KVStoreBuffer
-from asynckv.buffers.remote.peer import Peer, connect
-from asynckv.buffers.remote.store import RemoteGet, begin_put
-from asynckv.buffers.serve import Server, serve
-from asynckv.buffers.store import StoreBuffer
-from asynckv.errors import (
+from asynckv import (
     ChecksumError,
     EntryTooLarge,
+    KVStoreBuffer,
     LeaseLost,
     Overloaded,
+    Peer,
     PeerLost,
+    Server,
+    StoreBuffer,
+    TensorSpec,
+    connect,
+    serve,
 )
+from asynckv.buffers.remote.store import RemoteGet, begin_put
 from asynckv.links.link import Link, LinkStream
 from asynckv.protocol.frames import (
     Cancel,
@@ -31,10 +34,11 @@ from asynckv.protocol.frames import (
 from asynckv.protocol.transfer_frames import Grant, Sent
 from asynckv.protocol.wire import digest_of
 from asynckv.tensors.views import bytes_of, spec_of
-from asynckv.testing.blocked import until, until_blocked
+from asynckv.testing import until, until_blocked
+from asynckv.testing.expectations import only
+from asynckv.testing.lookup_checks.values import cancelled
 from asynckv.transfers.delivery import ReceiveBudget
 from asynckv.transfers.source import HostSource
-from asynckv.types import TensorSpec
 from harness.link_pairs import LinkPair, linked
 from harness.raw_inserts import NoRoutes, body_with
 
@@ -67,16 +71,6 @@ async def test_any_number_of_keys_is_asked_for(peer: Peer) -> None:
     assert not any(await peer.store.contains(["\u20ac" * 512] * 100))
 
 
-@pytest.mark.parametrize("is_remote", [False, True])
-async def test_putting_none_deletes(
-    store: StoreBuffer, peer: Peer, is_remote: bool
-) -> None:
-    there = peer.store if is_remote else store
-    await there.put("a", torch.ones(3))
-    await there.put("a", None)
-    assert await there.contains(["a"]) == (False,)
-
-
 async def test_a_value_beyond_the_receive_bound_needs_into(peer: Peer) -> None:
     await peer.store.put("key", torch.ones(2 * MIB))
     with pytest.raises(EntryTooLarge):
@@ -93,8 +87,7 @@ async def test_without_digests_on_one_link_others_still_verify(
     async with connect(server.url, digest="off") as careless:
         await careless.store.put("key", torch.ones(MIB))
         assert await careless.store.get("key") is not None
-    value = await peer.store.get("key")
-    assert value is not None and bool(value.all())
+    assert bool(only(await peer.store.get("key")).all())
 
 
 async def test_a_get_is_made_again_on_the_next_link(
@@ -106,8 +99,7 @@ async def test_a_get_is_made_again_on_the_next_link(
     await store.put("key", torch.ones(MIB))
     (services,) = server._services
     cut_when(services.link, object)
-    value = await peer.store.get("key")
-    assert value is not None and bool(value.all()) and not peer.budget.used_bytes
+    assert bool(only(await peer.store.get("key")).all()) and not peer.budget.used_bytes
     await store.delete("key")
     await until(lambda: not store.statistics().used_bytes)
 
@@ -213,15 +205,24 @@ async def test_the_peer_is_told_when_the_value_has_landed(
     getting.release()
 
 
-@pytest.mark.parametrize("url", ["mem://", "tcp://127.0.0.1:0"])
-async def test_a_link_lost_before_the_last_byte_ends_the_wait(url: str) -> None:
+@pytest.mark.parametrize(
+    ("url", "last"),
+    [("mem://", None), ("tcp://127.0.0.1:0", None), ("mem://", Result(1))],
+)
+async def test_a_link_lost_or_an_answer_before_the_last_byte_ends_the_wait(
+    url: str, last: Result | None
+) -> None:
     async with linked(url, lambda stream, *_: offer_of(stream, "value")) as pair:
         value = asyncio.create_task(getting_on(pair.near).value())
         stream = await granted(pair)
-        stream.send(Sent(2, 0, b"digest"))
-        pair.far.abort()
+        if last is not None:
+            stream.send(last)
+        else:
+            stream.send(Sent(2, 0, b"digest"))
+            pair.far.abort()
         with pytest.raises(PeerLost):
             await value
+        assert not pair.near.is_open
 
 
 async def test_bytes_that_changed_are_refused(offering: LinkPair) -> None:
@@ -271,8 +272,7 @@ async def test_an_offer_of_what_was_given_up_is_let_go(pair: LinkPair) -> None:
     getting = getting_on(pair.near)
     value = asyncio.create_task(getting.value())
     await until(lambda: bool(pair.service.hearers))
-    value.cancel()
-    await asyncio.wait({value})
+    await cancelled(value)
     offer_of(pair.service.asked[0][0], "value")
     getting.cancel()
     assert await pair.service.hearers[0].next() == (Cancel(), b"")
@@ -311,8 +311,7 @@ async def test_a_cut_link_is_made_again_and_the_put_too(
         (services,) = server._services
         cut_when(services.link, object)
         await peer.store.put("key", torch.ones(nbytes))
-        value = await local.get("key")
-        assert value is not None and value.nbytes == 4 * nbytes
+        assert only(await local.get("key")).nbytes == 4 * nbytes
 
 
 async def fill(client: KVStoreBuffer, count: int) -> None:
@@ -361,23 +360,6 @@ async def test_a_hold_that_is_refused_holds_nothing() -> None:
         assert not local.values._values[None]["a"].readers
 
 
-async def test_a_prefix_ends_at_the_first_key_that_is_missing() -> None:
-    async with StoreBuffer("8MiB") as local, serve("mem://pin", store=local):
-        async with connect("mem://pin") as peer:
-            for key in "abd":
-                await local.put(key, torch.ones(1))
-            for client in (local, peer.store):
-                assert await client.match_prefix(list("abcd")) == 2
-                assert await client.match_prefix(["a", "b"]) == 2
-                assert await client.match_prefix([]) == 0
-                for call in (client.contains, client.get_many):
-                    with pytest.raises(TypeError):
-                        await call("abc")
-                with pytest.raises(TypeError):
-                    async with client.pin("abc"):
-                        pass
-
-
 def read_in(local: StoreBuffer) -> int:
     owned = local.values._values.values()
     return sum(value.readers for values in owned for value in values.values())
@@ -395,12 +377,3 @@ async def test_of_a_long_prefix_nothing_is_held_after_the_first_gap() -> None:
                 async with client.pin(keys, prefix=True) as found:
                     assert found == (True, *[False] * 1999)
                     await until(lambda: read_in(local) == 1)
-
-
-async def test_an_answer_before_the_value_has_come_ends_the_wait() -> None:
-    async with linked("mem://", lambda stream, *_: offer_of(stream, "value")) as pair:
-        value = asyncio.create_task(getting_on(pair.near).value())
-        (await granted(pair)).send(Result(1))
-        with pytest.raises(PeerLost):
-            await value
-        assert not pair.near.is_open

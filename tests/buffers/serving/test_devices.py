@@ -10,9 +10,7 @@ from typing import Any
 
 import pytest
 
-from asynckv.buffers.lookup import LookupBuffer
-from asynckv.buffers.remote.peer import connect
-from asynckv.buffers.serve import Server, serve
+from asynckv import LookupBuffer, Server, connect, serve
 from asynckv.buffers.serving import devices
 from asynckv.buffers.serving.devices import PeerImport
 from asynckv.devices.growth import Growth
@@ -25,13 +23,13 @@ from asynckv.protocol.frames import Cancel, Cancelled, Failure, Frame, Offer, Se
 from asynckv.protocol.transfer_frames import Exposed, Grant, OpenDevices, OpenMemory
 from asynckv.sharing import imports
 from asynckv.sharing.gpu_channel import DeviceStream
-from asynckv.testing.blocked import until
+from asynckv.testing import until
 from asynckv.testing.lookup_checks.values import MIB, noise
 from asynckv.transports.nccl import worker as workers
 from harness.fake_devices import FakeDevice, fake_device_of
 from harness.fake_gpus import FakeGpus
 from harness.gpu_pairs import GpuPair, NcclBuffers, open_gpu_pair
-from harness.link_pairs import Hearer, name_of
+from harness.link_pairs import Hearer, dialled, name_of
 
 BY_HANDLES = pytest.mark.skipif(not has_fd_sockets(), reason="no sockets for handles")
 
@@ -85,8 +83,7 @@ async def test_a_grant_of_what_is_not_offered_any_more_is_late(
     await nccl_pair.buffer.insert([1], None, noise(8), None, None)
     hearer, link = Hearer(), nccl_pair.peer._linked()
     link.open_stream(hearer, Select(has_key=False))
-    offer, _ = await hearer.next()
-    assert isinstance(offer, Offer)
+    offer, _ = await hearer.next_of(Offer)
     stream = link.open_stream(
         DeviceStream(answers=False), Select(has_key=True), bytes(8)
     )
@@ -101,8 +98,7 @@ async def test_what_a_lost_way_did_not_send_is_not_said_to_be_sent(
     await nccl_pair.buffer.insert([1], None, noise(MIB), None, None)
     hearer, link, way = Hearer(), nccl_pair.peer._linked(), nccl_pair.way
     stream = link.open_stream(hearer, Select(has_key=False))
-    offer, _ = await hearer.next()
-    assert isinstance(offer, Offer)
+    offer, _ = await hearer.next_of(Offer)
     way.transport.abort()
     stream.send(Grant(offer.transfer, "nccl", "off"))
     assert await nccl_pair.peer.lookup.peek([1]) == 0  # and so the grant was heard
@@ -171,9 +167,8 @@ async def server(gpu: FakeDevice) -> AsyncIterator[Server]:
 
 @pytest.fixture
 async def link(server: Server) -> AsyncIterator[Link]:
-    link = await dial(server.url, identity=name_of("producer"))
-    yield link
-    await link.aclose()
+    async with dialled(server.url, "producer") as link:
+        yield link
 
 
 def show(gpu: FakeDevice, link: Link, *frames: Frame) -> tuple[Hearer, LinkStream]:
@@ -369,23 +364,23 @@ async def test_no_way_leads_to_who_describes_no_gpu_or_from_where_there_is_none(
 async def test_nothing_is_read_on_no_gpu_nor_by_a_link_that_shares_no_memory(
     gpu: FakeDevice, on_gpu: bool, end: str, their_end: str, why: str
 ) -> None:
-    async with serving(gpu.device if on_gpu else None, end) as server:
-        link = await dial(server.url + their_end, identity=name_of("producer"))
+    async with (
+        serving(gpu.device if on_gpu else None, end) as server,
+        dialled(server.url + their_end, "producer") as link,
+    ):
         hearer, _ = show(gpu, link, NOWHERE)
         assert why in str(await hearer.next())
-        await link.aclose()
 
 
 @pytest.mark.parametrize("frame", [OpenDevices(b""), Grant(1, "nccl", "off")])
 async def test_what_makes_no_sense_ends_the_link(
     server: Server, frame: OpenDevices | Grant
 ) -> None:
-    link = await dial(server.url, identity=name_of("consumer"))
-    channel = DeviceStream(answers=False)
-    if isinstance(frame, OpenDevices):
-        for _ in range(2):
-            link.open_stream(channel, frame)
-    else:
-        link.open_stream(channel, Select(has_key=False)).send(frame)
-    await until(lambda: not link.is_open)
-    await link.aclose()
+    async with dialled(server.url, "consumer") as link:
+        channel = DeviceStream(answers=False)
+        if isinstance(frame, OpenDevices):
+            for _ in range(2):
+                link.open_stream(channel, frame)
+        else:
+            link.open_stream(channel, Select(has_key=False)).send(frame)
+        await until(lambda: not link.is_open)

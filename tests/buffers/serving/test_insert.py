@@ -9,13 +9,18 @@ from collections.abc import AsyncIterator, Callable
 import pytest
 import torch
 
-from asynckv.buffers.lookup import LookupBuffer
-from asynckv.buffers.remote.peer import Peer
-from asynckv.buffers.serve import Server, serve
+from asynckv import (
+    EntryAborted,
+    LookupBuffer,
+    Peer,
+    PeerLost,
+    Server,
+    TensorSpec,
+    serve,
+)
 from asynckv.buffers.serving import service
 from asynckv.buffers.serving.pushes import ServedPushes
 from asynckv.buffers.serving.service import Silence
-from asynckv.errors import EntryAborted, PeerLost
 from asynckv.links.dial import dial
 from asynckv.links.link import Link
 from asynckv.protocol.frames import (
@@ -31,13 +36,13 @@ from asynckv.protocol.frames import (
 from asynckv.protocol.transfer_frames import Grant, Sent
 from asynckv.protocol.wire import digest_of
 from asynckv.shielding import wait_shielded
-from asynckv.testing.blocked import until, until_blocked
+from asynckv.testing import until, until_blocked
+from asynckv.testing.lookup_checks.values import started
 from asynckv.testing.pairs import Peers
 from asynckv.transports.mem import MemTransport
-from asynckv.types import TensorSpec
 from harness.fake_devices import fake_device
 from harness.held_copies import held_copies
-from harness.link_pairs import name_of
+from harness.link_pairs import dialled, name_of
 from harness.raw_inserts import RawInsert
 
 MIB = 2**20
@@ -52,16 +57,15 @@ async def test_bytes_that_changed_on_their_way_are_not_committed(
     transfer = await raw.push() if streaming else raw.transfer
     link.payload.send(transfer, 0, memoryview(bytes(MIB)), lambda *_: None)
     raw.stream.send(Sent(transfer, 0, b"of other bytes.."))
-    last = await raw.last()
-    assert isinstance(last, Failure) and last.code == "ChecksumError"
+    assert (await raw.failure()).code == "ChecksumError"
     assert local.statistics().used_bytes == 0
 
 
 async def test_inline_bytes_that_changed_are_not_committed(
     local: LookupBuffer, link: Link
 ) -> None:
-    last = await RawInsert(link, inline=b"abc", digest=b"wrong").last()
-    assert isinstance(last, Failure) and last.code == "ChecksumError"
+    raw = RawInsert(link, inline=b"abc", digest=b"wrong")
+    assert (await raw.failure()).code == "ChecksumError"
     assert local.statistics().used_bytes == 0 and link.is_open
 
 
@@ -204,8 +208,7 @@ async def test_a_writer_that_falls_silent_has_failed(
     local: LookupBuffer, link: Link, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(service, "SILENCE_S", 0.02)
-    last = await RawInsert(link, MIB, streaming=True).last()
-    assert isinstance(last, Failure) and last.reason == "producer"
+    assert (await RawInsert(link, MIB, streaming=True).failure()).reason == "producer"
     assert local.statistics().aborted == 1
 
 
@@ -219,8 +222,7 @@ async def test_a_writer_whose_tensor_comes_slowly_has_not_failed(
     transfer = await writer.push()
     monkeypatch.setattr(service, "SILENCE_S", 0.02)
     writer.stream.send(Retract(transfer + 2))  # heard: from now on it is short
-    last = await writer.last()
-    assert isinstance(last, Failure) and last.reason == "producer"
+    assert (await writer.failure()).reason == "producer"
     assert landed == []
 
 
@@ -316,15 +318,13 @@ async def test_a_push_for_which_there_is_no_memory_ends_its_writer_alone() -> No
     async with (
         LookupBuffer(2**49, drain_s=0) as buffer,
         serve("mem://", lookup=buffer) as server,
+        dialled(server.url, "peer") as link,
     ):
-        link = await dial(server.url, identity=name_of("peer"))
         raw = RawInsert(link, 2**48, streaming=True)
         await raw.granted()
         raw.stream.send(Push(link.new_transfer(), 0, inline=False))
-        last = await raw.last()
-        assert isinstance(last, Failure) and last.code == "EntryTooLarge"
+        assert (await raw.failure()).code == "EntryTooLarge"
         assert link.is_open and buffer.statistics().used_bytes == 0
-        await link.aclose()
 
 
 async def test_what_comes_after_the_end_changes_nothing(
@@ -335,8 +335,7 @@ async def test_what_comes_after_the_end_changes_nothing(
     for part, digest in enumerate((b"wrong", b"wrong", b"")):
         raw.push_inline(b"abc", part, digest)
     raw.stream.send(Commit())
-    last = await raw.last()
-    assert isinstance(last, Failure) and last.code == "ChecksumError"
+    assert (await raw.failure()).code == "ChecksumError"
     assert local.statistics().aborted == 1
 
 
@@ -382,8 +381,7 @@ async def test_a_writer_learns_with_its_next_tensor_how_its_entry_left(
     await raw.granted()
     local.ledger.leases.void(local.ledger.table.entries["it"], "max_deliver")
     raw.push_inline(b"abc")
-    last = await raw.last()
-    assert isinstance(last, Failure) and last.reason == "max_deliver"
+    assert (await raw.failure()).reason == "max_deliver"
 
 
 async def test_consumers_of_a_lost_producer_learn_or_wait_again(
@@ -395,8 +393,7 @@ async def test_consumers_of_a_lost_producer_learn_or_wait_again(
             [1], None, specs, deliveries=2
         ) as writer:
             await writer.put("0.key", torch.ones(MIB, dtype=torch.uint8))
-            plain = asyncio.create_task(local.drop_select([1]))
-            await until_blocked(plain)
+            plain = await started(local.drop_select([1]))
             async with peers.consumer.lookup.open_drop_select([1]) as stream:
                 await stream.wait_for("0.key")
                 peers.producer.abort()

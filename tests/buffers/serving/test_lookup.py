@@ -8,15 +8,11 @@ from collections.abc import AsyncIterator
 import pytest
 import torch
 
-from asynckv.buffers.lookup import LookupBuffer
-from asynckv.buffers.remote.peer import connect
-from asynckv.buffers.serve import serve
+from asynckv import LookupBuffer, PeerLost, StoreBuffer, TensorSpec, connect, serve
 from asynckv.buffers.serving.devices import DeviceService
 from asynckv.buffers.serving.lookup import LookupService
 from asynckv.buffers.serving.requests import LookupRequests
 from asynckv.buffers.serving.service import WaitingBytes
-from asynckv.buffers.store import StoreBuffer
-from asynckv.errors import PeerLost
 from asynckv.links.dial import dial
 from asynckv.links.link import Link
 from asynckv.protocol.frames import (
@@ -39,11 +35,10 @@ from asynckv.protocol.frames import (
 from asynckv.protocol.transfer_frames import Grant, Sent
 from asynckv.protocol.values import Limits
 from asynckv.shielding import wait_shielded
-from asynckv.testing.blocked import until, until_blocked
-from asynckv.testing.lookup_checks.values import MIB, noise
+from asynckv.testing import until
+from asynckv.testing.lookup_checks.values import MIB, noise, started
 from asynckv.testing.pairs import Peers
-from asynckv.types import TensorSpec
-from harness.link_pairs import Hearer, linked, name_of
+from harness.link_pairs import Hearer, dialled, linked, name_of
 from harness.raw_inserts import RawInsert, body_with
 
 
@@ -142,8 +137,7 @@ async def test_leaving_in_a_hurry_waits_for_threads_that_touch_the_memory_of_an_
         monkeypatch.setattr(far_link.payload, "quiesce", lambda _: wait_shielded(quiet))
         link.abort()
         await until(lambda: not far_link.is_open)
-        leaving = asyncio.create_task(server._close(drain_s=0))
-        await until_blocked(leaving)
+        leaving = await started(server._close(drain_s=0))
         assert not leaving.done()
         quiet.set_result(None)
         await leaving
@@ -182,8 +176,7 @@ async def test_they_wait_until_those_of_the_link_before_have_ended(
             await leaving.wait()
 
         older.run(leave(), "one that lets go late")
-        waiting = asyncio.create_task(requests.after_predecessors())
-        await until_blocked(waiting)
+        waiting = await started(requests.after_predecessors())
         leaving.set()
         await waiting
         assert older.has_ended and not requests.predecessors
@@ -212,10 +205,11 @@ async def busy_link(local: LookupBuffer) -> AsyncIterator[Link]:
     await local.insert([1], None, noise(MIB), None, None, entry_id="it")
     async with StoreBuffer("8MiB") as store:
         await store.put("key", noise(MIB))
-        async with serve("mem://", lookup=local, store=store) as server:
-            busy_link = await dial(server.url, identity=name_of("peer"))
+        async with (
+            serve("mem://", lookup=local, store=store) as server,
+            dialled(server.url, "peer") as busy_link,
+        ):
             yield busy_link
-            await busy_link.aclose()
 
 
 @pytest.mark.parametrize(

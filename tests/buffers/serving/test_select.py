@@ -1,17 +1,18 @@
-"""Deliveries to a peer that says what it likes."""
+"""Deliveries to a peer that says what it likes, also when frames cross on a link."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import struct
 from collections.abc import AsyncIterator
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 
+from asynckv import LookupBuffer, TensorSpec, serve
 from asynckv.buffers.entries.entries import Lease, StoredEntry, Waiter
-from asynckv.buffers.lookup import LookupBuffer
-from asynckv.buffers.serve import serve
 from asynckv.buffers.serving import select
 from asynckv.buffers.serving.select import (
     SentOffer,
@@ -20,17 +21,19 @@ from asynckv.buffers.serving.select import (
     may_begin,
 )
 from asynckv.errors import EntryTooLarge, RemoteProtocolError
-from asynckv.links.dial import dial
 from asynckv.links.link import Link, LinkStream
 from asynckv.protocol.frames import (
+    Accepted,
     Ack,
     Cancel,
     Cancelled,
+    Commit,
     Complete,
     Failure,
     Nack,
     Noted,
     Offer,
+    Push,
     Reached,
     Retract,
     Select,
@@ -38,16 +41,17 @@ from asynckv.protocol.frames import (
 )
 from asynckv.protocol.transfer_frames import Grant, Sent
 from asynckv.protocol.values import Limits
+from asynckv.protocol.wire import digest_of
 from asynckv.tensors.arena import HeapArena
-from asynckv.testing.blocked import until
+from asynckv.testing import until
+from asynckv.testing.lookup_checks.values import cancelled
 from asynckv.testing.pairs import Peers
 from asynckv.transfers.manifest import unpack
 from asynckv.transfers.tokens import Query
-from asynckv.types import TensorSpec
 from asynckv.waits.own_tasks import OwnTasks
-from harness.holders import RecordingHolder, draft_of
-from harness.link_pairs import Hearer, linked, name_of
-from harness.raw_inserts import NoRoutes
+from harness.ledgers import RecordingHolder, draft_of
+from harness.link_pairs import Hearer, dialled, linked
+from harness.raw_inserts import NoRoutes, RawInsert, RawMapper
 
 MIB = 2**20
 
@@ -57,8 +61,7 @@ ANY = Select(has_key=False)
 async def selected(link: Link) -> tuple[Hearer, LinkStream, Offer]:
     hearer = Hearer()
     stream = link.open_stream(hearer, ANY)
-    frame, _ = await hearer.next()
-    assert isinstance(frame, Offer)
+    frame, _ = await hearer.next_of(Offer)
     return hearer, stream, frame
 
 
@@ -111,8 +114,10 @@ async def test_what_was_taken_and_taken_back_costs_no_other_entry(
 ) -> None:
     await insert(local, entry_id="first")
     await insert(local, entry_id="second")
-    async with serve("mem://", lookup=local) as server:
-        link = await dial(server.url, identity=name_of("consumer"))
+    async with (
+        serve("mem://", lookup=local) as server,
+        dialled(server.url, "consumer") as link,
+    ):
         _, _, offer = await selected(link)
         (services,) = server._services
         assert services.lookup is not None
@@ -125,7 +130,6 @@ async def test_what_was_taken_and_taken_back_costs_no_other_entry(
         served.on_frame(Reached(offer.token), b"")
         await until(lambda: not selects)
         assert "second" in local.ledger.table.entries
-        await link.aclose()
 
 
 async def test_a_cancellation_while_it_settles_gives_back(
@@ -155,17 +159,17 @@ async def test_a_loss_while_it_settles_counts_as_reached(
 async def test_what_is_not_known_to_be_reached_in_time_counts_as_reached() -> None:
     async with LookupBuffer("1MiB", max_hold_s=0.05, drain_s=0) as local:
         await insert(local)
-        async with serve("mem://", lookup=local) as server:
-            link = await dial(server.url, identity=name_of("consumer"))
+        async with (
+            serve("mem://", lookup=local) as server,
+            dialled(server.url, "consumer") as link,
+        ):
             hearer, stream, offer = await selected(link)
             stream.send(Ack(offer.token, confirm=True))
             assert await hearer.next() == (Noted(), b"")
             waiting = asyncio.create_task(local.drop_select([1]))
             await until(lambda: local.statistics().acknowledged == 1)
             assert local.statistics().entries == local.statistics().lapsed == 0
-            waiting.cancel()
-            await asyncio.wait({waiting})
-            await link.aclose()
+            await cancelled(waiting)
 
 
 async def test_only_what_the_application_had_counts_towards_max_deliver(
@@ -191,8 +195,7 @@ async def test_a_grant_for_an_offer_that_was_retracted_is_ignored(
     assert await hearer.next() == (Retract(offer.transfer), b"")
     stream.send(Grant(offer.transfer))
     await insert(local)
-    second, _ = await hearer.next()
-    assert isinstance(second, Offer) and second.transfer != offer.transfer
+    assert (await hearer.next_of(Offer))[0].transfer != offer.transfer
 
 
 async def test_a_lost_consumer_gives_back_and_waits_no_longer(
@@ -223,16 +226,15 @@ async def test_an_entry_that_no_frame_can_hold_is_refused_and_stays(
 async def test_what_was_held_for_too_long_is_a_lost_lease() -> None:
     async with LookupBuffer("1MiB", max_hold_s=0.01, drain_s=0) as local:
         await insert(local)
-        async with serve("mem://", lookup=local) as server:
-            link = await dial(server.url, identity=name_of("consumer"))
+        async with (
+            serve("mem://", lookup=local) as server,
+            dialled(server.url, "consumer") as link,
+        ):
             hearer = Hearer()
             stream = link.open_stream(hearer, Select(has_key=False, stream=True))
-            offer, _ = await hearer.next()
-            assert isinstance(offer, Offer)
+            offer, _ = await hearer.next_of(Offer)
             stream.send(Reached(offer.token))
-            last, _ = await hearer.next()
-            assert isinstance(last, Failure) and last.code == "LeaseLost"
-            await link.aclose()
+            assert (await hearer.next_of(Failure))[0].code == "LeaseLost"
 
 
 async def test_what_was_not_offered_yet_is_retracted_without_a_word(
@@ -256,8 +258,7 @@ async def test_a_grant_of_what_has_ended_is_ignored(
     hearer = Hearer()
     stream = link.open_stream(hearer, ANY)
     await local.insert([1], None, torch.ones(10), None, None)
-    offer, _ = await hearer.next()
-    assert isinstance(offer, Offer)
+    offer, _ = await hearer.next_of(Offer)
     stream.send(Nack(offer.token))
     await until(lambda: not local.statistics().leased)
     assert await local.withdraw(offer.entry_id)
@@ -424,3 +425,74 @@ async def test_a_part_that_broke_with_its_link_is_not_said_to_be_sent(
     ends.stream.link.abort()
     await ends.stream.link.payload.aclose()
     assert not any(isinstance(frame, Sent) for frame, _ in ends.hearer.frames)
+
+
+async def test_a_grant_of_a_retracted_offer_leaves_the_mapped_one_after_it_alone(
+    local: LookupBuffer, mapper: RawMapper
+) -> None:
+    await mapper.map()
+    room = local.statistics().max_bytes
+    filler = await local.insert([9], None, torch.empty(room - 64).byte(), None, None)
+    hearer, key = Hearer(), struct.pack("<q", 1)
+    stream = mapper.link.open_stream(hearer, Select(has_key=True), key)
+    with pytest.raises(LookupError):
+        async with local.open_insert([1], None, {"key": TensorSpec((MIB,), "uint8")}):
+            first, _ = await hearer.next()
+            raise LookupError
+    assert isinstance(first, Offer) and first.mapped is None
+    assert await hearer.next() == (Retract(first.transfer), b"")
+    await local.withdraw(filler)
+    await local.insert([1], None, torch.ones(MIB), None, None)
+    second, _ = await hearer.next()
+    assert isinstance(second, Offer) and second.mapped is not None
+    stream.send(Grant(first.transfer))
+    stream.send(Took(second.token))
+    await until(lambda: local.statistics().acknowledged == 1)
+    assert mapper.link.is_open
+
+
+async def test_a_tensor_that_is_not_needed_any_more_may_be_pushed_again(
+    local: LookupBuffer, link: Link
+) -> None:
+    raw = RawInsert(link, MIB, MIB, streaming=True)
+    await raw.granted()
+    async with local.open_drop_select() as stream:
+        first = await raw.push(0)
+        data = memoryview(bytes(MIB))
+        link.payload.send(first, 0, data, lambda *_: None)
+        raw.stream.send(Sent(first, 0, digest_of(data)))
+        await stream.wait_for("0.key")
+    for _ in range(2):
+        raw.stream.send(Push(again := link.new_transfer(), 1, inline=False))
+        while (await raw.hearer.next())[0] != Retract(again):
+            pass
+    raw.stream.send(Commit())
+    assert await raw.last() == Accepted()
+
+
+async def lose(local: LookupBuffer, entry_id: str) -> None:
+    """Let an entry fail in another consumer as often as it may."""
+    for _ in range(2):
+        with contextlib.suppress(LookupError):
+            async with local.drop_select(entry_id=entry_id):
+                raise LookupError
+
+
+@pytest.mark.parametrize("frame", [Took, Reached])
+async def test_what_is_offered_as_the_peer_has_ended_is_anothers(
+    local: LookupBuffer, mapper: RawMapper, frame: type[Took | Reached]
+) -> None:
+    await mapper.map()
+    small = await local.insert([1], None, torch.ones(8), None, None, deliveries=2)
+    hearer, stream, first, _ = await mapper.select()
+    large = await local.insert([1], None, torch.ones(MIB), None, None)
+    await lose(local, small)
+    assert await hearer.next() == (Retract(first.transfer), b"")
+    assert (await hearer.next_of(Offer))[0].mapped is not None
+    stream.send(frame(first.token))
+    entry = await asyncio.wait_for(local.drop_select(entry_id=large), 10)
+    assert entry.entry_id == large
+    if frame is Took:
+        await until(lambda: not local.statistics().mapped_by)
+    else:
+        assert isinstance((await hearer.next())[0], Failure)

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Coroutine, Sequence
 from typing import Any
 
 import pytest
 import torch
 
-from asynckv.buffers.lookup import LookupBuffer
-from asynckv.buffers.remote.peer import connect
-from asynckv.buffers.serve import serve
+from asynckv import (
+    EntryAborted,
+    LookupBuffer,
+    Overloaded,
+    StoreBuffer,
+    connect,
+    serve,
+)
 from asynckv.buffers.serving import service
 from asynckv.buffers.serving.service import (
     REQUEST_NBYTES,
@@ -21,14 +26,12 @@ from asynckv.buffers.serving.service import (
     Silence,
     WaitingBytes,
 )
-from asynckv.buffers.store import StoreBuffer
-from asynckv.errors import EntryAborted, Overloaded
-from asynckv.links.dial import dial
 from asynckv.links.link import LinkStream
 from asynckv.links.streams import StreamHandler
 from asynckv.protocol.frames import OpeningFrame, Taken
-from asynckv.testing.blocked import until, until_blocked
-from harness.link_pairs import Hearer, linked, name_of
+from asynckv.testing import until, until_blocked
+from asynckv.testing.expectations import only
+from harness.link_pairs import Hearer, dialled, linked
 
 
 class ServiceOfNothing(Service):
@@ -105,26 +108,22 @@ async def listener() -> Listener:
     return Listener()
 
 
-async def test_a_tensor_that_grows_is_no_silence_one_that_stands_still_is(
-    listener: Listener,
+GROWING = ({1: 5}, {1: 7}, {1: 7, 2: 1}, {1: 7, 2: 1})
+"""What has landed at each look: the last one shows nothing new."""
+
+
+@pytest.mark.parametrize(
+    ("landed", "working"),
+    [
+        (GROWING, [False] * 4),
+        ([{1: 0}], [False]),  # promised, and no byte of it has come
+        ([{}] * 3, [True, True, False]),
+    ],
+)
+async def test_a_tensor_that_grows_or_is_worked_at_is_no_silence(
+    listener: Listener, landed: Sequence[dict[int, int]], working: Sequence[bool]
 ) -> None:
-    for listener.landed in ({1: 5}, {1: 7}, {1: 7, 2: 1}):
-        listener.silence._fall_silent()
-    assert not listener.told
-    listener.silence._fall_silent()
-    assert len(listener.told) == 1
-    listener.silence.stop()
-
-
-async def test_what_is_promised_and_has_no_byte_is_silence(listener: Listener) -> None:
-    listener.landed = {1: 0}
-    listener.silence._fall_silent()
-    assert len(listener.told) == 1
-    listener.silence.stop()
-
-
-async def test_while_this_side_works_nobody_is_silent(listener: Listener) -> None:
-    for listener.is_working in (True, True, False):
+    for listener.landed, listener.is_working in zip(landed, working, strict=True):
         assert not listener.told
         listener.silence._fall_silent()
     assert len(listener.told) == 1
@@ -277,8 +276,7 @@ async def test_small_values_that_cannot_be_kept_come_when_there_is_room() -> Non
         puts = [peer.store.put(name, value) for name, value in values.items()]
         async with tasks_of(*puts) as waiting:
             await asyncio.gather(*waiting)
-        found = await peer.store.get("7")
-        assert found is not None and torch.equal(found, values["7"])
+        assert torch.equal(only(await peer.store.get("7")), values["7"])
         await until(lambda: server.waiting_bytes == 0)
 
 
@@ -302,11 +300,12 @@ async def test_a_link_that_is_lost_gives_back_all_that_it_kept(
 
 async def test_who_waits_for_an_end_is_counted_too(local: LookupBuffer) -> None:
     await local.insert([9], None, None, None, None, entry_id="it")
-    async with serve("mem://", lookup=local, max_waiting_bytes="4KiB") as server:
-        link = await dial(server.url, identity=name_of("peer"))
+    async with (
+        serve("mem://", lookup=local, max_waiting_bytes="4KiB") as server,
+        dialled(server.url, "peer") as link,
+    ):
         hearers = [Hearer() for _ in range(2)]
         for hearer in hearers:
             link.open_stream(hearer, Taken("it"))
         await until(lambda: bool(hearers[1].frames))
         assert server.waiting_bytes == REQUEST_NBYTES and not hearers[0].frames
-        await link.aclose()

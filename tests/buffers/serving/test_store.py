@@ -8,12 +8,8 @@ from collections.abc import AsyncIterator, Callable, Sequence
 import pytest
 import torch
 
-from asynckv.buffers.lower_tiers import LowerTiers, Name, Owner
-from asynckv.buffers.remote.peer import connect
-from asynckv.buffers.serve import Server, serve
-from asynckv.buffers.store import StoreBuffer
-from asynckv.errors import BufferClosed
-from asynckv.links.dial import dial
+from asynckv import BufferClosed, Server, StoreBuffer, TensorSpec, connect, serve
+from asynckv.buffers.lower_tiers import Name
 from asynckv.links.link import Link, LinkStream
 from asynckv.protocol.frames import (
     Accepted,
@@ -35,10 +31,11 @@ from asynckv.protocol.transfer_frames import Grant, Sent
 from asynckv.protocol.wire import digest_of
 from asynckv.shielding import wait_shielded
 from asynckv.tensors import views
-from asynckv.testing.blocked import until, until_blocked
-from asynckv.testing.lookup_checks.values import MIB
-from asynckv.types import TensorSpec
-from harness.link_pairs import Hearer, name_of
+from asynckv.testing import until
+from asynckv.testing.expectations import only
+from asynckv.testing.lookup_checks.values import MIB, started
+from harness.ledgers import RecordingTiers
+from harness.link_pairs import Hearer, dialled
 
 SPEC = TensorSpec((MIB,), "uint8")
 """Of the value that is stored as ``key``."""
@@ -59,9 +56,8 @@ async def server(store: StoreBuffer) -> AsyncIterator[Server]:
 
 @pytest.fixture
 async def link(server: Server) -> AsyncIterator[Link]:
-    link = await dial(server.url, identity=name_of("peer"))
-    yield link
-    await link.aclose()
+    async with dialled(server.url) as link:
+        yield link
 
 
 @pytest.fixture
@@ -81,8 +77,7 @@ async def begin_put(link: Link) -> tuple[LinkStream, Hearer, int]:
 async def begin_get(link: Link) -> tuple[LinkStream, Hearer, Offer]:
     """Ask for what is stored as ``key``, which is offered."""
     stream = link.open_stream(hearer := Hearer(), Get("key"))
-    offer, _ = await hearer.next()
-    assert isinstance(offer, Offer)
+    offer, _ = await hearer.next_of(Offer)
     return stream, hearer, offer
 
 
@@ -90,8 +85,7 @@ async def answer_to(link: Link, frame: OpeningFrame) -> Result:
     """Return what a question is answered at once."""
     hearer = Hearer()
     link.open_stream(hearer, frame)
-    last, _ = await hearer.next()
-    assert isinstance(last, Result)
+    last, _ = await hearer.next_of(Result)
     return last
 
 
@@ -101,18 +95,15 @@ async def test_bytes_that_changed_on_their_way_are_not_stored(
     stream, hearer, transfer = await begin_put(link)
     link.payload.send(transfer, 0, memoryview(bytes(MIB)), lambda *_: None)
     stream.send(Sent(transfer, 0, b"of other bytes.."))
-    last, _ = await hearer.next()
-    assert isinstance(last, Failure) and last.code == "ChecksumError"
-    value = await store.get("key")
-    assert value is not None and bool(value.all())
+    assert (await hearer.next_of(Failure))[0].code == "ChecksumError"
+    assert bool(only(await store.get("key")).all())
 
 
 async def test_inline_bytes_that_changed_are_not_stored(link: Link) -> None:
     hearer = Hearer()
     put = Put("new", 1, inline=True, spec=TensorSpec((3,), "uint8"), digest=b"wrong")
     link.open_stream(hearer, put, b"abc")
-    last, _ = await hearer.next()
-    assert isinstance(last, Failure) and last.code == "ChecksumError"
+    assert (await hearer.next_of(Failure))[0].code == "ChecksumError"
 
 
 async def test_more_than_may_ride_along_is_asked_for_by_payload(
@@ -125,8 +116,7 @@ async def test_more_than_may_ride_along_is_asked_for_by_payload(
     link.payload.send(transfer, 0, memoryview(b"x" * MIB), lambda *_: None)
     stream.send(Sent(transfer, 0, digest_of(b"x" * MIB)))
     assert (await hearer.next())[0] == Accepted()
-    value = await store.get("new")
-    assert value is not None and bool((value == ord("x")).all())
+    assert bool((only(await store.get("new")) == ord("x")).all())
 
 
 async def test_a_value_that_is_read_outlives_its_key(
@@ -168,12 +158,10 @@ async def test_a_get_that_is_given_up_unpins(
 
 async def test_leaving_finishes_what_is_read(server: Server, link: Link) -> None:
     stream, *_ = await begin_get(link)
-    leaving = asyncio.create_task(server.aclose())
-    await until_blocked(leaving)
+    leaving = await started(server.aclose())
     refused = Hearer()
     link.open_stream(refused, Delete("key"))
-    last, _ = await refused.next()
-    assert isinstance(last, Failure) and last.code == "BufferClosed"
+    assert (await refused.next_of(Failure))[0].code == "BufferClosed"
     assert not leaving.done()
     stream.send(Cancel())
     await leaving
@@ -182,10 +170,8 @@ async def test_leaving_finishes_what_is_read(server: Server, link: Link) -> None
 async def test_a_store_alone_answers_no_question_about_entries(link: Link) -> None:
     hearer = Hearer()
     link.open_stream(hearer, Peek(has_key=False))
-    last, _ = await hearer.next()
-    assert (
-        isinstance(last, Failure) and "serves a store, no lookup buffer" in last.message
-    )
+    last, _ = await hearer.next_of(Failure)
+    assert "serves a store, no lookup buffer" in last.message
 
 
 @pytest.mark.parametrize("gone", [Delete("key"), Put("key", 1, inline=True)])
@@ -235,8 +221,7 @@ async def test_a_put_that_is_given_up_when_its_bytes_are_in_stores_nothing(
     stream.send(Cancel())
     stream.send(Sent(transfer, 0, sent[0]))  # handled in the same tick as the Cancel
     assert await hearer.next() == (Cancelled(), b"")
-    value = await store.get("key")
-    assert value is not None and bool(value.all())
+    assert bool(only(await store.get("key")).all())
     assert store.statistics().used_bytes == MIB
 
 
@@ -246,8 +231,7 @@ async def test_a_value_that_is_granted_again_is_sent_again(link: Link) -> None:
         target = memoryview(bytearray(MIB))
         link.payload.receive(offer.transfer, 0, target, lambda *_: None)
         stream.send(Grant(offer.transfer))
-        done, _ = await hearer.next()
-        assert isinstance(done, Sent) and done.digest == digest_of(target)
+        assert (await hearer.next_of(Sent))[0].digest == digest_of(target)
 
 
 async def test_a_get_that_is_given_up_while_it_is_sent_unpins_and_ends(
@@ -330,8 +314,7 @@ async def test_leaving_in_a_hurry_waits_for_threads_that_touch_the_memory_of_a_p
     monkeypatch.setattr(far_link.payload, "quiesce", lambda _: wait_shielded(quiet))
     link.abort()
     await until(lambda: not far_link.is_open)
-    leaving = asyncio.create_task(server._close(drain_s=0))
-    await until_blocked(leaving)
+    leaving = await started(server._close(drain_s=0))
     assert not leaving.done() and store.statistics().used_bytes == 2 * MIB
     quiet.set_result(None)
     await leaving
@@ -340,8 +323,11 @@ async def test_leaving_in_a_hurry_waits_for_threads_that_touch_the_memory_of_a_p
 
 @pytest.mark.usefixtures("no_slabs")
 async def test_a_put_for_which_there_is_no_memory_is_refused_alone() -> None:
-    async with StoreBuffer(2**49) as store, serve("mem://", store=store) as server:
-        link = await dial(server.url, identity=name_of("peer"))
+    async with (
+        StoreBuffer(2**49) as store,
+        serve("mem://", store=store) as server,
+        dialled(server.url, "peer") as link,
+    ):
         for nbytes in (2**48, 0):
             hearer, spec = Hearer(), TensorSpec((nbytes,), "uint8")
             put = Put("key", link.new_transfer(), inline=not nbytes, spec=spec)
@@ -349,7 +335,6 @@ async def test_a_put_for_which_there_is_no_memory_is_refused_alone() -> None:
             last, _ = await hearer.next()
             assert getattr(last, "code", "") == ("EntryTooLarge" if nbytes else "")
         assert link.is_open and not store.statistics().used_bytes
-        await link.aclose()
 
 
 async def test_a_hold_costs_its_server_something_until_it_ends() -> None:
@@ -364,16 +349,14 @@ async def test_a_hold_costs_its_server_something_until_it_ends() -> None:
 async def test_whoever_says_what_does_not_belong_there_holds_nothing_any_more() -> None:
     async with StoreBuffer("8MiB") as local, serve("mem://pins", store=local) as server:
         await local.put("a", torch.ones(9))
-        link = await dial(server.url, identity=name_of("peer"))
-        hearer = Hearer()
-        stream = link.open_stream(hearer, Pin(("a",)))
-        assert await hearer.next() == (Pinned((True,)), b"")
-        assert local.values._values[None]["a"].readers == 1
-        stream.send(Grant(1))
-        assert "no Grant belongs here" in str((await hearer.loss()).__cause__)
-        await until(lambda: not local.values._values[None]["a"].readers)
-        assert not server.waiting_bytes
-        await link.aclose()
+        async with dialled(server.url) as link:
+            stream = link.open_stream(hearer := Hearer(), Pin(("a",)))
+            assert await hearer.next() == (Pinned((True,)), b"")
+            assert local.values._values[None]["a"].readers == 1
+            stream.send(Grant(1))
+            assert "no Grant belongs here" in str((await hearer.loss()).__cause__)
+            await until(lambda: not local.values._values[None]["a"].readers)
+            assert not server.waiting_bytes
 
 
 async def test_a_closed_store_charges_nobody_for_what_it_refuses() -> None:
@@ -388,28 +371,12 @@ async def test_a_closed_store_charges_nobody_for_what_it_refuses() -> None:
             assert not server.waiting_bytes
 
 
-class SilentTiers(LowerTiers):
+class SilentTiers(RecordingTiers):
     """There may be something, and it never comes."""
 
-    def __init__(self) -> None:
-        self.asked: list[Name] = []
-
-    def stored(self, name: Name) -> None: ...
-
-    def used(self, name: Name) -> None: ...
-
-    def deleted(self, name: Name) -> None: ...
-
-    def cleared(self, owner: Owner) -> None: ...
-
     async def fetch(self, names: Sequence[Name]) -> None:
-        self.asked += names
+        self.told += [("fetched", name) for name in names]
         await asyncio.get_running_loop().create_future()
-
-    async def where(self, names: Sequence[Name]) -> Sequence[Sequence[str]]:
-        return [()] * len(names)
-
-    async def touch(self, names: Sequence[Name]) -> None: ...
 
 
 async def test_who_waits_for_what_is_far_may_say_no_more_than_that_it_goes(
@@ -417,6 +384,6 @@ async def test_who_waits_for_what_is_far_may_say_no_more_than_that_it_goes(
 ) -> None:
     store.values.lower = lower = SilentTiers()
     stream = link.open_stream(hearer := Hearer(), Get("far"))
-    await until(lambda: bool(lower.asked))
+    await until(lambda: ("fetched", ("far", None)) in lower.told)
     stream.send(Grant(1))
     assert "no Grant belongs here" in str((await hearer.loss()).__cause__)

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator
 
 import pytest
 import torch
 
-from asynckv.buffers.lookup import LookupBuffer
-from asynckv.buffers.remote.peer import Peer, connect
-from asynckv.buffers.serve import Server, serve
-from asynckv.buffers.store import StoreBuffer
-from asynckv.errors import EntryTooLarge
-from asynckv.links.dial import dial
+from asynckv import (
+    EntryTooLarge,
+    LookupBuffer,
+    Peer,
+    Server,
+    StoreBuffer,
+    connect,
+    serve,
+)
 from asynckv.protocol.frames import Get, Offer
-from asynckv.testing.blocked import until, until_blocked
-from asynckv.testing.lookup_checks.values import MIB
-from harness.link_pairs import Hearer, name_of
+from asynckv.testing import until
+from asynckv.testing.lookup_checks.values import MIB, cancelled, started
+from harness.link_pairs import Hearer, dialled
 
 
 @pytest.fixture
@@ -69,8 +71,7 @@ async def test_an_entry_is_counted_as_it_comes_and_goes(
 async def test_a_select_lasts_until_there_is_a_match(
     server: Server, peer: Peer
 ) -> None:
-    waiting = asyncio.create_task(take(peer))
-    await until_blocked(waiting)
+    waiting = await started(take(peer))
     assert counts_of(server) == {}
     await peer.lookup.insert([1], None, None, None, None)
     await waiting
@@ -80,10 +81,8 @@ async def test_a_select_lasts_until_there_is_a_match(
 async def test_what_is_cancelled_or_fails_is_not_counted(
     server: Server, peer: Peer
 ) -> None:
-    waiting = asyncio.create_task(take(peer))
-    await until_blocked(waiting)
-    waiting.cancel()
-    await asyncio.wait({waiting})
+    waiting = await started(take(peer))
+    await cancelled(waiting)
     with pytest.raises(EntryTooLarge):
         await peer.store.put("key", torch.ones(8 * MIB, dtype=torch.uint8))
     await peer.store.contains(["key"])  # by then both have ended there
@@ -94,11 +93,10 @@ async def test_a_value_that_is_cut_off_is_not_counted(
     server: Server, peer: Peer
 ) -> None:
     await peer.store.put("key", torch.ones(MIB, dtype=torch.uint8))
-    link, hearer = await dial(server.url, identity=name_of("other")), Hearer()
-    link.open_stream(hearer, Get("key"))
-    offer, _ = await hearer.next()
-    assert isinstance(offer, Offer) and not offer.inline
-    link.abort()
+    async with dialled(server.url) as link:
+        link.open_stream(hearer := Hearer(), Get("key"))
+        assert not (await hearer.next_of(Offer))[0].inline
+        link.abort()
     await until(lambda: len(server.peers) == 1)
     assert counts_of(server) == {"put": 1}
 

@@ -13,11 +13,10 @@ from typing import Any
 
 import torch
 
+from asynckv import GPUFailed, TensorSpec
 from asynckv.devices.cuda import DeviceMemory, Event, Stream
 from asynckv.devices.tensors import Gpus, gpu_of
-from asynckv.errors import GPUFailed
 from asynckv.tensors.views import tensor_over
-from asynckv.types import TensorSpec
 from harness.fake_gpus.cuda import ours
 from harness.fake_gpus.fabric import FakeProcess
 from harness.fake_gpus.streams import FakeTorchEvent, FakeTorchStream, Rows

@@ -14,8 +14,7 @@ from typing import Any, Final
 
 import torch
 
-from asynckv.abc import KVEntry, KVLookupBuffer, SelectStream
-from asynckv.errors import PeerLost
+from asynckv import KVEntry, KVLookupBuffer, PeerLost, SelectStream
 from asynckv.tensors.views import bytes_of
 from harness.simulation.contents import (
     Contents,

@@ -10,9 +10,8 @@ from typing import Any, Final
 import numpy
 import torch
 
-from asynckv.abc import KVEntry
+from asynckv import KVEntry, TensorSpec
 from asynckv.tensors.views import bytes_of, empty_tensor
-from asynckv.types import TensorSpec
 
 __all__ = (
     "Contents",

@@ -1,4 +1,4 @@
-"""When each entry of a buffer came in, was committed, and left, and by what."""
+"""Looks inside of a buffer: when entries came and left, and which queries wait."""
 
 from __future__ import annotations
 
@@ -7,10 +7,16 @@ import dataclasses
 import math
 from collections.abc import Callable, Sequence
 
-from asynckv.buffers.entries.entries import Draft, StoredEntry
-from asynckv.buffers.lookup import LookupBuffer
+from asynckv import KVFingerprint, LookupBuffer
+from asynckv.buffers.entries.entries import Draft, Holder, StoredEntry, Waiter
+from asynckv.buffers.entries.leases import find_by_id
+from asynckv.transfers.tokens import Query
 
-__all__ = ("Stay", "Stays")
+__all__ = (
+    "Stay",
+    "Stays",
+    "WaitingSelects",
+)
 
 
 @dataclasses.dataclass(eq=False)
@@ -70,3 +76,38 @@ class Stays:
     def of(self, entry_id: str) -> Sequence[Stay]:
         """Return the stays under that id, in their order."""
         return self._of.get(entry_id, ())
+
+
+class WaitingSelects:
+    """The queries that were made of one buffer, from its first moment on."""
+
+    def __init__(self, buffer: LookupBuffer) -> None:
+        self._table = buffer.ledger.table
+        self._leases = buffer.ledger.leases
+        self._waiters: list[Waiter] = []
+        select = self._leases.select
+
+        def select_and_note(
+            query: Query, holder: Holder, fingerprint: KVFingerprint | None
+        ) -> Waiter:
+            waiter = select(query, holder, fingerprint)
+            self._waiters.append(waiter)
+            return waiter
+
+        vars(self._leases)["select"] = select_and_note
+
+    def beside_their_match(self) -> dict[str, str]:
+        """Return the queries that wait although an entry is there, and its id."""
+        self._waiters = [w for w in self._waiters if not w.is_forgotten]
+        found = {}
+        for waiter in self._waiters:
+            if waiter.is_waiting and (entry_id := self._match(waiter)):
+                found[f"query {waiter.seq} of {waiter.holder.consumer}"] = entry_id
+        return found
+
+    def _match(self, waiter: Waiter) -> str:
+        if waiter.query.entry_id is not None:
+            match = find_by_id(self._table.entries, waiter)
+        else:
+            match = self._leases._matcher.find(waiter)
+        return "" if match is None else match[0].entry_id

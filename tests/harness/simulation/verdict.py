@@ -10,8 +10,7 @@ from collections.abc import Iterator
 from harness.simulation.checker import judge
 from harness.simulation.machines import open_machines
 from harness.simulation.scenario import Scenario
-from harness.simulation.story import Story
-from harness.simulation.world import Spinning, World
+from harness.simulation.world import Spinning, Story, World
 
 __all__ = ("Verdict", "simulate")
 

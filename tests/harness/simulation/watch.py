@@ -5,19 +5,22 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import math
-from typing import Final
+from collections.abc import Iterator
+from typing import Any, Final
 
-from asynckv.buffers.lookup import LookupBuffer
-from asynckv.buffers.remote.peer import Peer
-from asynckv.errors import EntryAborted
+from asynckv import EntryAborted, LookupBuffer, Peer
 from harness.simulation.history import History, Verb
 from harness.simulation.nodes import Node, Process
-from harness.simulation.stacks import where
-from harness.simulation.stays import Stays
-from harness.simulation.waiting import WaitingSelects
+from harness.simulation.stays import Stays, WaitingSelects
 from harness.simulation.world import World
 
-__all__ = ("ANSWERED", "ENDING", "Life", "Watch")
+__all__ = (
+    "ANSWERED",
+    "ENDING",
+    "Life",
+    "Watch",
+    "where",
+)
 
 ANSWERED: Final[frozenset[Verb]] = frozenset({"peek", "withdraw"})
 """Calls that end whatever others do."""
@@ -151,3 +154,24 @@ async def _reason(buffer: LookupBuffer, entry_id: str) -> str:
     except KeyError:
         return "unknown"
     return ""
+
+
+def where(awaitable: Any) -> str:
+    """Name each place on the way to the innermost one that it waits in."""
+    return " > ".join(_places(awaitable)) or "nowhere"
+
+
+def _places(inner: Any) -> Iterator[str]:
+    while inner is not None:
+        frame = _attribute(inner, "cr_frame", "gi_frame", "ag_frame")
+        if frame is not None:
+            yield f"{frame.f_code.co_qualname}:{frame.f_lineno}"
+        inner = _attribute(inner, "cr_await", "gi_yieldfrom", "ag_await")
+
+
+def _attribute(thing: Any, *names: str) -> Any:
+    for name in names:
+        value = getattr(thing, name, None)
+        if value is not None:
+            return value
+    return None

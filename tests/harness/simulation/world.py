@@ -9,19 +9,63 @@ nobody can, time jumps to whatever comes next.
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import heapq
 import itertools
 import random
 import threading
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Final, Protocol
-
-from harness.simulation.story import Story
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 
 if TYPE_CHECKING:
     from harness.simulation.nodes import Process
 
-__all__ = ("Appointment", "Runnable", "Spinning", "World")
+__all__ = ("COUNTED", "Appointment", "Line", "Runnable", "Spinning", "Story", "World")
+
+COUNTED: Final = frozenset({"bytes", "fault", "call", "end"})
+"""Kinds of lines that are events: a slice that was delivered, a fault, a call's
+begin, a call's end. The other kinds are remarks."""
+
+
+class Line(NamedTuple):
+    """One line; ``node`` is where it happened, empty for the world itself."""
+
+    at: float
+    kind: str
+    node: str
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.at:12.6f}  {self.kind:<6} {self.node:<8} {self.text}"
+
+
+class Story:
+    """What happened in one run, line by line, in the order in which it did.
+
+    The whole of it is compared when a seed is replayed: nothing enters it that
+    differs from process to process.
+    """
+
+    def __init__(self) -> None:
+        self.lines: list[Line] = []
+        self.events = 0
+
+    def add(self, at: float, kind: str, node: str, text: str) -> None:
+        """Add a line."""
+        self.events += kind in COUNTED
+        self.lines.append(Line(at, kind, node, text))
+
+    def text(self, *, with_bytes: bool = True) -> Iterator[str]:
+        """Yield the lines as text, if wanted without those of single slices."""
+        for line in self.lines:
+            if with_bytes or line.kind != "bytes":
+                yield str(line)
+
+    def digest(self) -> str:
+        """Return a short digest of every line: equal for equal runs."""
+        whole = "\n".join(self.text()).encode()
+        return hashlib.blake2b(whole, digest_size=8).hexdigest()
+
 
 _STEP_S: Final = 5e-6
 """What a turn costs: virtual time also passes for those who are busy."""

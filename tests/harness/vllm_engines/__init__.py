@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
-from harness.vllm_engines.engine import Answer, Engine, StartEngine
+from harness.vllm_engines.engine import (
+    Answer,
+    Engine,
+    StartEngine,
+    make_tiny_model,
+    random_prompt,
+)
 from harness.vllm_engines.pair import (
     PREFILL,
     Pair,
@@ -10,7 +16,6 @@ from harness.vllm_engines.pair import (
     started_pair,
     transfer,
 )
-from harness.vllm_engines.tiny import make_tiny_model, random_prompt
 
 __all__ = (
     "PREFILL",

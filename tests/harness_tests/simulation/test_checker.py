@@ -10,10 +10,9 @@ import pytest
 
 from asynckv.buffers.lookup import LookupBuffer
 from asynckv.types import TensorSpec
-from harness.simulation.checker import judge
+from harness.simulation.checker import judge, wrong_departures
 from harness.simulation.contents import Contents, Wanted
 from harness.simulation.history import Call, Verb
-from harness.simulation.leaving import wrong_departures
 from harness.simulation.machines import open_machines
 from harness.simulation.nodes import Process
 from harness.simulation.scenario import Scenario

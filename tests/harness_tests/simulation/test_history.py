@@ -29,7 +29,7 @@ from harness.simulation.contents import (
 from harness.simulation.history import History
 from harness.simulation.machines import Machines
 from harness.simulation.nodes import Process
-from harness.simulation.waiting import WaitingSelects
+from harness.simulation.stays import WaitingSelects
 from harness.simulation.watch import ANSWERED, Life, Watch
 
 

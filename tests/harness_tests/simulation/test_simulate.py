@@ -14,8 +14,8 @@ from harness.simulation import command
 from harness.simulation.command import Totals, main
 from harness.simulation.machines import open_machines
 from harness.simulation.scenario import Scenario
-from harness.simulation.story import Story
 from harness.simulation.verdict import Verdict, simulate
+from harness.simulation.world import Story
 
 SEEDS = (7, 21)
 

@@ -12,8 +12,8 @@ from harness.vllm_engines import (
     random_prompt,
     times,
 )
+from harness.vllm_engines.engine import VOCABULARY
 from harness.vllm_engines.times import StepTimes
-from harness.vllm_engines.tiny import VOCABULARY
 from harness.vllm_engines.witness import BlockWitness
 
 CARRIED = {"do_remote_prefill": True, "transfer_id": "t"}

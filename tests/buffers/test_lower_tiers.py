@@ -11,11 +11,8 @@ import pytest
 import torch
 
 import asynckv
-from asynckv.abc import KVStoreBuffer
-from asynckv.errors import PeerLost
-from asynckv.stores.tiered import TieredStore
-from asynckv.testing.blocked import until
-from asynckv.testing.cancellation import CancelMode, Outcome, sweep_cancellation
+from asynckv import KVStoreBuffer, PeerLost, TieredStore
+from asynckv.testing import CancelMode, Outcome, sweep_cancellation, until
 from asynckv.testing.expectations import CANCEL_MODES, noise
 from asynckv.testing.store_checks import CANCELLING_CHECKS, STORING_CHECKS, StoreCheck
 from harness.tiers import DictTier
@@ -102,17 +99,13 @@ ENDS = (delete, put_none)
 
 
 @pytest.mark.parametrize("ask", [*ASKS, *ENDS])
-async def test_a_peer_finds_what_only_a_tier_has(ask: Ask, tier: DictTier) -> None:
+@pytest.mark.parametrize("is_remote", [True, False])
+async def test_a_peer_and_the_store_itself_find_what_only_a_tier_has(
+    ask: Ask, is_remote: bool, tier: DictTier
+) -> None:
     async with served(tier) as (peer, store):
         await put_far(peer, store)
-        await ask(peer.store)
-
-
-@pytest.mark.parametrize("ask", [*ASKS, *ENDS])
-async def test_so_does_the_store_itself(ask: Ask, tier: DictTier) -> None:
-    async with served(tier) as (peer, store):
-        await put_far(peer, store)
-        await ask(store)
+        await ask(peer.store if is_remote else store)
 
 
 async def test_what_only_a_tier_has_is_cleared_too(tier: DictTier) -> None:
