@@ -122,6 +122,12 @@ def test_what_was_never_found_is_not_believed(scheduler: StoreScheduler) -> None
     assert scheduler.get_num_new_matched_tokens(REQUEST, 0) == (None, False)
 
 
+def test_who_has_its_blocks_waits_for_no_answer(scheduler: StoreScheduler) -> None:
+    scheduler.on_new_request(REQUEST)
+    scheduler.update_state_after_alloc(REQUEST, ((7, 8, 9),), 0)
+    assert scheduler.get_num_new_matched_tokens(REQUEST, 0) == (0, False)
+
+
 async def test_an_answer_to_an_older_request_of_the_same_id_says_nothing() -> None:
     async with storing() as (scheduler, store):
         scheduler.on_new_request(REQUEST)
