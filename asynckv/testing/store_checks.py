@@ -199,11 +199,11 @@ async def it_tells_which_keys_it_has(client: KVStoreBuffer, local: StoreBuffer) 
     found = await client.contains(["c", "b", "a", "a"])
     expect(found == (True, False, True, True), f"found {found}")
     expect(await client.contains([]) == (), "nothing asked, nothing told")
-    for call in (client.contains, client.get_many, lambda keys: pin(client, keys)):
+    for call in (client.contains, client.get_many, lambda keys: _pin(client, keys)):
         await expect_error(TypeError, call("abc"))
 
 
-async def pin(client: KVStoreBuffer, keys: Sequence[str]) -> None:
+async def _pin(client: KVStoreBuffer, keys: Sequence[str]) -> None:
     """Hold values, and let them go at once."""
     async with client.pin(keys):
         pass

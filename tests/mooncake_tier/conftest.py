@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import subprocess
 import sys
 import zipfile
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import pytest
 
+from asynckv.abc import StoreTier
 from harness.mooncake_servers import MooncakeServers, running_mooncake, why_no_mooncake
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "mooncake_tier"
@@ -31,6 +33,14 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def installed(site: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(site))
+
+
+@pytest.fixture
+def opened_by(installed: None) -> Callable[[str], StoreTier]:
+    """What the package's entry point names: it is found by reading files."""
+    (entry,) = importlib.metadata.entry_points(group="asynckv.tiers", name="mooncake")
+    opened_by: Callable[[str], StoreTier] = entry.load()
+    return opened_by
 
 
 @pytest.fixture

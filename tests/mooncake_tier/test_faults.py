@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 
 import pytest
 import torch
 
 from asynckv.abc import StoreTier, TierMemory, TierResult
-from asynckv.stores.tiered import TieredStore, open_tier
+from asynckv.stores.tiered import TieredStore
 from asynckv.testing import until, until_blocked
 from asynckv.testing.expectations import noise
 from asynckv.testing.tier_checks import SomeValue
@@ -30,8 +30,10 @@ pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
 
 
 @pytest.fixture
-async def tier(servers: MooncakeServers) -> AsyncIterator[StoreTier]:
-    async with open_tier(servers.url) as tier:
+async def tier(
+    servers: MooncakeServers, opened_by: Callable[[str], StoreTier]
+) -> AsyncIterator[StoreTier]:
+    async with opened_by(servers.url) as tier:
         await tier.probe()
         yield tier
 
@@ -277,15 +279,19 @@ async def test_a_value_that_ends_before_its_header_is_missing(tier: StoreTier) -
     assert await fetch(tier, "k1/a") == [MISSING]
 
 
-async def test_where_there_is_no_memory_values_are_refused(mooncake: None) -> None:
-    async with running_mooncake("16MB") as servers, open_tier(servers.url) as tier:
+async def test_where_there_is_no_memory_values_are_refused(
+    mooncake: None, opened_by: Callable[[str], StoreTier]
+) -> None:
+    async with running_mooncake("16MB") as servers, opened_by(servers.url) as tier:
         await tier.probe()
         assert await store(tier, "k1/a", nbytes=LARGE_NBYTES) == [REFUSED]
         assert await store(tier, "k1/a") == [DONE]
 
 
-async def test_a_probe_of_nobody_ends_at_once(servers: MooncakeServers) -> None:
-    async with open_tier(f"mooncake://127.0.0.1:{free_port()}") as tier:
+async def test_a_probe_of_nobody_ends_at_once(
+    mooncake: None, opened_by: Callable[[str], StoreTier]
+) -> None:
+    async with opened_by(f"mooncake://127.0.0.1:{free_port()}") as tier:
         async with asyncio.timeout(5):
             with pytest.raises(OSError):
                 await tier.probe()

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import importlib.metadata
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
+from asynckv.abc import StoreTier
 from asynckv.errors import ConfigError
 from asynckv.stores.tiered import TieredStore, open_tier
 from asynckv.testing import TIER_CHECKS
@@ -25,9 +27,9 @@ pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
 @pytest.mark.both_loops
 @pytest.mark.parametrize("check", TIER_CHECKS, ids=lambda check: check.__name__)
 async def test_a_mooncake_tier_keeps_the_contract(
-    check: TierCheck, servers: MooncakeServers
+    check: TierCheck, servers: MooncakeServers, opened_by: Callable[[str], StoreTier]
 ) -> None:
-    await check(lambda: open_tier(servers.url))
+    await check(lambda: opened_by(servers.url))
 
 
 @pytest.mark.parametrize(
@@ -105,11 +107,13 @@ def test_an_url_that_says_something_wrong_is_refused(url: str, installed: None) 
 
 
 async def test_who_has_no_wheel_is_told_what_to_install(
-    installed: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    opened_by: Callable[[str], StoreTier],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     (tmp_path / "mooncake.py").touch()
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    async with open_tier(f"mooncake://127.0.0.1:{free_port()}") as tier:
+    async with opened_by(f"mooncake://127.0.0.1:{free_port()}") as tier:
         with pytest.raises(ConfigError) as caught:
             await tier.probe()
     assert "pip install mooncake-transfer-engine" in str(caught.value.hint)

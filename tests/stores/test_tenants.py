@@ -25,7 +25,7 @@ MIB = 2**20
 PATIENT_S = 20
 TIERS = ("memory", "disk", "file", "redis", "s3")
 TENANTS = {"acme": "engine-a", "umbrella": "engine-b"}
-MINE, THEIRS, NOBODY_S = (noise(70_000, seed) for seed in (1, 2, 3))
+MINE, THEIRS, NOBODY_S = (noise(20_000, seed) for seed in (1, 2, 3))
 
 _numbers = itertools.count()
 

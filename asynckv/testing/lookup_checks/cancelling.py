@@ -14,11 +14,11 @@ from asynckv.buffers.lookup import LookupBuffer
 from asynckv.errors import EntryAborted
 from asynckv.testing.blocked import until
 from asynckv.testing.cancellation import CancelMode, Outcome, sweep_cancellation
+from asynckv.testing.expectations import expect
 from asynckv.testing.lookup_checks.values import (
     MIB,
     LookupCheck,
     empty,
-    expect,
     noise,
     same,
 )

@@ -11,13 +11,13 @@ import torch
 from asynckv.abc import KVLookupBuffer
 from asynckv.buffers.lookup import LookupBuffer
 from asynckv.errors import BufferClosed, EntryAborted, EntryConflict, EntryTooLarge
+from asynckv.testing.expectations import expect
 from asynckv.testing.lookup_checks.values import (
     LOOKUP_MAX_BYTES,
     MIB,
     LookupCheck,
     cancelled,
     empty,
-    expect,
     expect_error,
     fill,
     five_waiting,

@@ -10,13 +10,13 @@ import torch
 
 from asynckv.abc import KVLookupBuffer
 from asynckv.buffers.lookup import LookupBuffer
+from asynckv.testing.expectations import expect
 from asynckv.testing.lookup_checks.values import (
     DTYPES,
     MIB,
     LookupCheck,
     cancelled,
     empty,
-    expect,
     expect_error,
     noise,
     same,

@@ -11,11 +11,11 @@ from asynckv.abc import KVLookupBuffer
 from asynckv.buffers.lookup import LookupBuffer
 from asynckv.errors import EntryAborted, EntryConflict
 from asynckv.testing.blocked import until, until_blocked
+from asynckv.testing.expectations import expect
 from asynckv.testing.lookup_checks.values import (
     MIB,
     LookupCheck,
     empty,
-    expect,
     expect_error,
     fill,
     noise,

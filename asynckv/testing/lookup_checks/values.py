@@ -22,7 +22,6 @@ __all__ = (
     "borrow",
     "cancelled",
     "empty",
-    "expect",
     "expect_error",
     "fill",
     "five_waiting",

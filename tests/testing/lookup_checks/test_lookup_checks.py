@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from asynckv.buffers.lookup import LookupBuffer
+from asynckv.testing.expectations import expect
 from asynckv.testing.lookup_checks.cancelling import CANCELLING_CHECKS
 from asynckv.testing.lookup_checks.delivering import DELIVERING_CHECKS, ROOM_CHECKS
 from asynckv.testing.lookup_checks.selecting import SELECTING_CHECKS
@@ -17,7 +18,6 @@ from asynckv.testing.lookup_checks.values import (
     LOOKUP_MAX_BYTES,
     LookupCheck,
     empty,
-    expect,
     expect_error,
     noise,
     same,
