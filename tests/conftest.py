@@ -256,6 +256,7 @@ def garbage() -> Iterator[_Garbage]:
     gc.callbacks.append(garbage.note)
     yield garbage
     gc.callbacks.remove(garbage.note)
+    gc.unfreeze()  # hypothesis may be imported yet, which asks who refers to what
 
 
 @pytest.fixture(autouse=True)
