@@ -206,5 +206,8 @@ class StoreTier(Closable):
         """These are in use: they should not be the next to go. May do nothing."""
 
     def counts(self) -> Mapping[str, float]:
-        """Return numbers of the engine's own, by name, for metrics. Never waits."""
+        """Return numbers of the engine's own, by name, for metrics. Never waits.
+
+        A name has small letters and ``_``, and no ending such as ``_total``.
+        """
         return {}

@@ -57,7 +57,7 @@ class _Open:
     is_running: bool = False
     """The tier was told of this one, or of an earlier one, and has not answered."""
     has_failed: bool = False
-    """It is to be tried again, later: changes go on meanwhile."""
+    """It is to be tried again, later, or does not end: changes go on meanwhile."""
 
 
 class Clearings:
@@ -85,7 +85,7 @@ class Clearings:
         """
         self.void.note(prefix, epoch)
         one = self._open.setdefault(prefix, _Open(epoch))
-        one.epoch, one.has_failed = epoch, False
+        one.epoch, one.has_failed = epoch, one.is_running and one.has_failed
         self._new.add(prefix)
         if len(self._open) <= _MAX_OPEN:
             return None
@@ -123,6 +123,7 @@ class Clearings:
         one = self._open[clearing.prefix]
         one.is_running = False
         if one.epoch != clearing.epoch:
+            one.has_failed = False
             return  # it was cleared again since
         if result in (TierResult.DONE, TierResult.REFUSED):
             del self._open[clearing.prefix]
@@ -130,10 +131,17 @@ class Clearings:
         else:
             one.has_failed = True
 
+    def late(self, clearing: TierClearing) -> None:
+        """Unless it has ended, nobody waits for that any more, and changes go on."""
+        one = self._open.get(clearing.prefix)
+        if one is not None and one.is_running:
+            one.has_failed = True
+
     def retry(self, prefix: str) -> None:
         """What the tier could not clear is to be cleared now, and what came since."""
-        if prefix in self._open:
-            self._open[prefix].has_failed = False
+        one = self._open.get(prefix)
+        if one is not None and not one.is_running:
+            one.has_failed = False
 
     def is_open(self, prefix: str) -> bool:
         """Has it still to be cleared, now or when that is tried again?"""

@@ -26,14 +26,14 @@ from asynckv.abc import (
     WantedValue,
 )
 from asynckv.errors import ConfigError
-from asynckv.observability.latencies import Latencies, LatencyHistogram
+from asynckv.observability.latencies import LatencyHistogram
 from asynckv.stores.clearings import TierClearing
-from asynckv.stores.health import Moving, TierCall, TierHealth
+from asynckv.stores.health import Moving, TierCall, TierHealth, TierStatistics
 from asynckv.stores.write_behind import TierChange, WriteBehind
 from asynckv.waits.own_tasks import OwnTasks
 from asynckv.waits.replies import Watchers
 
-__all__ = ("Quarantine", "TierClient", "TierStatistics", "Written")
+__all__ = ("Quarantine", "TierClient", "Written")
 
 logger = logging.getLogger(__name__)
 
@@ -74,35 +74,6 @@ class Quarantine:
     def is_full(self) -> bool:
         """May no more calls be made that could end here?"""
         return self.nbytes >= self.max_bytes
-
-
-@dataclasses.dataclass(frozen=True)
-class TierStatistics:
-    """A tier at one moment; the counters count since it was opened.
-
-    ``refused`` calls were not made, as the tier does not answer; ``late`` ones were
-    waited for no more. ``corrupt`` values were not as they had been written.
-    ``fetch_latencies`` and ``store_latencies`` are of its calls, of several values a
-    call, until they ended or were waited for no more. ``counts`` are those of
-    :meth:`~asynckv.abc.StoreTier.counts`.
-    """
-
-    is_loading: bool
-    is_storing: bool
-    hits: int
-    misses: int
-    failed: int
-    refused: int
-    late: int
-    corrupt: int
-    accepted: int
-    dropped: int
-    unwritten: int
-    waiting: int
-    waiting_bytes: int
-    fetch_latencies: Latencies
-    store_latencies: Latencies
-    counts: Mapping[str, float]
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -149,7 +120,7 @@ class TierClient(Generic[W]):
         self._retry: asyncio.TimerHandle | None = None
         self._dropping: asyncio.Handle | None = None
         self._clear_again: dict[str, asyncio.TimerHandle] = {}
-        self._has_given_up = self._is_silent = False
+        self._has_given_up = self._is_silent = self._has_miscounted = False
         self._is_closed = False
 
     async def open(self) -> None:
@@ -326,8 +297,17 @@ class TierClient(Generic[W]):
             waiting_bytes=behind.nbytes,
             fetch_latencies=self._fetch_times.latencies(),
             store_latencies=self._store_times.latencies(),
-            counts=self.tier.counts(),
+            counts=self._counts(),
         )
+
+    def _counts(self) -> Mapping[str, float]:
+        try:
+            return dict(self.tier.counts())
+        except Exception:
+            if not self._has_miscounted:
+                self._has_miscounted = True
+                logger.exception("%s does not tell what it has counted", self.name)
+            return {}
 
     async def aclose(self) -> None:
         """Close it. A call that does not end is left to itself after a second."""
@@ -522,6 +502,8 @@ class TierClient(Generic[W]):
                 logger.warning("%s cannot delete all of a model: it stays", self.name)
 
         await self._call(self._stores, clear, [prefix], ended)
+        self.behind.clearings.late(clearing)
+        self._changed.wake()
 
     def _clear_later(self, prefix: str, after_s: float) -> None:
         if prefix not in self._clear_again and not self._is_closed:

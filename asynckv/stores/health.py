@@ -13,10 +13,12 @@ probed after a second, then after two, four, up to thirty.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Final, Protocol
 
-__all__ = ("Moving", "TierCall", "TierHealth")
+from asynckv.observability.latencies import Latencies
+
+__all__ = ("Moving", "TierCall", "TierHealth", "TierStatistics")
 
 _LEAST_RATE: Final = 1e6
 """Bytes a second before anything was measured, and at least."""
@@ -168,3 +170,32 @@ class TierHealth:
     def worked(self) -> None:
         """A call was answered as it should be: the next trouble is a first one."""
         self._probe_in_s = _FIRST_PROBE_S
+
+
+@dataclasses.dataclass(frozen=True)
+class TierStatistics:
+    """A tier at one moment; the counters count since it was opened.
+
+    ``refused`` calls were not made, as the tier does not answer; ``late`` ones were
+    waited for no more. ``corrupt`` values were not as they had been written.
+    ``fetch_latencies`` and ``store_latencies`` are of its calls, of several values a
+    call, until they ended or were waited for no more. ``counts`` are those of
+    :meth:`~asynckv.abc.StoreTier.counts`.
+    """
+
+    is_loading: bool
+    is_storing: bool
+    hits: int
+    misses: int
+    failed: int
+    refused: int
+    late: int
+    corrupt: int
+    accepted: int
+    dropped: int
+    unwritten: int
+    waiting: int
+    waiting_bytes: int
+    fetch_latencies: Latencies
+    store_latencies: Latencies
+    counts: Mapping[str, float]

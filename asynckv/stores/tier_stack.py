@@ -23,7 +23,7 @@ from asynckv.buffers.values import PendingPut, PinnedValue, StoredValues
 from asynckv.devices.arena import place_of
 from asynckv.devices.copying import CopyPool
 from asynckv.errors import BufferClosed, EntryTooLarge
-from asynckv.stores.client import Quarantine, TierClient, TierStatistics
+from asynckv.stores.client import Quarantine, TierClient
 from asynckv.stores.header import (
     MAX_HEADER_NBYTES,
     ForeignHeader,
@@ -33,6 +33,7 @@ from asynckv.stores.header import (
     pack_header,
     unpack_header,
 )
+from asynckv.stores.health import TierStatistics
 from asynckv.stores.memory import tier_memory
 from asynckv.waits.own_tasks import OwnTasks
 
@@ -203,6 +204,7 @@ class TierStack(LowerTiers):
         :raises BufferClosed: the store was closed meanwhile
         """
         self._loop = asyncio.get_running_loop()
+        self._check_open()
         self.clients = [
             TierClient(
                 *(name, tier, self._quarantine, self._quarantine.max_bytes),
@@ -213,8 +215,7 @@ class TierStack(LowerTiers):
         try:
             for client in self.clients:
                 await client.open()
-            if self._is_closed:
-                raise BufferClosed("the store was closed while it was opened")
+            self._check_open()
         except BaseException:
             self.abort()
             raise
@@ -371,6 +372,10 @@ class TierStack(LowerTiers):
         self._stop()
         for client in self.clients:
             client.abort()
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise BufferClosed("the store was closed while it was opened")
 
     def _stop(self) -> None:
         """Nobody waits for a fetch any more, whether or not it has begun."""

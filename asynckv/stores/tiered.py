@@ -18,7 +18,7 @@ from asynckv.buffers.statistics import StoreStatistics
 from asynckv.buffers.store import StoreBuffer
 from asynckv.errors import ConfigError
 from asynckv.links.sockets import in_thread
-from asynckv.stores.client import TierStatistics
+from asynckv.stores.health import TierStatistics
 from asynckv.stores.tier_stack import FlushResult, TierStack
 from asynckv.types import KVFingerprint
 
@@ -130,7 +130,8 @@ class TieredStore(StoreBuffer):
             raise ValueError(f'admit is "always" or "second_use", not {admit!r}')
         if not namespace.isprintable():
             raise ValueError(f"{namespace!r} is no namespace: it has to be printable")
-        self._tiers, self._drain_s = tiers, drain_s
+        self._tiers, self._drain_s = tuple(tiers), drain_s
+        self._opening = asyncio.Lock()
         self._lower = TierStack(
             *(self.values, self.pool),
             max_bytes=self._arena.max_bytes,
@@ -147,7 +148,9 @@ class TieredStore(StoreBuffer):
         :raises BufferClosed: it is closed, or was closed meanwhile
         """
         await super().open()
-        if self.values.lower is None:
+        async with self._opening:
+            if self.values.lower is not None:
+                return
             try:
                 await self._lower.open(await in_thread(partial(_named, self._tiers)))
             except BaseException:

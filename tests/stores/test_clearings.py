@@ -49,6 +49,30 @@ def test_what_came_after_a_clearing_that_failed_waits_while_it_is_tried_again() 
     assert [change.key for change in tier.take(9, 99)] == ["p/a"]
 
 
+def test_a_clearing_that_does_not_end_keeps_no_changes_waiting() -> None:
+    tier = WriteBehind[str](10, lambda value: None)
+    clearing = begin_clearing(tier, "p/")
+    tier.write("p/a", 2, "v", 1, "v")
+    tier.clearings.late(clearing)
+    tier.clearings.retry("p/")
+    assert [change.key for change in tier.take(9, 99)] == ["p/a"]
+    tier.clearings.clear("p/", 3)
+    tier.write("p/b", 4, "v", 1, "v")
+    assert tier.take_clearing() is None and not tier.clearings.pending_epochs()
+    assert [change.key for change in tier.take(9, 99)] == ["p/b"]
+
+
+def test_what_was_cleared_again_is_cleared_when_a_late_clearing_has_ended() -> None:
+    tier = WriteBehind[str](10, lambda value: None)
+    late = begin_clearing(tier, "p/")
+    tier.clearings.late(late)
+    tier.clearings.clear("p/", 2)
+    tier.clearings.ended(late, TierResult.DONE)
+    while tier.forget_cleared():
+        pass
+    assert tier.take_clearing() == TierClearing("p/", 2) and tier.is_behind(2)
+
+
 def test_what_waits_for_a_clearing_leaves_room_to_others() -> None:
     tier = WriteBehind[str](10, lambda value: None)
     begin_clearing(tier, "p/")

@@ -245,6 +245,22 @@ async def test_a_model_that_took_long_to_clear_does_not_keep_others_waiting() ->
     await client.aclose()
 
 
+async def test_a_clearing_that_does_not_end_keeps_no_value_from_being_written() -> None:
+    tier = DictTier(facts=TierFacts(patience_s=0.05))
+    client = TierClient[Value]("tier", tier, Quarantine(10), 1000, lambda value: None)
+    await client.open()
+    tier.hold("clear")
+    client.clear("p/", 1)
+    await until(lambda: client.statistics().late == 1)
+    await until(lambda: client.statistics().is_storing)
+    write(client, "p/a", 2)
+    async with asyncio.timeout(5):
+        await client.flush()
+    assert list(tier.values) == ["p/a"]
+    tier.let_go("clear")
+    await client.aclose()
+
+
 class StuckOnce(DictTier):
     """Its first store ends when it is let go on; later ones end at once."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -772,6 +772,28 @@ async def test_another_package_s_tier_is_looked_for_beside_the_loop(
     # On the loop, reading files would fail.
     async with TieredStore(MIB, ["stuck://?how=task&call=touch"]) as store:
         assert set(store.statistics().tiers) == {"stuck"}
+
+
+async def test_a_store_that_two_open_at_once_is_opened_once(tmp_path: Path) -> None:
+    store = TieredStore(MIB, [f"disk://{tmp_path}/kv?max=1MiB"])
+    await asyncio.gather(store.open(), store.open())
+    await store.put("a", noise(64, 1))
+    assert (await store.flush())["disk"].accepted == 1
+    await store.aclose()
+
+
+class Miscounting(DictTier):
+    def counts(self) -> Mapping[str, float]:
+        raise RuntimeError("it has forgotten how")
+
+
+async def test_a_tier_that_cannot_count_is_told_of_without_and_said_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async with opened(Miscounting()) as store:
+        for _ in range(2):
+            assert store.statistics().tiers["Miscounting"].counts == {}
+    assert caplog.text.count("does not tell what it has counted") == 1
 
 
 async def test_a_store_that_is_closed_while_it_is_opened_closes_its_tiers() -> None:

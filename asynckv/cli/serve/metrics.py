@@ -27,7 +27,7 @@ from asynckv.buffers.serve import Server
 from asynckv.buffers.statistics import Counters, StoreCounters
 from asynckv.buffers.store import StoreBuffer
 from asynckv.observability.latencies import BOUNDS_S, Latencies
-from asynckv.stores.client import TierStatistics
+from asynckv.stores.health import TierStatistics
 from asynckv.stores.tiered import TieredStore
 
 __all__ = ("CONTENT_TYPE", "metrics_text")

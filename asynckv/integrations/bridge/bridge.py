@@ -10,12 +10,10 @@ import asyncio
 import collections
 import concurrent.futures
 import logging
-import os
-import sys
 import threading
 from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import AbstractAsyncContextManager
-from typing import Any, Final, Generic, TypeAlias, TypeVar, TypeVarTuple
+from typing import Any, Final, Generic, TypeVar, TypeVarTuple
 
 from asynckv.errors import WrongLoop
 
@@ -27,9 +25,6 @@ _Ts = TypeVarTuple("_Ts")
 T = TypeVar("T")
 NewsT = TypeVar("NewsT")
 
-_Call: TypeAlias = tuple[Callable[..., object], tuple[Any, ...]]
-
-_ONE: Final = (1).to_bytes(8, sys.byteorder)
 _START_S: Final = 10.0
 _GRACE_S: Final = 1.0
 
@@ -46,7 +41,6 @@ class Bridge(Generic[NewsT]):
     def __init__(self, name: str) -> None:
         self.name = name
         self._news: collections.deque[NewsT] = collections.deque()
-        self._calls: collections.deque[_Call] = collections.deque()
         self._tasks: set[asyncio.Task[Any]] = set()
         self._ends: list[Callable[[], Awaitable[object]]] = []
         self._closing = threading.Lock()
@@ -82,7 +76,7 @@ class Bridge(Generic[NewsT]):
         :raises RuntimeError: the bridge was shut down
         """
         self._check_open()
-        self._call(function, args)
+        self._loop.call_soon_threadsafe(function, *args)
 
     def start(
         self, function: Callable[[*_Ts], Coroutine[Any, Any, object]], *args: *_Ts
@@ -157,30 +151,20 @@ class Bridge(Generic[NewsT]):
         with self._closing:
             if not self._is_closed:
                 self._is_closed = True
-                self._call(self._stop.set, ())
+                self._loop.call_soon_threadsafe(self._stop.set)
             self._thread.join(timeout_s)
         if self._thread.is_alive():
             logger.warning("%s did not end within %g s", self.name, timeout_s)
 
     def _run_loop(self) -> None:
-        with (
-            open(os.eventfd(0), "wb", buffering=0) as self._wake,
-            asyncio.Runner() as runner,
-        ):
+        with asyncio.Runner() as runner:
             runner.run(self._main())
 
     async def _main(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._stop = asyncio.Event()
-        self._loop.add_reader(self._wake, self._woken)
         self._started.set()
-        try:
-            await self._stop.wait()
-            await self._end_all()
-        finally:
-            self._loop.remove_reader(self._wake)
-
-    async def _end_all(self) -> None:
+        await self._stop.wait()
         # One of them may start another while it ends.
         while self._tasks:
             for task in self._tasks:
@@ -197,27 +181,6 @@ class Bridge(Generic[NewsT]):
         except Exception:
             # Whatever the caller's code raises: the other ends run all the same.
             logger.exception("%s did not end cleanly", self.name)
-
-    def _call(self, function: Callable[..., object], args: tuple[Any, ...]) -> None:
-        # Half as dear for the engine's thread as the loop's call_soon_threadsafe().
-        self._calls.append((function, args))
-        try:
-            self._wake.write(_ONE)
-        except ValueError:  # it is closed
-            raise RuntimeError(f"{self.name} was shut down meanwhile") from None
-
-    def _woken(self) -> None:
-        os.eventfd_read(self._wake.fileno())
-        self._make_calls()
-
-    def _make_calls(self) -> None:
-        while self._calls:
-            function, args = self._calls.popleft()
-            try:
-                function(*args)
-            except Exception as exc:  # noqa: BLE001 - whoever watches the loop is told
-                context = {"message": f"a call of {self.name} failed", "exception": exc}
-                self._loop.call_exception_handler(context)
 
     def _start(
         self,
@@ -240,7 +203,6 @@ class Bridge(Generic[NewsT]):
         if task is not None:  # always: this is how a coroutine runs
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
-        self._make_calls()  # those before this one come first
         async with asyncio.timeout(timeout_s):
             return await coroutine
 

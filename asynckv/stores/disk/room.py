@@ -86,7 +86,9 @@ class Room:
         if nbytes > self.max_body_nbytes:
             return TierResult.REFUSED
         pages = 1 + body_pages_of(nbytes)
-        if self._limit < self._max_bytes and time.monotonic() >= self._full_until_s:
+        # Each time it may get a little more, in a file of its own.
+        has_few = len(self._index.segments) < 2 * _FILES
+        if has_few and time.monotonic() >= self._full_until_s:
             self._limit = self._max_bytes
         while not self._is_closed:
             if (slot := self._index.take(pages)) is not None:

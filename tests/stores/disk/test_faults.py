@@ -245,6 +245,20 @@ async def test_a_disk_that_has_room_again_is_used_again(
         assert await store(tier, "k1/a") is DONE
 
 
+async def test_of_a_disk_that_is_never_quite_full_it_takes_so_many_files_alone(
+    open_disk: OpenDisk, tmp_path: Path
+) -> None:
+    class RoomForOne(FaultyCalls):
+        def allocate(self, fd: int, nbytes: int) -> None:
+            self.allocate_error = 0 if nbytes <= 2 * PAGE_NBYTES else errno.ENOSPC
+            super().allocate(fd, nbytes)
+
+    async with open_disk(calls=RoomForOne(), full_s=0) as tier:
+        for number in range(150):
+            assert await store(tier, f"k1/{number}", 4) is DONE
+        assert len(files_in(tmp_path)) <= 129
+
+
 async def test_of_a_nearly_full_disk_it_takes_what_it_gets(
     calls: FaultyCalls, open_disk: OpenDisk
 ) -> None:

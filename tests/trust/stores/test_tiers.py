@@ -17,8 +17,8 @@ import torch
 
 import asynckv
 from asynckv.abc import KVStoreBuffer
-from asynckv.stores.client import TierStatistics
 from asynckv.stores.disk import DiskTier
+from asynckv.stores.health import TierStatistics
 from asynckv.stores.tiered import TieredStore, open_tier
 from asynckv.testing.expectations import noise
 from harness.cancellations.at_random import KEYS, Versions, cancel_at_random
