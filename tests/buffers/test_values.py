@@ -7,12 +7,12 @@ import logging
 from collections.abc import Sequence
 
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from hypothesis.strategies import integers, sampled_from
 
 from asynckv import BufferClosed, EntryTooLarge, KVFingerprint, TensorSpec
-from asynckv.buffers.values import EvictionOrder, PendingPut, PinnedValue, StoredValues
+from asynckv.buffers.values import PendingPut, PinnedValue, StoredValues
 from asynckv.tensors.arena import HeapArena, Region
 from asynckv.testing import until_blocked
 from asynckv.testing.lookup_checks.values import cancelled
@@ -356,36 +356,6 @@ async def test_who_is_below_is_told_of_each_change_and_of_each_use(
         *(("stored", a), ("used", a), ("deleted", a), ("stored", b)),
         *(("cleared", None), ("cleared", KVFingerprint("m"))),
     ]
-
-
-def order_of(*keys: str) -> EvictionOrder[str]:
-    order: EvictionOrder[str] = EvictionOrder()
-    for key in keys:
-        order.add(key, len(key))
-    return order
-
-
-def test_the_spared_key_is_the_last_victim() -> None:
-    order = order_of("a", "bb")
-    assert order.victim(spare="a") == "bb"
-    order.discard("bb")
-    assert order.victim(spare="a") == "a"
-
-
-@given(st.lists(st.tuples(st.booleans(), st.integers(0, 5), st.integers(0, 9))))
-def test_it_orders_as_a_list_does(steps: list[tuple[bool, int, int]]) -> None:
-    order: EvictionOrder[int] = EvictionOrder()
-    model: list[tuple[int, int]] = []
-    for adds, key, nbytes in steps:
-        model = [item for item in model if item[0] != key]
-        if adds:
-            model.append((key, nbytes))
-            order.add(key, nbytes)
-        else:
-            order.discard(key)
-        assert list(order) == [item[0] for item in model]
-        assert order.nbytes == sum(item[1] for item in model)
-        assert order.victim() == (model[0][0] if model else None)
 
 
 def _spec(nbytes: int) -> TensorSpec:
