@@ -49,6 +49,19 @@ async def test_a_value_can_be_written_straight_into_its_region(
     assert (await store.get("a")).tolist() == list(b"abc")  # type: ignore[union-attr]
 
 
+async def test_what_there_is_of_a_value_is_told_until_all_is_cleared(
+    store: StoreBuffer,
+) -> None:
+    await store.put("a", value_of(1))
+    told = await store.stat("a")
+    assert told is not None
+    assert (told.tiers, told.spec) == (("memory",), TensorSpec((_MIB,), "uint8"))
+    assert await store.match_prefix(["a", "b"]) == 1
+    assert await store.clear() == 1
+    assert await store.stat("a") is None
+    assert await store.match_prefix(["a", "b"]) == 0
+
+
 async def test_a_put_waits_for_what_is_read(store: StoreBuffer) -> None:
     await store.put("a", value_of(1, 3 * _MIB))
     waits = store.statistics().room_waits
