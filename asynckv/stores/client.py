@@ -303,7 +303,7 @@ class TierClient(Generic[W]):
     def _counts(self) -> Mapping[str, float]:
         try:
             return dict(self.tier.counts())
-        except Exception:
+        except Exception:  # whatever the code of others raises
             if not self._has_miscounted:
                 self._has_miscounted = True
                 logger.exception("%s does not tell what it has counted", self.name)

@@ -142,7 +142,8 @@ class TieredStore(StoreBuffer):
     async def open(self) -> None:
         """Open memory and tiers. Entering does that. Again is nothing.
 
-        A cancelled call, or one that fails, leaves a closed store.
+        A cancelled call, or one that fails, leaves a closed store; one that waits for
+        another to open it changes nothing.
 
         :raises ConfigError: a tier cannot be used as it was configured
         :raises BufferClosed: it is closed, or was closed meanwhile

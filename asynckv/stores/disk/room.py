@@ -38,7 +38,7 @@ class Room:
     """Slots in files of at most ``max_bytes`` together.
 
     ``is_known``: were all slots looked at? Before that nothing has to leave. A full
-    disk is asked for more no sooner than after ``full_s``.
+    disk is asked for more no sooner than after ``full_retry_s``.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class Room:
         directory: SlotDirectory,
         threads: TierThreads[Bounce],
         max_bytes: int,
-        full_s: float,
+        full_retry_s: float,
     ) -> None:
         self.is_known = False
         self.max_body_nbytes = PAGE_NBYTES * largest_body_pages(
@@ -61,7 +61,7 @@ class Room:
         self._file_nbytes = max(
             max_bytes // _FILES, min(_LARGE_FILE_NBYTES, max_bytes // _LEAST_FILES)
         )
-        self._full_s = full_s
+        self._full_retry_s = full_retry_s
         self._full_until_s = 0.0
         self._is_closed = self._has_said = False
         self._changing: asyncio.Future[None] | None = None
@@ -158,7 +158,7 @@ class Room:
 
     def _stop_growing(self, why: object) -> None:
         self._limit = self._index.file_nbytes
-        self._full_until_s = time.monotonic() + self._full_s
+        self._full_until_s = time.monotonic() + self._full_retry_s
         if not self._has_said:
             self._has_said = True
             logger.warning(

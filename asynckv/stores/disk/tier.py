@@ -51,7 +51,7 @@ logger = logging.getLogger(__name__)
 
 _THREADS: Final = 4
 _CLOSE_GRACE_S: Final = 1.0
-_FULL_S: Final = 60.0
+_FULL_RETRY_S: Final = 60.0
 _KEYS_AT_ONCE: Final = 1024
 _SCAN_WAIT_S: Final = 0.2
 """More are looked up with a pause for others in between."""
@@ -104,7 +104,7 @@ class DiskTier(LoopBound, StoreTier):
     Of a value that is written twice the later one is found. A header that does not
     verify is a miss, and forgotten; whether the value's bytes are right is for the
     caller to see, by the digest in its header. A full disk keeps what it has,
-    and is asked for more ``full_s`` later.
+    and is asked for more ``full_retry_s`` later.
 
     :raises ConfigError: there can be no tier of ``max_bytes``
     """
@@ -116,7 +116,7 @@ class DiskTier(LoopBound, StoreTier):
         *,
         threads: int = _THREADS,
         close_grace_s: float = _CLOSE_GRACE_S,
-        full_s: float = _FULL_S,
+        full_retry_s: float = _FULL_RETRY_S,
         calls: FileCalls | None = None,
     ) -> None:
         if max_bytes < LEAST_MAX_BYTES:
@@ -127,7 +127,7 @@ class DiskTier(LoopBound, StoreTier):
         self.max_bytes = max_bytes
         self._count = threads
         self._close_grace_s = close_grace_s
-        self._full_s = full_s
+        self._full_retry_s = full_retry_s
         self._calls = calls or FileCalls()
         self._index = SlotIndex(self._off_loop)
         self._is_closed = self._is_scanning = False
@@ -347,7 +347,8 @@ class DiskTier(LoopBound, StoreTier):
             for segment in segments:
                 self._index.add_segment(segment, is_free=False)
             self._room = Room(
-                *(self._index, directory, threads, self.max_bytes), full_s=self._full_s
+                *(self._index, directory, threads, self.max_bytes),
+                full_retry_s=self._full_retry_s,
             )
             if self._is_closed:
                 self._room.close()

@@ -24,7 +24,7 @@ def open_disk(tmp_path: Path) -> OpenDisk:
         calls: FileCalls | None = None,
         threads: int = 4,
         close_grace_s: float = 1.0,
-        full_s: float = 60.0,
+        full_retry_s: float = 60.0,
     ) -> AsyncIterator[DiskTier]:
         async with DiskTier(
             tmp_path / "kv",
@@ -32,7 +32,7 @@ def open_disk(tmp_path: Path) -> OpenDisk:
             calls=calls,
             threads=threads,
             close_grace_s=close_grace_s,
-            full_s=full_s,
+            full_retry_s=full_retry_s,
         ) as tier:
             await tier.probe()
             await tier.scanned()

@@ -238,7 +238,7 @@ async def test_a_full_disk_keeps_what_it_has_and_makes_room_in_that(
 async def test_a_disk_that_has_room_again_is_used_again(
     calls: FaultyCalls, open_disk: OpenDisk
 ) -> None:
-    async with open_disk(calls=calls, full_s=0) as tier:
+    async with open_disk(calls=calls, full_retry_s=0) as tier:
         calls.allocate_error = errno.ENOSPC
         assert await store(tier, "k1/a") is REFUSED
         calls.allocate_error = 0
@@ -253,7 +253,7 @@ async def test_of_a_disk_that_is_never_quite_full_it_takes_so_many_files_alone(
             self.allocate_error = 0 if nbytes <= 2 * PAGE_NBYTES else errno.ENOSPC
             super().allocate(fd, nbytes)
 
-    async with open_disk(calls=RoomForOne(), full_s=0) as tier:
+    async with open_disk(calls=RoomForOne(), full_retry_s=0) as tier:
         for number in range(150):
             assert await store(tier, f"k1/{number}", 4) is DONE
         assert len(files_in(tmp_path)) <= 129
