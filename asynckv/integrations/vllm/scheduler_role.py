@@ -6,7 +6,6 @@ Plain functions, in every step: of requests that move nothing nothing is looked 
 from __future__ import annotations
 
 import asyncio
-import collections
 import hashlib
 import logging
 import time
@@ -112,7 +111,7 @@ class SchedulerRole:
         ours = self._requests.get(request.request_id)
         if ours is None:
             return 0, False
-        if self._asking is not None and self._asking.answers:
+        if self._asking is not None:
             self._asking.take_answers()
         return self._connector.get_num_new_matched_tokens(ours, num_computed_tokens)
 
@@ -345,21 +344,19 @@ class _Asking:
     def __init__(
         self, connector: AsksElsewhere, statistics: Callable[[], object]
     ) -> None:
-        self.answers: collections.deque[KVAnswer] = collections.deque()
-        """Those that have come, and that the connector has not got yet."""
         self.gauges: dict[str, int] = {}
         """What there is, as the loop saw it last: replaced, never changed."""
         self._connector = connector
         self._statistics = statistics
-        self._bridge = Bridge[None]("vllm scheduler")
+        self._bridge = Bridge[KVAnswer]("vllm scheduler")
         self._bridge.run(connector.start, timeout_s=_START_S)
         self._bridge.at_end(connector.aclose)
         self._bridge.start(self._recheck)
 
     def take_answers(self) -> None:
         """Give the connector the answers that have come. Never waits."""
-        while self.answers:
-            self._connector.take_answer(self.answers.popleft())
+        for answer in self._bridge.news():
+            self._connector.take_answer(answer)
 
     def ask(self) -> None:
         """Hand over what the connector wants to know, all at once. Never waits."""
@@ -382,7 +379,7 @@ class _Asking:
             # No request may be asked of for ever: nothing is known of it.
             logger.exception("nobody knows of %r", question.request_id)
         finally:
-            self.answers.append(answer)
+            self._bridge.tell(answer)
 
     async def _recheck(self) -> None:
         """Look at what there is, now and then: it changes while nobody asks."""
