@@ -36,8 +36,8 @@ class LowerTiers(abc.ABC):
         """A value was put; it can be held now. Never waits."""
 
     @abc.abstractmethod
-    def used(self, name: Name) -> None:
-        """A value was found in memory. Never waits."""
+    def used(self, keys: Sequence[str], owner: Owner) -> None:
+        """Values were found in memory. Never waits."""
 
     @abc.abstractmethod
     def deleted(self, name: Name) -> None:
@@ -48,18 +48,18 @@ class LowerTiers(abc.ABC):
         """Nothing of that owner's is to be found any more. Never waits."""
 
     @abc.abstractmethod
-    async def fetch(self, names: Sequence[Name]) -> None:
-        """Fetch into memory what is there of ``names``. What fails is not there.
+    async def fetch(self, keys: Sequence[str], owner: Owner) -> None:
+        """Fetch into memory what is there of ``keys``. What fails is not there.
 
         A cancelled call leaves no trace: it is fetched for others, or not.
         """
 
     @abc.abstractmethod
-    async def where(self, names: Sequence[Name]) -> Sequence[Sequence[str]]:
+    async def where(self, keys: Sequence[str], owner: Owner) -> Sequence[Sequence[str]]:
         """Tell of each which tiers have it, as far as is known soon, in their order."""
 
     @abc.abstractmethod
-    async def touch(self, names: Sequence[Name]) -> None:
+    async def touch(self, keys: Sequence[str], owner: Owner) -> None:
         """They are soon to be used: tiers should not drop them next.
 
         Waits for no tier. A cancelled call may have told of none.

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import itertools
 import time
 from collections.abc import Callable, Sequence
 from typing import Final
@@ -227,16 +226,17 @@ class StoredValues:
         Of a prefix none is held after the first one that is not there.
         """
         self._check_open()
+        values = self._values.get(owner, {})
         held: list[PinnedValue | None] = []
         for key in keys:
-            held.append(self._hold((key, owner)))
+            value = values.get(key)
+            held.append(None if value is None else self._hold(value))
             if is_prefix and held[-1] is None:
                 held += [None] * (len(keys) - len(held))
                 break
         if self.lower is not None:
-            for key, one in zip(keys, held, strict=True):
-                if one is not None:
-                    self.lower.used((key, owner))
+            found = zip(keys, held, strict=True)
+            self.lower.used([key for key, one in found if one is not None], owner)
         return held
 
     async def fetch_and_hold(
@@ -262,9 +262,10 @@ class StoredValues:
                     await asyncio.sleep(0)  # others have their turn
                 some = keys[start : start + _FETCHED_AT_ONCE]
                 here = self.hold(some, owner, is_prefix=True)
-                held += itertools.takewhile(lambda one: one is not None, here)
                 if here[-1] is not None:
+                    held += here
                     continue
+                held += here[: here.index(None)]
                 some = some[len(held) - start :]
                 left_s = None if until_s is None else until_s - time.monotonic()
                 if left_s is None or left_s > 0:
@@ -285,7 +286,8 @@ class StoredValues:
 
     def hold_names(self, names: Sequence[Name]) -> list[PinnedValue | None]:
         """As :meth:`hold`, and that is no use of them."""
-        return [self._hold(name) for name in names]
+        values = map(self._find, names)
+        return [None if value is None else self._hold(value) for value in values]
 
     def has_name(self, name: Name) -> bool:
         """Is a value stored under ``name``?"""
@@ -328,7 +330,7 @@ class StoredValues:
         """
         is_lower = False
         if self.lower is not None and not all(self.has([key], owner)):
-            [tiers] = await self.lower.where([(key, owner)])
+            [tiers] = await self.lower.where([key], owner)
             is_lower = bool(tiers)
         return self.remove(key, owner) or is_lower
 
@@ -353,7 +355,13 @@ class StoredValues:
     def has(self, keys: Sequence[str], owner: Owner) -> tuple[bool, ...]:
         """Tell of each key if its ``owner`` has it."""
         self._check_open()
-        return tuple([self._live((key, owner)) is not None for key in keys])
+        values = self._values.get(owner, {})
+        return tuple([key in values and self._is_valid(values[key]) for key in keys])
+
+    def has_all(self, keys: Sequence[str], owner: Owner) -> bool:
+        """Has their ``owner`` all of these keys?"""
+        self._check_open()
+        return all(self._live((key, owner)) is not None for key in keys)
 
     async def nearest(self, keys: Sequence[str], owner: Owner) -> list[str | None]:
         """Tell of each key where it is: in ``"memory"``, in which tier, or nowhere.
@@ -365,8 +373,8 @@ class StoredValues:
         if self.lower is None or all(here):
             return nearest
         missing = [index for index, has in enumerate(here) if not has]
-        names = [(keys[index], owner) for index in missing]
-        for index, tiers in zip(missing, await self.lower.where(names), strict=True):
+        found = await self.lower.where([keys[index] for index in missing], owner)
+        for index, tiers in zip(missing, found, strict=True):
             nearest[index] = tiers[0] if tiers else None
         return nearest
 
@@ -381,7 +389,7 @@ class StoredValues:
             number for number in range(match.ready, match) if nearest[number] != _HERE
         ]
         if far and self.lower is not None:
-            await self.lower.touch([(keys[number], owner) for number in far])
+            await self.lower.touch([keys[number] for number in far], owner)
         return match
 
     async def stat(self, key: str, owner: Owner) -> StoredValue | None:
@@ -389,7 +397,7 @@ class StoredValues:
         self.check_usable(key)
         tiers: Sequence[str] = ()
         if self.lower is not None:
-            [tiers] = await self.lower.where([(key, owner)])
+            [tiers] = await self.lower.where([key], owner)
         value = self._live((key, owner))
         if value is None:
             return StoredValue(tuple(tiers)) if tiers else None
@@ -415,16 +423,15 @@ class StoredValues:
         self._check_open()
         if self.lower is None:
             return
-        names = [(key, owner) for key in keys]
         missing = [
-            name
-            for name in names
-            if self._live(name) is None and not name[0].startswith(_OWN)
+            key
+            for key in keys
+            if self._live((key, owner)) is None and not key.startswith(_OWN)
         ]
         if missing:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(within_s):
-                    await self.lower.fetch(missing)
+                    await self.lower.fetch(missing, owner)
 
     def close(self) -> None:
         """Forget everything; what is being read goes when its readers go."""
@@ -486,23 +493,24 @@ class StoredValues:
 
     def _live(self, name: Name) -> _StoredValue | None:
         value = self._find(name)
-        if value is None or value.expires_at_s is None:
-            return value
-        if time.time() < value.expires_at_s:
-            return value
-        self._remove(name)
+        return value if value is not None and self._is_valid(value) else None
+
+    def _is_valid(self, value: _StoredValue) -> bool:
+        """``False``: its time is over, and it is not there any more."""
+        if value.expires_at_s is None or time.time() < value.expires_at_s:
+            return True
+        self._remove(value.name)
         self.counters.expired += 1
         if self.lower is not None:
-            self.lower.deleted(name)
-        return None
+            self.lower.deleted(value.name)
+        return False
 
     def _now_idle(self, value: _StoredValue, *, is_used: bool = True) -> None:
         if not value.is_pinned:
             self._idle.add(value, value.region.nbytes, is_used=is_used)
 
-    def _hold(self, name: Name) -> PinnedValue | None:
-        value = self._live(name)
-        if value is None:
+    def _hold(self, value: _StoredValue) -> PinnedValue | None:
+        if not self._is_valid(value):
             return None
         value.readers += 1
         self._idle.discard(value)

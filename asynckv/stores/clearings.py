@@ -66,6 +66,8 @@ class Clearings:
     def __init__(self) -> None:
         self.void = LastEpochs()
         """Of each prefix: what is older was cleared."""
+        self.is_unused = True
+        """Nothing was ever to be cleared."""
         self._open: dict[str, _Open] = {}
         self._new: set[str] = set()
         self._forgetting: set[str] = set()
@@ -83,6 +85,7 @@ class Clearings:
         Returns a prefix that is not cleared any more for that, as too many are to be:
         what the tier has of it stays there, and hidden.
         """
+        self.is_unused = False
         self.void.note(prefix, epoch)
         one = self._open.setdefault(prefix, _Open(epoch))
         one.epoch, one.has_failed = epoch, one.is_running and one.has_failed

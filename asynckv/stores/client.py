@@ -149,21 +149,31 @@ class TierClient(Generic[W]):
 
     def may_have(self, key: str) -> bool:
         """Is it worth asking for ``key``? Never waits."""
-        if self._loads.is_open or self._quarantine.is_full or self._is_closed:
+        if self._is_refusing:
             self.refused += 1
             return False
+        return not self._is_absent(key)
+
+    @property
+    def _is_refusing(self) -> bool:
+        return self._loads.is_open or self._quarantine.is_full or self._is_closed
+
+    def _is_absent(self, key: str) -> bool:
         until_s = self._absent.get(key)
         if until_s is None:
-            return True
-        if until_s > self._loop.time():
             return False
+        if until_s > self._loop.time():
+            return True
         del self._absent[key]
-        return True
+        return False
 
     async def contains(self, keys: Sequence[str]) -> list[bool]:
         """Say of each whether it is there, as new as it should be, as far as known."""
         asked = [key for key in keys if self.behind.may_be_new(key)]
-        asked = [key for key in asked if self.may_have(key)]
+        if self._is_refusing:
+            self.refused += len(asked)
+            asked = []
+        asked = [key for key in asked if not self._is_absent(key)]
         has: set[str] = set()
         # More of them would be taken for calls that are late.
         for start in range(0, len(asked), _KEYS_AT_ONCE):

@@ -30,6 +30,7 @@ __all__ = (
     "ValueHeader",
     "ValueName",
     "pack_header",
+    "shortened",
     "unpack_header",
 )
 
@@ -70,7 +71,7 @@ class ValueName(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         fingerprint's, so that those of one can be listed together, and 256 of the
         key's. The whole name is in the header.
         """
-        return self.tier_prefix + _hexadecimal(self.key.encode(), 32)
+        return self.tier_prefix + shortened(self.key)
 
     @property
     def tier_prefix(self) -> str:
@@ -94,6 +95,11 @@ class ValueHeader(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 _encoder: Final = msgspec.msgpack.Encoder()
 _decoder: Final = msgspec.msgpack.Decoder(ValueHeader)
+
+
+def shortened(key: str) -> str:
+    """Return the last part of what tiers call a key."""
+    return hashlib.blake2b(key.encode(), digest_size=32).hexdigest()
 
 
 def pack_header(header: ValueHeader) -> bytes:

@@ -31,6 +31,7 @@ from asynckv.stores.header import (
     ValueHeader,
     ValueName,
     pack_header,
+    shortened,
     unpack_header,
 )
 from asynckv.stores.health import TierStatistics
@@ -247,7 +248,13 @@ class TierStack(LowerTiers):
             self.values.release(pinned)
         self._write_later(name, self.clients)
 
-    def used(self, name: Name) -> None:
+    def used(self, keys: Sequence[str], owner: Owner) -> None:
+        if self._later:
+            for key in keys:
+                self._write_again((key, owner))
+
+    def _write_again(self, name: Name) -> None:
+        """Write it, if it was to be written once it is used again."""
         if not (later := self._later.pop(name, ())):
             return
         takers = [one for one in later if one.takes_writes]
@@ -278,8 +285,8 @@ class TierStack(LowerTiers):
         for client in self.clients:
             client.clear(prefix, epoch)
 
-    async def fetch(self, names: Sequence[Name]) -> None:
-        missing = list(names)
+    async def fetch(self, keys: Sequence[str], owner: Owner) -> None:
+        missing = [(key, owner) for key in keys]
         for _ in range(_RETRIES):
             if self._is_closed:
                 return
@@ -301,32 +308,32 @@ class TierStack(LowerTiers):
             if not missing:
                 return
 
-    async def touch(self, names: Sequence[Name]) -> None:
-        keys = await self._keys_of(names)
+    async def touch(self, keys: Sequence[str], owner: Owner) -> None:
+        tier_keys = await self._keys_of(keys, owner)
         for client in self.clients:
-            client.touch(keys)
+            client.touch(tier_keys)
 
-    async def where(self, names: Sequence[Name]) -> list[list[str]]:
-        keys = await self._keys_of(names)
+    async def where(self, keys: Sequence[str], owner: Owner) -> list[list[str]]:
+        tier_keys = await self._keys_of(keys, owner)
         # All at once.
-        has = await asyncio.gather(*(one.contains(keys) for one in self.clients))
-        return [
-            [
-                client.name
-                for client, flags in zip(self.clients, has, strict=True)
-                if flags[number]
-            ]
-            for number in range(len(names))
-        ]
+        has = await asyncio.gather(*(one.contains(tier_keys) for one in self.clients))
+        where: list[list[str]] = [[] for _ in keys]
+        for client, flags in zip(self.clients, has, strict=True):
+            for tiers, flag in zip(where, flags, strict=True):
+                if flag:
+                    tiers.append(client.name)
+        return where
 
-    async def _keys_of(self, names: Sequence[Name]) -> list[str]:
+    async def _keys_of(self, keys: Sequence[str], owner: Owner) -> list[str]:
         """As :meth:`key_of`, of thousands: others have their turn in between."""
-        keys: list[str] = []
-        for start in range(0, len(names), _NAMES_A_TURN):
+        prefix = self.full_name(("", owner)).tier_prefix
+        tier_keys: list[str] = []
+        for start in range(0, len(keys), _NAMES_A_TURN):
             if start:
                 await asyncio.sleep(0)
-            keys += map(self.key_of, names[start : start + _NAMES_A_TURN])
-        return keys
+            some = keys[start : start + _NAMES_A_TURN]
+            tier_keys += [prefix + shortened(key) for key in some]
+        return tier_keys
 
     async def reserve(self, name: Name, header: ValueHeader) -> PendingPut | None:
         """Return memory for a value that was found; ``None``: there is no room now."""

@@ -299,7 +299,10 @@ class WriteBehind(Generic[T]):
 
     def may_be_new(self, key: str) -> bool:
         """Was the tier told of the last change, as far as is known?"""
-        state, prefix = self._keys.get(key), _prefix_of(key)
+        state = self._keys.get(key)
+        if state is None and self.clearings.is_unused:
+            return True  # of thousands this is asked
+        prefix = _prefix_of(key)
         if state is None or state.epoch < self.clearings.void.of(prefix):
             return self.clearings.may_have(prefix)
         return state.is_made and state.identity is not None

@@ -184,8 +184,8 @@ class RecordingTiers(LowerTiers):
     def stored(self, name: Name) -> None:
         self.told.append(("stored", name))
 
-    def used(self, name: Name) -> None:
-        self.told.append(("used", name))
+    def used(self, keys: Sequence[str], owner: Owner) -> None:
+        self.told += [("used", (key, owner)) for key in keys]
 
     def deleted(self, name: Name) -> None:
         self.told.append(("deleted", name))
@@ -193,9 +193,9 @@ class RecordingTiers(LowerTiers):
     def cleared(self, owner: Owner) -> None:
         self.told.append(("cleared", owner))
 
-    async def fetch(self, names: Sequence[Name]) -> None: ...
+    async def fetch(self, keys: Sequence[str], owner: Owner) -> None: ...
 
-    async def where(self, names: Sequence[Name]) -> Sequence[Sequence[str]]:
-        return [()] * len(names)
+    async def where(self, keys: Sequence[str], owner: Owner) -> Sequence[Sequence[str]]:
+        return [()] * len(keys)
 
-    async def touch(self, names: Sequence[Name]) -> None: ...
+    async def touch(self, keys: Sequence[str], owner: Owner) -> None: ...

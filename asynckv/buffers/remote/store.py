@@ -433,8 +433,16 @@ def _nearest_of(answer: Result) -> list[str | None]:
     return [tiers.get(number) for number in answer.nearest]
 
 
+def _is_small(keys: Sequence[str]) -> bool:
+    nbytes = len("".join(keys).encode()) + 5 * len(keys)
+    return 0 < len(keys) <= _BATCH_KEYS and nbytes <= _BATCH_NBYTES
+
+
 def _batches(keys: Sequence[str]) -> Iterator[tuple[str, ...]]:
     """Yield ``keys`` in as many at a time as fit in one frame."""
+    if _is_small(keys):
+        yield tuple(keys)
+        return
     some: list[str] = []
     nbytes = 0
     for key in keys:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from asynckv import BufferClosed, Server, StoreBuffer, TensorSpec, connect, serve
-from asynckv.buffers.lower_tiers import Name
+from asynckv.buffers.lower_tiers import Owner
 from asynckv.links.link import Link, LinkStream
 from asynckv.protocol.frames import (
     Accepted,
@@ -374,8 +374,8 @@ async def test_a_closed_store_charges_nobody_for_what_it_refuses() -> None:
 class SilentTiers(RecordingTiers):
     """There may be something, and it never comes."""
 
-    async def fetch(self, names: Sequence[Name]) -> None:
-        self.told += [("fetched", name) for name in names]
+    async def fetch(self, keys: Sequence[str], owner: Owner) -> None:
+        self.told += [("fetched", (key, owner)) for key in keys]
         await asyncio.get_running_loop().create_future()
 
 
