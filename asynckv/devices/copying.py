@@ -23,7 +23,7 @@ from asynckv.devices.lanes import (
     keep_for_ever,
 )
 from asynckv.devices.names import Device
-from asynckv.devices.tensors import KVOnGpu, gpu_of
+from asynckv.devices.tensors import KVOnGpu
 from asynckv.errors import GPUFailed
 from asynckv.protocol.wire import Digester, digest_of
 from asynckv.tensors.blocks import KVBlocks, KVMemory, memory_of
@@ -205,7 +205,7 @@ class CopyPool(HostCopyPool):
         return DeviceCopy(self.lanes, [(end, to)], digest=digest, made=made)
 
     def _end(self, place: _Place, made: list[Event], *, is_written: bool) -> _End:
-        if isinstance(place, KVBlocks) and gpu_of(place.pool) is not None:
+        if isinstance(place, KVBlocks) and place.pool.is_cuda:
             memory = pool_memory(place.pool, self.lanes)
             found: _End = device_rows_of(place, memory)
         elif isinstance(place, KVOnGpu):
@@ -422,7 +422,7 @@ def _is_on_gpu(place: _Place) -> bool:
         return True
     if isinstance(place, Runs):
         return False
-    return gpu_of(place.pool if isinstance(place, KVBlocks) else place) is not None
+    return (place.pool if isinstance(place, KVBlocks) else place).is_cuda
 
 
 def _are_on_host(places: Sequence[_Place]) -> TypeGuard[Sequence[_HostPlace]]:

@@ -240,36 +240,37 @@ class LinkReader:
         outgoing, session, ending = self._outgoing, self._session, self._ending
         outgoing.will_flush = True
         max_answer_bytes = 0  # the first answer leaves before others are made
-        count, empty_count, is_all = 0, 0, False
+        count = came_count = empty_count = 0
+        event: Event[StreamHandler] | None = None
         try:
             for event in self._events:
                 count += 1
                 if type(event) is Came:
+                    came_count += 1
                     event.owner.on_frame(event.frame, event.body)
                 elif type(event) is Opened:
                     self._open(event)
-                elif type(event) is Nothing:
-                    empty_count += 1
                 else:
+                    empty_count += type(event) is Nothing
                     self._handle(event)
-                is_over = count >= max_count or time.monotonic() >= until_s
-                if is_over or ending.error is not None:
+                is_turn_over = count >= max_count or time.monotonic() >= until_s
+                is_all = not session.decoder.has_unread
+                if is_all or is_turn_over or ending.error is not None:
                     break
                 if session.outbox.answer_bytes > max_answer_bytes:
                     outgoing.flush()
                     if outgoing.is_reading_paused:
                         break
                     max_answer_bytes = outgoing.max_answer_bytes
-            else:
-                is_all = True
         except Exception as exc:  # noqa: BLE001 - the link ends by it
-            self._fail(exc)
+            self._fail(exc, event)
         outgoing.end_handling(is_answered=max_answer_bytes > 0)
         if count > empty_count and not self._is_behind:
             self._turns.note_received(self._number)
-        self._judge()
+        if came_count < count:  # of what only goes on there is never too much
+            self._judge()
         self._received_count += count
-        if is_all:
+        if not session.decoder.has_unread:
             self._is_behind = self._received_count > AT_ONCE
         elif self._may_receive():
             self._is_behind = self._is_behind or self._received_count >= AT_ONCE
@@ -316,9 +317,10 @@ class LinkReader:
         if is_flood and self._ending.error is None:
             self._ending.refuse(RemoteProtocolError("a flood of pings"))
 
-    def _fail(self, error: Exception) -> None:
-        """End the link: the peer broke the rules, or we did."""
-        self._session.keep_ending()
+    def _fail(self, error: Exception, event: Event[StreamHandler] | None) -> None:
+        """End the link at this event: the peer broke the rules, or we did."""
+        if type(event) is Came:
+            self._session.keep_ending(event.owner)
         if isinstance(error, ProtocolError):
             self._ending.refuse(error)
             return

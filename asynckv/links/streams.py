@@ -139,10 +139,18 @@ class SocketStream(ControlStream):
             # Deciphered with the end of the greeting: no socket will tell.
             self._loop.call_soon(self._read)
 
-    def write(self, data: bytes) -> None:
+    def write(self, data: bytes | memoryview) -> None:
         if self._closed:
             return
-        sent = self._send(data)
+        try:
+            sent = self._sock.send(data)
+        except (BlockingIOError, InterruptedError):
+            sent = 0
+        except OSError as exc:
+            # The owner may be in the middle of something: told on its own tick.
+            self._loop.call_soon(self._end, exc)
+            return
+        self.sent_bytes += sent
         if sent < len(data):
             self._keep(memoryview(data)[sent:])
             self._loop.add_writer(self._sock, self._write_on)
@@ -174,23 +182,12 @@ class SocketStream(ControlStream):
         self._owner = None
         self._sock.close()
 
-    def _send(self, data: bytes | memoryview) -> int:
-        try:
-            sent = self._sock.send(data)
-        except (BlockingIOError, InterruptedError):
-            return 0
-        except OSError as exc:
-            # The owner may be in the middle of something: told on its own tick.
-            self._loop.call_soon(self._end, exc)
-            return len(data)
-        self.sent_bytes += sent
-        return sent
-
     def _write_on(self) -> None:
-        self._keep(self._unsent[self._send(self._unsent) :])
+        unsent = self._unsent
+        self._stop_writing()
+        self.write(unsent)
         if self._unsent:
             return
-        self._stop_writing()
         if self._finishing:
             self._finishing = False
             self.finish()

@@ -200,13 +200,13 @@ class Session(Generic[T]):
         self.limits = limits
         self.outbox = Outbox(limits, own_parity=1 if dialled else 0)
         self.unanswered_ping: int | None = None
-        self._decoder = FrameDecoder(limits)
+        self.decoder = FrameDecoder(limits)
         self._ids = StreamIds(dialled=dialled, max_skipped=limits.max_streams)
         self._parity = self._ids.parity
         self._streams: dict[int, T | _Over] = {}
         self._lost: dict[int, T | _Over] = {}
-        # Whose last frame is being heard.
-        self._ending: tuple[int, T] | None = None
+        # Whose last frame is being heard; not its owner, who is kept by nobody here.
+        self._ending: int | None = None
         self._pipes: set[int] = set()
         self.opened_count = 0
         self.cancelled_count = 0
@@ -218,7 +218,7 @@ class Session(Generic[T]):
     @property
     def is_between_frames(self) -> bool:
         """Whether the peer may hang up here without cutting a frame."""
-        return self._decoder.is_idle
+        return self.decoder.is_idle
 
     @property
     def was_answered(self) -> bool:
@@ -232,19 +232,20 @@ class Session(Generic[T]):
 
         ``give_way(error)`` is called when that is too much and this one is to end.
         """
-        self._decoder.bodies.share = whole.share(give_way)
+        self.decoder.bodies.share = whole.share(give_way)
 
     def end_streams(self) -> None:
         """End all streams on this side; nothing is sent on them any more."""
-        self._decoder.bodies.clear()
+        self.decoder.bodies.clear()
         self._lost = dict(self._streams)
         self._streams.clear()
 
-    def keep_ending(self) -> None:
-        """The last frame of a stream was not taken: let its owner hear of the end."""
+    def keep_ending(self, owner: T) -> None:
+        """The frame that came was not taken: if it was the last one of its stream, let
+        ``owner`` hear of the end.
+        """
         if self._ending is not None:
-            stream, owner = self._ending
-            self._streams[stream] = owner
+            self._streams[self._ending] = owner
 
     def take_lost(self) -> Iterator[T]:
         """Yield who was attached at the end and has not closed its stream since."""
@@ -317,7 +318,7 @@ class Session(Generic[T]):
         """Forget the owner of ``stream``; later frames for it are ignored."""
         if stream not in self._streams:
             self._lost.pop(stream, None)
-            if self._ending is not None and self._ending[0] == stream:
+            if self._ending == stream:
                 self._ending = None
         elif stream & 1 == self._parity and stream not in self._pipes:
             self._streams[stream] = _FORGOTTEN
@@ -347,14 +348,14 @@ class Session(Generic[T]):
         """
         if self._ended:
             return iter(())
-        self._decoder.feed(data)
+        self.decoder.feed(data)
         return iter(self._next_event, None)
 
     def _next_event(self) -> Event[T] | None:
         self._ending = None  # the event before was taken
-        if self._ended or not self._decoder.has_unread:
+        if self._ended or not self.decoder.has_unread:
             return None
-        if (found := self._decoder.next_frame()) is None:
+        if (found := self.decoder.next_frame()) is None:
             return None
         stream, frame, body = found
         role = ROLES[type(frame)]
@@ -382,7 +383,7 @@ class Session(Generic[T]):
                 self._check_side(stream, role, frame)
             self._finish(stream, frame)
             if owner is not _FORGOTTEN and stream not in self._streams:
-                self._ending = (stream, owner)
+                self._ending = stream
         return None if owner is _FORGOTTEN else Came(owner, frame, body)
 
     def _check_was_open(self, stream: int, frame: Frame) -> None:

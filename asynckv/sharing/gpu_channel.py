@@ -28,8 +28,7 @@ from asynckv.errors import (
     PeerLost,
     RemoteProtocolError,
 )
-from asynckv.links.end import Progress
-from asynckv.links.link import Link, LinkStream
+from asynckv.links.link import Link, LinkStream, Progress
 from asynckv.protocol.failures import from_failure, to_failure
 from asynckv.protocol.frames import Accepted, Failure, Frame
 from asynckv.protocol.handshake import DigestMode, strictest

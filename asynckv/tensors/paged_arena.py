@@ -196,9 +196,10 @@ class SlabRegion(Region):
         if owner is not None and not self.is_released:
             self.is_released = True
             owner.collect()
-            self._give_back_if_over()
-            if self._owner is not None:
+            if self._holds:
                 owner.pin(self)
+            else:
+                self._give_back_if_over()
 
     def charge_to(self, arena: object) -> None:
         raise RuntimeError("a region of the slabs is charged from the start")

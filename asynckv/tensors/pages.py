@@ -239,9 +239,9 @@ def _class_of(pages: int) -> int:
 
 def _class_that_holds(pages: int) -> int:
     """Return the first class whose blocks all have so many pages."""
-    class_ = _class_of(pages)
     shift = max(0, pages.bit_length() - 4)
-    return class_ if pages == pages >> shift << shift else class_ + 1
+    whole = pages >> shift
+    return 8 * shift + whole + (pages != whole << shift)
 
 
 _MAX_RUNS: Final = 64

@@ -90,10 +90,9 @@ def spec_of(tensor: torch.Tensor) -> TensorSpec:
 
     :raises ValueError: if it has no plain bytes in either
     """
-    if tensor.device.type != "cuda":
-        check_sendable(tensor)
-    else:
-        _check_plain(tensor)
+    _check_plain(tensor)
+    if tensor.device.type not in ("cpu", "cuda"):
+        raise _nowhere_to_send_from(tensor)
     name = _NAMES.get(tensor.dtype)
     return TensorSpec(tuple(tensor.shape), name or str(tensor.dtype))
 
@@ -115,7 +114,11 @@ def check_sendable(tensor: torch.Tensor) -> None:
     """
     _check_plain(tensor)
     if tensor.device.type != "cpu":
-        raise ValueError(f"a tensor on {tensor.device} cannot be sent: use .cpu()")
+        raise _nowhere_to_send_from(tensor)
+
+
+def _nowhere_to_send_from(tensor: torch.Tensor) -> ValueError:
+    return ValueError(f"a tensor on {tensor.device} cannot be sent: use .cpu()")
 
 
 def _check_plain(tensor: torch.Tensor) -> None:

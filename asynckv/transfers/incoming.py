@@ -18,8 +18,7 @@ from typing import Any, Final, Protocol
 
 from asynckv.devices.cuda import DeviceMemory
 from asynckv.errors import RemoteProtocolError
-from asynckv.links.end import OWN_WORK_S, Progress
-from asynckv.links.link import LinkStream
+from asynckv.links.link import OWN_WORK_S, LinkStream, Progress
 from asynckv.protocol.frames import Frame
 from asynckv.protocol.transfer import EAGER_NBYTES, ReceiveState, Verdict
 from asynckv.protocol.transfer_frames import Eager, Grant, Sent
@@ -349,18 +348,16 @@ class Incoming:
         if self._state.is_stopped:
             return
         some = list(islice(parts, _PARTS_AT_ONCE))
+        payload = self._link.payload
         for part, target in some:
-            self._receive(part, target)
+            done = partial(self._on_landed, part)
+            payload.receive(self.transfer, part, target.host(), done)
         if len(some) == _PARTS_AT_ONCE:
             self._link.loop.call_soon(self._receive_some, grant, parts)
             return
         self._stream.send(grant)
         if self._is_due:
             self.expect()
-
-    def _receive(self, part: int, target: Target) -> None:
-        done = partial(self._on_landed, part)
-        self._link.payload.receive(self.transfer, part, target.host(), done)
 
     def _on_landed(self, part: int, digest: bytes, error: BaseException | None) -> None:
         if error is not None:

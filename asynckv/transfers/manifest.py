@@ -279,21 +279,13 @@ def pack(
     input_tokens: Tokens | None,
     roi: Tokens | None,
     inline: Iterable[memoryview] = (),
+    *,
+    by_name: bool = False,
 ) -> bytes:
-    """Return the body of an entry."""
-    return _pack(layout.encoded, digests, input_tokens, roi, inline)
-
-
-def _pack(
-    layout: bytes,
-    digests: Sequence[bytes],
-    input_tokens: Tokens | None,
-    roi: Tokens | None,
-    inline: Iterable[memoryview] = (),
-) -> bytes:
+    """Return the body of an entry; its tensors' digests may be in order of names."""
     contents = _encode(
         Contents(
-            layout,
+            layout.encoded_by_name if by_name else layout.encoded,
             tuple(digests),
             None if input_tokens is None else input_tokens.spec,
             None if roi is None else roi.spec,
@@ -408,7 +400,7 @@ def content_digest(
     """
     if packed is None or len(digests) > 1:
         digests = [digests[place] for place in layout.by_name]
-        packed = _pack(layout.encoded_by_name, digests, input_tokens, roi)
+        packed = pack(layout, digests, input_tokens, roi, by_name=True)
     return digest_of(packed)
 
 

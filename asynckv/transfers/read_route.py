@@ -17,7 +17,7 @@ import msgspec
 from asynckv.devices.copying import CopyPool
 from asynckv.devices.cuda import DeviceMemory
 from asynckv.errors import ChecksumError, GPUFailed, RemoteProtocolError
-from asynckv.links.end import Progress
+from asynckv.links.link import Progress
 from asynckv.protocol.handshake import DigestMode, strictest
 from asynckv.protocol.transfer_frames import Grant, Sent
 from asynckv.sharing.gpu_channel import RouteLost, other_bytes

@@ -128,7 +128,7 @@ class InlineTransport(PayloadTransport):
         self._leaving.add(outgoing)
         if self._ending.error is not None:
             self._ending.settle_soon()
-        elif outgoing.left_bytes:
+        elif outgoing.nbytes:
             self._lanes.send(outgoing)
         else:
             self._completions.add(outgoing)
@@ -142,16 +142,15 @@ class InlineTransport(PayloadTransport):
             transport is not open yet
         """
         self._check_open()
-        nbytes = target.nbytes
         incoming = Part(transfer, part, target, done, None if self._digest else b"")
-        if nbytes:
+        if incoming.nbytes:
             self._table.add(incoming)
         else:
             self._table.announce(transfer)
         self._arriving.add(incoming)
         if self._ending.error is not None:
             self._ending.settle_soon()
-        elif nbytes:
+        elif incoming.nbytes:
             self._lanes.receive()
         else:
             self._completions.add(incoming)

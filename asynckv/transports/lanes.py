@@ -155,7 +155,7 @@ class SendLane:
         with self._changed:
             self._queues.setdefault(part.transfer, collections.deque()).append(part)
             part.call_when_ready(self._wake)
-            self.queued_bytes += part.left_bytes
+            self.queued_bytes += part.nbytes
             self._changed.notify()
             if self._has_thread:
                 return False
@@ -332,7 +332,7 @@ class Lanes:
             error.__cause__ = self._sender_error
             self._loop.call_soon(self._lost, error)
             return
-        self.threads += self._lane_for(part.left_bytes).put(part)
+        self.threads += self._lane_for(part.nbytes).put(part)
 
     def receive(self) -> None:
         """The table waits for something: let it come, if the peer is still there."""

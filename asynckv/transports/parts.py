@@ -79,7 +79,7 @@ class TransferPart:
 class Part(TransferPart):
     """One tensor in memory of the host."""
 
-    __slots__ = ("_digester", "carrier", "known_digest", "memory")
+    __slots__ = ("_digester", "carrier", "known_digest", "memory", "nbytes")
 
     def __init__(
         self,
@@ -91,6 +91,7 @@ class Part(TransferPart):
     ) -> None:
         super().__init__(transfer, number, done)
         self.memory = memory
+        self.nbytes = memory.nbytes
         self.carrier: object | None = None
         self.known_digest = known_digest
         self._digester = Digester() if known_digest is None else None
@@ -98,7 +99,7 @@ class Part(TransferPart):
     @property
     def left_bytes(self) -> int:
         """Bytes that have not moved yet."""
-        return self.memory.nbytes - self.moved_bytes
+        return self.nbytes - self.moved_bytes
 
     @property
     def ready_bytes(self) -> int:
@@ -282,12 +283,9 @@ class FedPart(Part):
         done: DoneCallback,
         known_digest: bytes | None,
     ) -> None:
-        super().__init__(transfer, number, memoryview(b""), done, known_digest)
+        super().__init__(transfer, number, _NOTHING, done, known_digest)
+        self.nbytes = feed.nbytes
         self._feed = feed
-
-    @property
-    def left_bytes(self) -> int:
-        return self._feed.nbytes - self.moved_bytes
 
     @property
     def ready_bytes(self) -> int:
@@ -391,17 +389,12 @@ class Completions:
 
     def deliver_all(self) -> None:
         """Deliver what there is, on the loop, at once."""
-        for part in self._take(None):
-            self._deliver(part)
+        while self._parts:
+            self._deliver(self._parts.popleft())
 
     def _deliver_some(self) -> None:
-        for part in self._take(_PARTS_A_TICK):
-            self._deliver(part)
-
-    def _take(self, limit: int | None) -> list[Part]:
-        with self._lock:
-            count = min(len(self._parts), limit or len(self._parts))
-            taken = [self._parts.popleft() for _ in range(count)]
-            if self._parts:
-                self._loop.call_soon(self._deliver_some)
-            return taken
+        for _ in range(_PARTS_A_TICK):
+            if not self._parts:
+                return
+            self._deliver(self._parts.popleft())
+        self._loop.call_soon(self._deliver_some)

@@ -14,7 +14,7 @@ from asynckv.buffers.lookup import LookupBuffer
 from asynckv.buffers.remote.peer import connect
 from asynckv.buffers.serve import serve
 from asynckv.errors import RemoteProtocolError
-from asynckv.links.end import OWN_WORK_S, STALL_S, Progress
+from asynckv.links.link import OWN_WORK_S, STALL_S, Progress
 from harness.simulation.machines import Machines, open_machines
 from harness.simulation.nodes import Process
 

@@ -182,7 +182,7 @@ def test_nothing_is_kept_of_streams_that_are_over(asking: Side, asked: Side) -> 
         pump(b, a)
     a.close(stream := ask(a))
     hear(a, stream, Accepted())
-    a.keep_ending()
+    a.keep_ending("asker")
     pump(a, b)
     b.send(stream, Accepted())
     for side in (a, b):
@@ -226,7 +226,7 @@ def test_who_cannot_take_the_last_frame_hears_of_the_end() -> None:
     a = near()
     hearing = a.receive(encode_frame(ask(a, "first"), Accepted())[0])
     next(hearing)
-    a.keep_ending()
+    a.keep_ending("first")
     a.end_streams()
     assert list(a.take_lost()) == ["first"]
 
@@ -241,7 +241,7 @@ def test_who_took_the_last_frame_hears_no_more(closes: bool) -> None:
         a.close(stream)
     else:
         assert list(hearing) == []
-    a.keep_ending()
+    a.keep_ending("first")
     assert owners(a) == []
 
 

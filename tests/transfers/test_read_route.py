@@ -12,8 +12,8 @@ import pytest
 from asynckv.devices.copying import CopyPool
 from asynckv.devices.cuda import DeviceMemory
 from asynckv.errors import ChecksumError, RemoteProtocolError
-from asynckv.links.end import Progress
 from asynckv.links.fd_socket import has_fd_sockets
+from asynckv.links.link import Progress
 from asynckv.protocol.handshake import DigestMode
 from asynckv.protocol.transfer_frames import Sent
 from asynckv.protocol.values import Place

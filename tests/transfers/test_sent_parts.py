@@ -12,7 +12,7 @@ from asynckv.buffers.lookup import LookupBuffer
 from asynckv.buffers.serve import serve
 from asynckv.devices.copying import CopyPool
 from asynckv.errors import PeerLost
-from asynckv.links import end as progress
+from asynckv.links import link as progress
 from asynckv.links.dial import dial
 from asynckv.links.fd_socket import has_fd_sockets
 from asynckv.protocol.frames import Accepted, Cancel, Failure, Push, Retract

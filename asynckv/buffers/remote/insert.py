@@ -177,12 +177,13 @@ def begin_insert(
     inline = draft.layout.nbytes <= INLINE_NBYTES
     is_digested = link.digest != "off"  # else equal names and shapes are equal
     views: list[memoryview] = []
+    digests: list[bytes] = []
     for source in sources:
         if inline:
             views.append(view := joined(source.host()))
             if is_digested and not source.digest:
                 source.digest = digest_of(view)
-    digests = [source.digest if is_digested else b"" for source in sources]
+        digests.append(source.digest if is_digested else b"")
     are_known = all(digests) or not is_digested
     contents = draft.layout, digests, draft.input_tokens, draft.roi
     head = pack(*contents)

@@ -26,7 +26,7 @@ from asynckv.protocol.frames import (
     Retract,
 )
 from asynckv.protocol.transfer_frames import Grant, Sent
-from asynckv.transfers.incoming import Incoming, receive_frame
+from asynckv.transfers.incoming import Incoming, Route, receive_frame
 from asynckv.transfers.manifest import INLINE_NBYTES, Manifest, unpack, verify_inline
 from asynckv.transfers.targets import fill_targets, target_in
 from asynckv.transfers.tokens import check_mask, check_tokens
@@ -113,7 +113,7 @@ class ServedInsert:
         self._task.add_done_callback(partial(answer, stream))
 
     async def fill(self, entry: StoredEntry, landed: Landed) -> None:
-        pool, devices = self._service.buffer.pool, self._service.devices
+        pool = self._service.buffer.pool
         targets = [
             target_in(part.region, part, pool)
             for part in entry.parts
@@ -126,7 +126,7 @@ class ServedInsert:
         elif targets:
             self._incoming = Incoming(
                 *(self._stream, self._frame.transfer, targets, landed),
-                route=partial(devices.device_route, on_gpu=self._frame.on_gpu),
+                route=None if pool.device is None else self._device_route,
             )
             del targets  # the transport's alone: the memory may be wanted back
             await self._incoming.receive()
@@ -143,6 +143,9 @@ class ServedInsert:
     def _cancel(self) -> None:
         if self._task is not None:
             self._task.cancel()
+
+    def _device_route(self) -> Route | None:
+        return self._service.devices.device_route(on_gpu=self._frame.on_gpu)
 
     def _is_in_at_once(self) -> bool:
         if self._inline is None or self._service.predecessors:

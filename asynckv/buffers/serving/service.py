@@ -1,16 +1,36 @@
-"""What answers the requests of one link: it owns their tasks, and ends with them."""
+"""What answers the requests of one link: it owns their tasks, and ends with them.
+
+How long they take, from frame to answer, is counted for all links of a server.
+"""
 
 from __future__ import annotations
 
 import abc
 import asyncio
-from collections.abc import Callable, Coroutine, Mapping
+import time
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, Final
 
-from asynckv.errors import EntryAborted, Overloaded, PeerLost
-from asynckv.links.link import Link, LinkStream
+from asynckv.errors import EntryAborted, NotServed, Overloaded, PeerLost
+from asynckv.links.link import Link, LinkStream, RequestTiming, TimedStream
 from asynckv.links.streams import StreamHandler
-from asynckv.protocol.frames import Frame, OpeningFrame
+from asynckv.observability.latencies import Latencies
+from asynckv.protocol.frames import (
+    Accepted,
+    Clear,
+    Contains,
+    Delete,
+    Frame,
+    Get,
+    Insert,
+    JoinGroup,
+    OpeningFrame,
+    OpenPipe,
+    Pin,
+    Put,
+    Result,
+    Stat,
+)
 from asynckv.waits.own_tasks import OwnTasks
 
 __all__ = (
@@ -18,6 +38,8 @@ __all__ = (
     "SILENCE_S",
     "KeptBytes",
     "LinkBytes",
+    "LinkServices",
+    "RequestTimes",
     "Service",
     "Silence",
     "WaitingBytes",
@@ -238,3 +260,91 @@ class Service(abc.ABC):
     async def wait_ended(self) -> None:
         """Wait for the tasks of an aborted service."""
         await self.tasks.wait()
+
+
+_TIMED: Final[Mapping[type, tuple[str, type]]] = {
+    Contains: ("contains", Result),
+    Get: ("get", Result),
+    Insert: ("insert", Accepted),
+    Put: ("put", Accepted),
+}
+"""The requests that are timed, and the frame that ends the time."""
+
+
+class RequestTimes:
+    """Histograms by what is asked for: ``"get"``, ``"insert"`` and so on.
+
+    A get lasts until its value is verified at the peer, a put until the value is
+    stored, an insert until the entry is in. What was cancelled, failed or was cut off
+    is not counted, nor is what waits for a match: that takes as long as nobody inserts.
+    """
+
+    def __init__(self) -> None:
+        self._timings = {
+            opening: RequestTiming(ended_by)
+            for opening, (_, ended_by) in _TIMED.items()
+        }
+
+    def begin(self, stream: LinkStream, frame: OpeningFrame) -> LinkStream:
+        """The time of the request begins now, if it is one that is timed.
+
+        Returns the stream that it is to be answered by.
+        """
+        timing = self._timings.get(type(frame))
+        if timing is None:
+            return stream
+        began_s = time.perf_counter()
+        return TimedStream(
+            *(stream.link, stream._session, stream._outgoing, stream.id),
+            timing=timing,
+            began_s=began_s,
+        )
+
+    def latencies(self) -> dict[str, Latencies]:
+        """Return what was counted so far."""
+        return {_TIMED[one][0]: t.latencies() for one, t in self._timings.items()}
+
+
+class LinkServices:
+    """What one link may ask of a server that serves ``what``: of ``all``, in turn."""
+
+    def __init__(
+        self, link: Link, what: str, times: RequestTimes, every: Sequence[Service]
+    ) -> None:
+        self.link = link
+        self.all = every
+        self.is_lost = False
+        self._what = what
+        self._times = times
+
+    @property
+    def has_ended(self) -> bool:
+        """The link is lost and nothing of it is left."""
+        return self.is_lost and all(service.has_ended for service in self.all)
+
+    def open(
+        self, stream: LinkStream, frame: OpeningFrame, body: bytes
+    ) -> StreamHandler:
+        """Have a request answered by whoever knows it.
+
+        :raises NotServed: nobody does
+        """
+        stream = self._times.begin(stream, frame)
+        for service in self.all:
+            handler = service.open(stream, frame, body)
+            if handler is not None:
+                return handler
+        raise _not_served(frame, self._what)
+
+
+def _not_served(frame: OpeningFrame, served: str) -> NotServed:
+    """Return what a peer is told that asks for what is not served here."""
+    if isinstance(frame, OpenPipe | JoinGroup):
+        return NotServed(f"this peer serves {served}, no pipe: use connect()")
+    missing, option = "lookup buffer", "lookup"
+    if isinstance(frame, Put | Get | Delete | Clear | Contains | Pin | Stat):
+        missing = option = "store"
+    # No hint: those of a peer's errors are not sent.
+    return NotServed(
+        f"this peer serves {served}, no {missing}: start it with {option}=..."
+    )
