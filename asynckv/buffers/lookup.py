@@ -28,7 +28,6 @@ from asynckv.buffers.local.consumer import LocalConsumer, PendingSelect
 from asynckv.buffers.local.writer import LocalSource, LocalViews, LocalWriter
 from asynckv.buffers.statistics import LookupStatistics
 from asynckv.devices.names import DeviceName
-from asynckv.shielding import wait_shielded
 from asynckv.tensors.blocks import KVMemory
 from asynckv.tensors.views import spec_like
 from asynckv.transfers.manifest import check_names, flatten
@@ -42,6 +41,7 @@ from asynckv.transfers.tokens import (
     make_query,
 )
 from asynckv.types import KVFingerprint, TensorSpec
+from asynckv.waits.waiting import wait_shielded
 
 __all__ = ("LookupBuffer",)
 

@@ -22,7 +22,7 @@ from asynckv.errors import BufferClosed, EntryTooLarge
 from asynckv.tensors.arena import Arena, Region
 from asynckv.transfers.tokens import as_key
 from asynckv.types import TensorSpec
-from asynckv.waits.queue import FairQueue
+from asynckv.waits.waiting import FairQueue
 
 __all__ = (
     "PendingPut",

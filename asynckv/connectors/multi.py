@@ -32,7 +32,7 @@ from asynckv.abc import (
     TakesHandshakes,
 )
 from asynckv.observability.lines import as_line
-from asynckv.shielding import wait_or_stop
+from asynckv.waits.waiting import wait_or_stop
 
 __all__ = (
     "MultiMetadata",

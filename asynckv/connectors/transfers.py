@@ -19,7 +19,7 @@ from typing import Any, Final, Literal, TypeAlias
 from asynckv.abc import BlockIds, KVTransferResults
 from asynckv.observability.lines import as_line
 from asynckv.parallel.aggregator import KVConnectorOutput
-from asynckv.shielding import wait_shielded
+from asynckv.waits.waiting import wait_shielded
 
 __all__ = (
     "ExpectedLoads",

@@ -29,7 +29,7 @@ from asynckv.protocol.values import Limits
 from asynckv.security.names import NO_ASSURANCE, Assurance
 from asynckv.security.tls import ALPN, TlsKeys, tls_failure
 from asynckv.security.tls_socket import Connection, TlsSocket, WantsToWrite, discard
-from asynckv.shielding import wait_shielded
+from asynckv.waits.waiting import wait_shielded
 
 __all__ = (
     "assurance_of",

@@ -27,13 +27,12 @@ from asynckv.pipes.shared_memory import MapSharing
 from asynckv.protocol.codec import Buffer
 from asynckv.protocol.frames import Push
 from asynckv.protocol.transfer_frames import Grant, Sent
-from asynckv.shielding import wait_shielded
 from asynckv.tensors.paged_arena import SlabRegion
 from asynckv.tensors.runs import joined
 from asynckv.transfers.outgoing import Outgoing, ignore_grant
 from asynckv.transfers.source import Source
 from asynckv.types import TensorSpec
-from asynckv.waits.queue import FairQueue
+from asynckv.waits.waiting import FairQueue, wait_shielded
 
 __all__ = (
     "INLINE_NBYTES",

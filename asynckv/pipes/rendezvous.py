@@ -17,7 +17,7 @@ from asynckv.links.link import Link, LinkStream
 from asynckv.observability.waits import LoggedWait
 from asynckv.protocol.failures import from_failure, to_failure
 from asynckv.protocol.frames import Arrived, Failure, Frame, JoinGroup, Members, Missing
-from asynckv.waits.replies import Watchers
+from asynckv.waits.waiting import Watchers
 
 __all__ = (
     "Barrier",

@@ -17,7 +17,7 @@ from asynckv.protocol.failures import fail_by, to_failure
 from asynckv.protocol.frames import Accepted, Cancel, Cancelled, Frame
 from asynckv.protocol.transfer_frames import Exposed, OpenMemory, Proved
 from asynckv.sharing.exporter import Importer
-from asynckv.waits.replies import Reply
+from asynckv.waits.waiting import Reply
 
 __all__ = ("Handshake",)
 

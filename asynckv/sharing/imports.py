@@ -32,11 +32,11 @@ from asynckv.protocol.handshake import DigestMode, strictest
 from asynckv.protocol.transfer_frames import Exposed
 from asynckv.protocol.values import Place
 from asynckv.sharing.mappings import MappedMemory, MappedPin
-from asynckv.shielding import clear_all_frames
 from asynckv.tensors.pages import ALIGNMENT_NBYTES
 from asynckv.tensors.slabs import PAGE_NBYTES
 from asynckv.tensors.stitching import Claim
 from asynckv.waits.own_tasks import OwnTasks
+from asynckv.waits.waiting import clear_all_frames
 
 __all__ = ("GpuImport", "ImportedMemory", "PeerMemory", "Read", "import_gpu")
 

@@ -22,12 +22,12 @@ import torch
 
 from asynckv.processes import ProcessBound
 from asynckv.protocol.wire import Digester
-from asynckv.shielding import wait_or_stop
 from asynckv.tensors.blocks import KVMemory, memory_of
 from asynckv.tensors.jobs import CopyJob
 from asynckv.tensors.runs import Runs, copied, landed, pieces_of
 from asynckv.tensors.views import bytes_of, check_sendable, empty_tensor
 from asynckv.types import TensorSpec
+from asynckv.waits.waiting import wait_or_stop
 
 __all__ = ("HostCopyPool",)
 

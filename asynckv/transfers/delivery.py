@@ -27,7 +27,7 @@ from asynckv.transfers.incoming import Incoming
 from asynckv.transfers.manifest import INLINE_NBYTES, Manifest, unflatten, verify
 from asynckv.transfers.targets import match_targets
 from asynckv.types import TensorSpec
-from asynckv.waits.queue import ByteRoom
+from asynckv.waits.waiting import ByteRoom
 
 __all__ = (
     "Delivery",

@@ -23,7 +23,7 @@ from asynckv.tensors.feeds import Feed
 from asynckv.tensors.views import tensor_over
 from asynckv.transfers.source import Source
 from asynckv.types import TensorSpec
-from asynckv.waits.queue import ByteRoom
+from asynckv.waits.waiting import ByteRoom
 
 __all__ = (
     "HOST_COPIES_NBYTES",

@@ -24,10 +24,10 @@ from asynckv.protocol.transfer import EAGER_NBYTES, ReceiveState, Verdict
 from asynckv.protocol.transfer_frames import Eager, Grant, Sent
 from asynckv.protocol.wire import digest_of
 from asynckv.sharing.gpu_channel import RouteLost, other_bytes
-from asynckv.shielding import wait_shielded
 from asynckv.tensors.runs import Memory, fill
 from asynckv.transfers.targets import DeviceTarget, Target, copy_to_device
 from asynckv.waits.own_tasks import OwnTasks
+from asynckv.waits.waiting import wait_shielded
 
 __all__ = ("Incoming", "Route", "receive_frame")
 

@@ -22,9 +22,9 @@ from asynckv.protocol.handshake import DigestMode, strictest
 from asynckv.protocol.transfer_frames import Grant, Sent
 from asynckv.sharing.gpu_channel import RouteLost, other_bytes
 from asynckv.sharing.imports import PeerMemory
-from asynckv.shielding import clear_all_frames
 from asynckv.tensors.runs import Memory
 from asynckv.waits.own_tasks import OwnTasks
+from asynckv.waits.waiting import clear_all_frames
 
 __all__ = ("DoneCallback", "IpcRoute", "MapRoute", "ReadRoute")
 

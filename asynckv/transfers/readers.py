@@ -27,7 +27,6 @@ from asynckv.sharing.exporter import edges_in
 from asynckv.sharing.gpu_channel import RouteLost, other_bytes
 from asynckv.sharing.imports import ImportedMemory
 from asynckv.sharing.mappings import MappedMemory, MappedPin
-from asynckv.shielding import clear_all_frames
 from asynckv.tensors.blocks import KVMemory, memory_of, tensor_at
 from asynckv.tensors.jobs import CopyJob, RunsCopy, long_copies
 from asynckv.tensors.pages import SHARED_PAGES_BELOW
@@ -38,6 +37,7 @@ from asynckv.transfers.delivery import Delivery, MappedParts, ReceiveBudget, on_
 from asynckv.transfers.manifest import Manifest, unpack_mapped, verify
 from asynckv.transfers.read_route import DoneCallback, ReadRoute
 from asynckv.types import TensorSpec
+from asynckv.waits.waiting import clear_all_frames
 
 __all__ = (
     "ExportedParts",

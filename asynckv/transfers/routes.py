@@ -38,8 +38,7 @@ from asynckv.transfers.outgoing import GpuImporter
 from asynckv.transfers.readers import IpcReader, MapReader
 from asynckv.transfers.source import GpuStaging, StagedTensor, release_staged
 from asynckv.types import TensorSpec
-from asynckv.waits.queue import FairQueue
-from asynckv.waits.replies import Reply
+from asynckv.waits.waiting import FairQueue, Reply
 
 __all__ = (
     "GpuRoom",

@@ -23,10 +23,10 @@ from asynckv.protocol.wire import (
     encode_chunk_header,
 )
 from asynckv.security.tls_socket import Connection
-from asynckv.shielding import clear_all_frames
 from asynckv.tensors.runs import SmallBlocks
 from asynckv.transports.lane_sockets import LaneOwner, LaneSocket
 from asynckv.transports.parts import Part, PartTable, PendingParts, call_on
+from asynckv.waits.waiting import clear_all_frames
 
 __all__ = (
     "Lanes",

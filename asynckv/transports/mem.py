@@ -12,7 +12,6 @@ import torch
 from asynckv.abc import PayloadTransport
 from asynckv.errors import LocalProtocolError, PeerLost, RemoteProtocolError
 from asynckv.protocol.wire import Chunk
-from asynckv.shielding import wait_shielded
 from asynckv.tensors.blocks import tensor_in
 from asynckv.tensors.copying import HostCopyPool
 from asynckv.tensors.runs import Memory, Runs
@@ -20,6 +19,7 @@ from asynckv.transports.inline import DEFAULT_CHUNK_BYTES
 from asynckv.transports.parts import DoneCallback, Part, PartTable, PendingParts
 from asynckv.transports.quiesce import Ending
 from asynckv.types import TensorSpec
+from asynckv.waits.waiting import wait_shielded
 
 __all__ = ("MemTransport",)
 

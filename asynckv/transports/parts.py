@@ -19,7 +19,7 @@ from asynckv.errors import LocalProtocolError, RemoteProtocolError
 from asynckv.protocol.wire import Chunk, Digester
 from asynckv.tensors.feeds import Feed
 from asynckv.tensors.runs import Memory, SmallBlocks, pieces_of
-from asynckv.waits.replies import Waits
+from asynckv.waits.waiting import Waits
 
 __all__ = (
     "Completions",

@@ -10,9 +10,8 @@ import math
 from collections.abc import Callable, Iterable
 from typing import Final
 
-from asynckv.shielding import wait_shielded
 from asynckv.transports.parts import TransferPart, call_on
-from asynckv.waits.replies import Waits
+from asynckv.waits.waiting import Waits, wait_shielded
 
 __all__ = (
     "Ending",

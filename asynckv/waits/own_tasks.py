@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
-from asynckv.shielding import clear_all_frames, wait_shielded
+from asynckv.waits.waiting import clear_all_frames, wait_shielded
 
 __all__ = ("OwnTasks", "PlainTaskGroup")
 

@@ -21,7 +21,6 @@ from asynckv.buffers.remote.insert import RemoteWriter
 from asynckv.links.fd_socket import has_fd_sockets
 from asynckv.links.options import Digest
 from asynckv.protocol.frames import Cancelled
-from asynckv.shielding import wait_shielded
 from asynckv.testing import LOOKUP_CHECKS, until
 from asynckv.testing.expectations import is_same, only
 from asynckv.testing.lookup_checks.values import (
@@ -33,6 +32,7 @@ from asynckv.testing.lookup_checks.values import (
 )
 from asynckv.transfers.read_route import IpcRoute
 from asynckv.transfers.source import release_staged
+from asynckv.waits.waiting import wait_shielded
 from harness.fake_devices import fake_device_of
 from harness.fake_gpus import FakeGpus
 from harness.gpu_pairs import GpuPair, SharedPuts, open_gpu_pair

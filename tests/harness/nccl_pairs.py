@@ -12,13 +12,13 @@ from asynckv.abc import PayloadTransport
 from asynckv.devices.cuda import DeviceMemory
 from asynckv.protocol.transfer_frames import DeviceFrame
 from asynckv.protocol.wire import digest_of
-from asynckv.shielding import wait_shielded
 from asynckv.tensors.runs import Memory
 from asynckv.testing.blocked import until
 from asynckv.transports.nccl.directions import NcclSettings
 from asynckv.transports.nccl.transport import NcclTransport
 from asynckv.transports.nccl.worker import DeviceWorker
 from asynckv.transports.parts import DoneCallback
+from asynckv.waits.waiting import wait_shielded
 from harness.fake_gpus import FakeGpus, FakeProcess
 from harness.fake_gpus.cuda import FakeCuda
 

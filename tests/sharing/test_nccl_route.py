@@ -15,10 +15,10 @@ from asynckv.errors import ChecksumError, GPUFailed, PeerLost, RemoteProtocolErr
 from asynckv.links.options import Digest
 from asynckv.protocol.transfer_frames import Grant, Sent
 from asynckv.sharing.gpu_channel import NcclRoute, RouteLost
-from asynckv.shielding import wait_shielded
 from asynckv.testing.blocked import cancel_before_each, until
 from asynckv.testing.expectations import is_same
 from asynckv.testing.lookup_checks.values import MIB, noise
+from asynckv.waits.waiting import wait_shielded
 from harness.fake_gpus import FakeGpus
 from harness.gpu_pairs import NcclBuffers, open_nccl_buffers
 

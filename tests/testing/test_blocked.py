@@ -4,8 +4,8 @@ import asyncio
 
 import pytest
 
-from asynckv.shielding import wait_shielded
 from asynckv.testing.blocked import cancel_before_each, until, until_blocked
+from asynckv.waits.waiting import wait_shielded
 
 pytestmark = pytest.mark.both_loops
 

@@ -24,7 +24,7 @@ from asynckv.transfers.source import (
     release_staged,
 )
 from asynckv.types import TensorSpec
-from asynckv.waits.replies import Reply
+from asynckv.waits.waiting import Reply
 from harness.fake_devices import FakeDevice, fake_device
 from harness.fake_gpus.streams import Delay
 

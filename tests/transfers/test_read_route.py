@@ -19,12 +19,12 @@ from asynckv.protocol.transfer_frames import Sent
 from asynckv.protocol.values import Place
 from asynckv.sharing.gpu_channel import RouteLost, other_bytes
 from asynckv.sharing.imports import ImportedMemory
-from asynckv.shielding import wait_shielded
 from asynckv.tensors.runs import runs_in
 from asynckv.testing.blocked import cancel_before_each, until
 from asynckv.testing.lookup_checks.values import MIB, noise
 from asynckv.transfers.read_route import IpcRoute, MapRoute
 from asynckv.transfers.readers import ExportedParts, IpcStreamRoute
+from asynckv.waits.waiting import wait_shielded
 from harness.fake_gpus import FakeGpus
 from harness.gpu_pairs import GpuPair, open_gpu_pair
 

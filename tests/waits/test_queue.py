@@ -7,7 +7,7 @@ import pytest
 
 from asynckv.testing.blocked import until_blocked
 from asynckv.testing.cancellation import CancelMode, Outcome, sweep_cancellation
-from asynckv.waits.queue import ByteRoom, FairQueue
+from asynckv.waits.waiting import ByteRoom, FairQueue
 
 
 class Counter:

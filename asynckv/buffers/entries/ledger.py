@@ -17,7 +17,7 @@ from asynckv.buffers.entries.table import EntryMemory, EntryTable
 from asynckv.buffers.statistics import Counters
 from asynckv.errors import BufferClosed
 from asynckv.tensors.arena import Arena
-from asynckv.waits.queue import FairQueue
+from asynckv.waits.waiting import FairQueue
 
 __all__ = ("Ledger",)
 

@@ -26,7 +26,7 @@ from asynckv.transfers.manifest import unflatten
 from asynckv.transfers.targets import Part, match_targets
 from asynckv.transfers.tokens import TOKEN_NBYTES, Query, tensor_of
 from asynckv.types import KVFingerprint
-from asynckv.waits.replies import Watchers
+from asynckv.waits.waiting import Watchers
 
 __all__ = (
     "LocalSelect",

@@ -25,7 +25,7 @@ from asynckv.sharing.peer_imports import PeerImports
 from asynckv.transfers.delivery import ReceiveBudget
 from asynckv.transfers.routes import GpuRoutes, PeerRoutes
 from asynckv.types import KVFingerprint
-from asynckv.waits.replies import Reply, Watchers
+from asynckv.waits.waiting import Reply, Watchers
 
 __all__ = (
     "ANSWER_S",

@@ -43,7 +43,7 @@ from asynckv.transfers.source import (
     until_made,
 )
 from asynckv.types import TensorSpec
-from asynckv.waits.replies import Reply
+from asynckv.waits.waiting import Reply
 
 __all__ = (
     "BUSY_BYTES",

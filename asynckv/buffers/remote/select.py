@@ -51,7 +51,7 @@ from asynckv.transfers.readers import MapReader, Unreadable
 from asynckv.transfers.routes import PeerRoutes
 from asynckv.transfers.tokens import TOKEN_NBYTES, Query, tensor_of
 from asynckv.types import TensorSpec
-from asynckv.waits.replies import Watchers
+from asynckv.waits.waiting import Watchers
 
 __all__ = (
     "RemoteConsumer",

@@ -30,7 +30,7 @@ from asynckv.transfers.incoming import Incoming, Route, receive_frame
 from asynckv.transfers.manifest import INLINE_NBYTES, Manifest, unpack, verify_inline
 from asynckv.transfers.targets import fill_targets, target_in
 from asynckv.transfers.tokens import check_mask, check_tokens
-from asynckv.waits.replies import Reply
+from asynckv.waits.waiting import Reply
 
 __all__ = (
     "ServedInsert",

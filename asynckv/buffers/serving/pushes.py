@@ -17,11 +17,11 @@ from asynckv.links.link import LinkStream
 from asynckv.protocol.frames import Push, Retract
 from asynckv.protocol.transfer_frames import Sent
 from asynckv.protocol.wire import digest_of
-from asynckv.shielding import wait_shielded
 from asynckv.tensors.arena import Region
 from asynckv.transfers.incoming import Incoming
 from asynckv.transfers.manifest import INLINE_NBYTES
 from asynckv.transfers.targets import target_in
+from asynckv.waits.waiting import wait_shielded
 
 __all__ = ("ServedPushes",)
 

@@ -50,7 +50,7 @@ from asynckv.transfers.manifest import INLINE_NBYTES, layout_of, pack
 from asynckv.transfers.outgoing import Outgoing
 from asynckv.transfers.source import RegionSource
 from asynckv.transfers.targets import HostTarget
-from asynckv.waits.replies import Watchers
+from asynckv.waits.waiting import Watchers
 
 __all__ = (
     "ServedFromTiers",

@@ -20,10 +20,10 @@ from asynckv.buffers.remote.lookup import RemoteLookupBuffer
 from asynckv.connectors.engine import HEADER, EntryHeader, prompt_digest
 from asynckv.connectors.requests import LoadRequest
 from asynckv.errors import IncompatiblePeer
-from asynckv.shielding import clear_all_frames
 from asynckv.tensors.blocks import KVBlocks
 from asynckv.tensors.views import spec_of
 from asynckv.transfers.manifest import flatten
+from asynckv.waits.waiting import clear_all_frames
 
 __all__ = (
     "Source",

@@ -40,13 +40,13 @@ from asynckv.errors import IncompatiblePeer
 from asynckv.observability.lines import as_line
 from asynckv.parallel.copies import Span, StridedCopy
 from asynckv.parallel.plans import RankRead
-from asynckv.shielding import clear_all_frames
 from asynckv.tensors.blocks import KVBlocks, KVMemory
 from asynckv.tensors.jobs import CopyJob
 from asynckv.tensors.resharding import reshard_jobs
 from asynckv.tensors.views import dtype_of
 from asynckv.types import TensorSpec
 from asynckv.waits.own_tasks import PlainTaskGroup
+from asynckv.waits.waiting import clear_all_frames
 
 __all__ = (
     "Assembly",

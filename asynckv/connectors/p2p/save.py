@@ -21,12 +21,12 @@ from asynckv.connectors.engine import HEADER, EntryHeader
 from asynckv.connectors.p2p.entries import Target
 from asynckv.connectors.requests import SaveRequest
 from asynckv.devices.cuda import Event
-from asynckv.shielding import clear_all_frames
 from asynckv.tensors.blocks import KVBlocks
 from asynckv.transfers.routes import StagingWriter
 from asynckv.transfers.source import StagedTensor, release_staged
 from asynckv.types import TensorSpec
 from asynckv.waits.own_tasks import PlainTaskGroup
+from asynckv.waits.waiting import clear_all_frames
 
 __all__ = ("HostCopies", "P2PSave", "SavePath")
 

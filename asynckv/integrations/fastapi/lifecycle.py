@@ -33,8 +33,8 @@ from asynckv.config import KVTransferConfig
 from asynckv.errors import PeerLost
 from asynckv.node import open as open_node
 from asynckv.security.tls import TLS
-from asynckv.shielding import wait_shielded
 from asynckv.types import KVFingerprint
+from asynckv.waits.waiting import wait_shielded
 
 if TYPE_CHECKING:
     from fastapi import APIRouter

@@ -36,8 +36,8 @@ from asynckv.integrations.transformers.layers import (
     read_plans,
 )
 from asynckv.integrations.transformers.prompts import Prompt
-from asynckv.shielding import wait_shielded
 from asynckv.types import TensorSpec
+from asynckv.waits.waiting import wait_shielded
 
 __all__ = (
     "Load",

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
-from asynckv.shielding import wait_shielded
+from asynckv.waits.waiting import wait_shielded
 
 __all__ = ("Forward", "ForwardStopped")
 

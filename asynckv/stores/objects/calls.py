@@ -25,7 +25,7 @@ import numpy
 import obstore
 from obstore.store import ObjectStore
 
-from asynckv.shielding import wait_shielded
+from asynckv.waits.waiting import wait_shielded
 
 __all__ = ("ObstoreCalls", "Stopped")
 

@@ -45,7 +45,7 @@ from asynckv.transports.nccl.directions import (
 from asynckv.transports.nccl.worker import DeviceWorker
 from asynckv.transports.parts import DoneCallback
 from asynckv.transports.quiesce import Ending, QuiesceWaits
-from asynckv.waits.replies import Waits
+from asynckv.waits.waiting import Waits
 
 __all__ = (
     "DeviceChannel",

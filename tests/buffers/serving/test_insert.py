@@ -35,11 +35,11 @@ from asynckv.protocol.frames import (
 )
 from asynckv.protocol.transfer_frames import Grant, Sent
 from asynckv.protocol.wire import digest_of
-from asynckv.shielding import wait_shielded
 from asynckv.testing import until, until_blocked
 from asynckv.testing.lookup_checks.values import started
 from asynckv.testing.pairs import Peers
 from asynckv.transports.mem import MemTransport
+from asynckv.waits.waiting import wait_shielded
 from harness.fake_devices import fake_device
 from harness.held_copies import held_copies
 from harness.link_pairs import dialled, name_of

@@ -34,10 +34,10 @@ from asynckv.protocol.frames import (
 )
 from asynckv.protocol.transfer_frames import Grant, Sent
 from asynckv.protocol.values import Limits
-from asynckv.shielding import wait_shielded
 from asynckv.testing import until
 from asynckv.testing.lookup_checks.values import MIB, noise, started
 from asynckv.testing.pairs import Peers
+from asynckv.waits.waiting import wait_shielded
 from harness.link_pairs import Hearer, dialled, linked, name_of
 from harness.raw_inserts import RawInsert, body_with
 

@@ -29,11 +29,11 @@ from asynckv.protocol.frames import (
 )
 from asynckv.protocol.transfer_frames import Grant, Sent
 from asynckv.protocol.wire import digest_of
-from asynckv.shielding import wait_shielded
 from asynckv.tensors import views
 from asynckv.testing import until
 from asynckv.testing.expectations import only
 from asynckv.testing.lookup_checks.values import MIB, started
+from asynckv.waits.waiting import wait_shielded
 from harness.ledgers import RecordingTiers
 from harness.link_pairs import Hearer, dialled
 

@@ -19,10 +19,10 @@ from asynckv.connectors.requests import SaveRequest
 from asynckv.devices.copying import CopyPool
 from asynckv.devices.cuda import Event
 from asynckv.errors import EntryConflict
-from asynckv.shielding import wait_shielded
 from asynckv.tensors.blocks import KVMemory
 from asynckv.testing.blocked import until, until_blocked
 from asynckv.types import TensorSpec
+from asynckv.waits.waiting import wait_shielded
 from harness.fake_devices import fake_device, lanes_of
 
 ORDER = SaveRequest("r", "t", "", (1, 2, 3), ((2, 0),))

@@ -24,13 +24,13 @@ from asynckv.connectors.requests import SaveRequest
 from asynckv.connectors.transfers import Transfers
 from asynckv.devices.copying import CopyPool
 from asynckv.errors import GPUFailed
-from asynckv.shielding import wait_shielded
 from asynckv.tensors.blocks import KVMemory
 from asynckv.testing.blocked import until, until_blocked
 from asynckv.testing.faults.fault import Kind
 from asynckv.testing.faults.injectors import BlackHole, Stall
 from asynckv.testing.faults.proxy import Proxy
 from asynckv.types import TensorSpec
+from asynckv.waits.waiting import wait_shielded
 from harness.cancellations.connectors.grounds import (
     LARGE,
     SMALL,

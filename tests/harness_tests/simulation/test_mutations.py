@@ -20,7 +20,7 @@ from asynckv.protocol.transfer_frames import Sent
 from asynckv.tensors.arena import Arena
 from asynckv.transfers.delivery import ReceiveBudget
 from asynckv.transports.inline import InlineTransport
-from asynckv.waits.queue import FairQueue
+from asynckv.waits.waiting import FairQueue
 from harness.simulation.transfers import tell_transfer
 from harness.simulation.verdict import simulate
 

@@ -18,9 +18,9 @@ from asynckv.connectors.p2p.entries import (
 )
 from asynckv.connectors.p2p.load import P2PLoad
 from asynckv.connectors.p2p.save import HostCopies, P2PSave
-from asynckv.shielding import wait_shielded
 from asynckv.testing.blocked import until
 from asynckv.testing.expectations import expect
+from asynckv.waits.waiting import wait_shielded
 from harness.cancellations.connectors.grounds import P2PGround, expect_quiet
 from harness.cancellations.sweeper import Sweeper, scenario
 

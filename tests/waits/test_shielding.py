@@ -10,7 +10,7 @@ from collections.abc import Generator
 import anyio
 import pytest
 
-from asynckv.shielding import clear_all_frames, wait_or_stop, wait_shielded
+from asynckv.waits.waiting import clear_all_frames, wait_or_stop, wait_shielded
 
 
 async def _ticks(count: int) -> None:
@@ -107,7 +107,7 @@ async def test_closing_the_coroutine_stops() -> None:
 def test_the_first_shielded_wait_imports_nothing() -> None:
     program = """
 import asyncio, sys
-from asynckv.shielding import wait_shielded
+from asynckv.waits.waiting import wait_shielded
 
 async def main():
     future = asyncio.get_running_loop().create_future()
