@@ -15,7 +15,8 @@ from asynckv.links.fd_socket import has_fd_sockets
 from asynckv.testing import until
 from asynckv.testing.faults.processes import frozen_peer
 from harness.children import ask, line_of, running, tell
-from harness.gpu_processes import GpuKind, running as running_gpu
+from harness.forks import Fork, ForkServer
+from harness.gpu_processes import BEGIN, GpuKind
 
 pytestmark = [
     pytest.mark.multiprocess,
@@ -125,8 +126,8 @@ async def test_a_consumer_keeps_its_bytes_past_its_lease_and_leaves_them_when_ki
         await insert(buffer, 2.0, nbytes=3 * MIB)
 
 
-async def test_a_producer_that_is_killed_takes_no_view_away() -> None:
-    async with running(PRODUCER) as process, asyncio.timeout(30):
+async def test_a_producer_that_is_killed_takes_no_view_away(forks: ForkServer) -> None:
+    async with forks.running(PRODUCER) as process, asyncio.timeout(30):
         async with connect(await line_of(process), reconnect_s=0) as peer:
             assert peer.transport == "map"
             with pytest.raises(Exception, match="lost|gone|given back"):
@@ -201,28 +202,33 @@ except asynckv.PeerLost:
 
 @contextlib.asynccontextmanager
 async def connected(
-    gpu_kind: GpuKind, how: str
-) -> AsyncIterator[tuple[asyncio.subprocess.Process, asyncio.subprocess.Process]]:
+    forks: ForkServer, gpu_kind: GpuKind, how: str
+) -> AsyncIterator[tuple[Fork, Fork]]:
     """Start both, and let one put an entry into the other's buffer."""
-    async with asyncio.timeout(50), running_gpu(SERVER, gpu_kind, how) as server:
+    async with (
+        asyncio.timeout(50),
+        forks.running(BEGIN + SERVER, gpu_kind, how) as server,
+    ):
         url = await line_of(server)
-        async with running_gpu(PUTTER, gpu_kind, url) as producer:
+        async with forks.running(BEGIN + PUTTER, gpu_kind, url) as producer:
             assert await line_of(producer) == "cuda_ipc True"
             yield server, producer
 
 
 @pytest.mark.chaos
-async def test_two_processes_put_within_one_gpu(gpu_kind: GpuKind) -> None:
-    async with connected(gpu_kind, "take") as (server, producer):
+async def test_two_processes_put_within_one_gpu(
+    forks: ForkServer, gpu_kind: GpuKind
+) -> None:
+    async with connected(forks, gpu_kind, "take") as (server, producer):
         assert await line_of(producer) == "put"
         assert await ask(server, "take") == "cuda:0 2.0"
 
 
 @pytest.mark.trust
 async def test_a_producer_that_is_killed_while_it_is_read_leaves_nothing(
-    gpu_kind: GpuKind,
+    forks: ForkServer, gpu_kind: GpuKind
 ) -> None:
-    async with connected(gpu_kind, "hold") as (server, producer):
+    async with connected(forks, gpu_kind, "hold") as (server, producer):
         assert await line_of(server) == "reads"
         producer.kill()
         await producer.wait()
@@ -232,17 +238,15 @@ async def test_a_producer_that_is_killed_while_it_is_read_leaves_nothing(
 
 @pytest.mark.trust
 async def test_a_buffer_that_is_killed_while_it_reads_fails_the_put(
-    gpu_kind: GpuKind,
+    forks: ForkServer, gpu_kind: GpuKind
 ) -> None:
-    async with connected(gpu_kind, "hold") as (server, producer):
+    async with connected(forks, gpu_kind, "hold") as (server, producer):
         assert await line_of(server) == "reads"
         server.kill()
         assert await line_of(producer) == "PeerLost"
 
 
-Consume = Callable[
-    [str], contextlib.AbstractAsyncContextManager[asyncio.subprocess.Process]
-]
+Consume = Callable[[str], contextlib.AbstractAsyncContextManager[Fork]]
 
 GPU_CONSUMER = """
 async def main():
@@ -307,28 +311,30 @@ asyncio.run(main())
 
 
 @pytest.fixture
-async def producer(gpu_kind: GpuKind) -> AsyncIterator[asyncio.subprocess.Process]:
-    async with asyncio.timeout(50), running_gpu(GPU_PRODUCER, gpu_kind) as process:
+async def producer(forks: ForkServer, gpu_kind: GpuKind) -> AsyncIterator[Fork]:
+    async with (
+        asyncio.timeout(50),
+        forks.running(BEGIN + GPU_PRODUCER, gpu_kind) as process,
+    ):
         yield process
 
 
 @pytest.fixture
-async def consume(gpu_kind: GpuKind, producer: asyncio.subprocess.Process) -> Consume:
+async def consume(forks: ForkServer, gpu_kind: GpuKind, producer: Fork) -> Consume:
     """Run a consumer that does one thing."""
     url = await line_of(producer)
 
     @contextlib.asynccontextmanager
-    async def consume(how: str) -> AsyncIterator[asyncio.subprocess.Process]:
-        async with running_gpu(GPU_CONSUMER, gpu_kind, url, how) as consumer:
+    async def consume(how: str) -> AsyncIterator[Fork]:
+        code = BEGIN + GPU_CONSUMER
+        async with forks.running(code, gpu_kind, url, how) as consumer:
             assert await line_of(consumer) == "cuda_ipc"
             yield consumer
 
     return consume
 
 
-async def kill(
-    consumer: asyncio.subprocess.Process, producer: asyncio.subprocess.Process
-) -> None:
+async def kill(consumer: Fork, producer: Fork) -> None:
     """Kill it, and wait until the producer says that nothing is left to it."""
     consumer.kill()
     await consumer.wait()
@@ -343,7 +349,7 @@ async def test_two_processes_hand_an_entry_over_on_one_gpu(consume: Consume) -> 
 
 @pytest.mark.chaos
 async def test_layers_are_streamed_between_two_processes_on_one_gpu(
-    consume: Consume, producer: asyncio.subprocess.Process
+    consume: Consume, producer: Fork
 ) -> None:
     assert await ask(producer, "write") == "wrote"
     async with consume("stream") as consumer:
@@ -355,7 +361,7 @@ async def test_layers_are_streamed_between_two_processes_on_one_gpu(
 
 @pytest.mark.trust
 async def test_a_consumer_that_is_killed_in_mid_stream_leaves_the_layers(
-    consume: Consume, producer: asyncio.subprocess.Process
+    consume: Consume, producer: Fork
 ) -> None:
     assert await ask(producer, "write") == "wrote"
     async with consume("stream") as consumer:
@@ -369,7 +375,7 @@ async def test_a_consumer_that_is_killed_in_mid_stream_leaves_the_layers(
 
 @pytest.mark.trust
 async def test_a_consumer_of_a_gpu_that_is_killed_with_its_views_leaves_them(
-    consume: Consume, producer: asyncio.subprocess.Process
+    consume: Consume, producer: Fork
 ) -> None:
     async with consume("view") as consumer:
         assert await line_of(consumer) == "has it 1.0"
@@ -381,7 +387,7 @@ async def test_a_consumer_of_a_gpu_that_is_killed_with_its_views_leaves_them(
 
 @pytest.mark.trust
 async def test_views_outlive_an_exporter_that_is_killed(
-    consume: Consume, producer: asyncio.subprocess.Process
+    consume: Consume, producer: Fork
 ) -> None:
     async with consume("view") as consumer:
         assert await line_of(consumer) == "has it 1.0"

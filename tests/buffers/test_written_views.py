@@ -9,7 +9,6 @@ import os
 import posix
 import random
 import subprocess
-import sys
 import threading
 from collections.abc import AsyncIterator
 
@@ -21,7 +20,8 @@ from asynckv.links.fd_socket import has_fd_sockets
 from asynckv.links.options import Digest
 from asynckv.testing.blocked import until
 from asynckv.types import TensorSpec
-from harness.children import line_of, running
+from harness.children import line_of
+from harness.forks import ForkServer
 
 pytestmark = pytest.mark.skipif(not has_fd_sockets(), reason="nothing to map here")
 
@@ -247,11 +247,13 @@ async def test_small_tensors_that_land_in_into_need_no_room_in_the_bound(
 
 @pytest.mark.slow
 @pytest.mark.multiprocess
-async def test_a_process_that_writes_at_random_finds_every_entry_as_it_was() -> None:
+async def test_a_process_that_writes_at_random_finds_every_entry_as_it_was(
+    forks: ForkServer,
+) -> None:
     async with (
         asynckv.LookupBuffer(2 * MIB, drain_s=0, max_deliver=1000) as buffer,
         asynckv.serve("tcp://127.0.0.1:0", lookup=buffer) as server,
-        running(_WRITING, server.url, "40") as process,
+        forks.running(_WRITING, server.url, "40") as process,
         asyncio.timeout(30),
     ):
         for number in range(40):  # which fill it more than ten times over
@@ -310,10 +312,14 @@ print(kept[0].min().item())
 
 @pytest.mark.slow
 @pytest.mark.multiprocess
-def test_a_process_may_lock_its_memory_and_end_with_a_written_view() -> None:
-    done = subprocess.run([sys.executable, "-c", _LOCKED], capture_output=True)
-    *said, kept = done.stdout.splitlines()
-    assert (done.returncode, kept, done.stderr) == (0, b"99", b"")
+async def test_a_process_may_lock_its_memory_and_end_with_a_written_view(
+    forks: ForkServer,
+) -> None:
+    async with forks.running(_LOCKED, stderr=subprocess.PIPE) as process:
+        assert process.stderr is not None
+        *said, kept = (await process.stdout.read()).splitlines()
+        errors = await process.stderr.read()
+        assert (await process.wait(), kept, errors) == (0, b"99", b"")
     if said:
         pytest.skip("this user may not lock memory")
 

@@ -15,6 +15,7 @@ from asynckv.cli.checking import check_config
 from asynckv.cli.document import check_writable, write_document
 from asynckv.cli.main import main
 from asynckv.errors import ConfigError
+from harness.forks import ForkServer
 
 
 def status_of(*arguments: str) -> str | int | None:
@@ -66,15 +67,15 @@ def test_without_the_extra_one_line_says_what_to_install(
 
 
 @pytest.mark.multiprocess
-def test_a_url_at_which_nobody_listens_is_one_line() -> None:
+async def test_a_url_at_which_nobody_listens_is_one_line(forks: ForkServer) -> None:
     url = "unix:///nobody/listens/here"
-    done = subprocess.run(
-        [sys.executable, "-m", "asynckv", "bench", url, "--quick"],
-        capture_output=True,
-        text=True,
-    )
-    assert (done.returncode, done.stderr) == (1, "")
-    assert done.stdout == (
+    code = "from asynckv.cli.main import main\nmain()"
+    async with forks.running(
+        code, "bench", url, "--quick", stderr=subprocess.STDOUT
+    ) as process:
+        said = (await process.stdout.read()).decode()
+        assert await process.wait() == 1
+    assert said == (
         f"the bench failed: nobody listens at {url} "
         "(start the other side first, or check the address)\n"
     )

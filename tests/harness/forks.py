@@ -13,8 +13,8 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Iterator
-from typing import Final
+from collections.abc import AsyncIterator, Iterator, Mapping
+from typing import Final, TypeAlias
 
 import msgspec
 
@@ -25,13 +25,13 @@ __all__ = ("Fork", "ForkServer", "fork_server", "main")
 
 _ORDER_BYTES: Final = 2**17
 _IMPORTED: Final = (fake_devices, fake_gpus)
+_Streams: TypeAlias = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
 class _Order(msgspec.Struct, frozen=True):
     code: str
     arguments: tuple[str, ...]
     environ: dict[str, str]
-    prints_errors: bool
 
 
 class Fork:
@@ -40,17 +40,23 @@ class Fork:
     def __init__(
         self,
         pid: int,
-        talk: tuple[asyncio.StreamReader, asyncio.StreamWriter],
+        talk: _Streams,
+        errors: asyncio.StreamReader | None,
         ended: asyncio.StreamReader,
     ) -> None:
         self.pid = pid
         self.stdout, self.stdin = talk
+        self.stderr = errors
         self._ended = ended
         self._status: int | None = None
 
+    def send_signal(self, number: int) -> None:
+        """Send it a signal, unless it has ended."""
+        os.kill(self.pid, number)
+
     def kill(self) -> None:
         """Kill it, unless it has ended."""
-        os.kill(self.pid, signal.SIGKILL)
+        self.send_signal(signal.SIGKILL)
 
     async def wait(self) -> int:
         """Wait for its end; return its status, or the negative signal that ended it."""
@@ -67,35 +73,54 @@ class ForkServer:
 
     @contextlib.asynccontextmanager
     async def running(
-        self, code: str, *args: str, prints_errors: bool = False
+        self,
+        code: str,
+        *args: str,
+        stderr: int | None = None,
+        environ: Mapping[str, str] = os.environ,
     ) -> AsyncIterator[Fork]:
         """Run ``code``; leaving kills it, if it still runs, and waits for its end.
 
-        ``args`` are in its ``sys.argv``, from 1 on; its standard input and output, and
-        its errors if it ``prints_errors``, are those of the :class:`Fork`.
+        ``args`` are in its ``sys.argv``, from 1 on; its standard input and output are
+        those of the :class:`Fork`. ``stderr`` is as for :mod:`subprocess`.
         """
-        (talk, theirs), (notes, watched) = socket.socketpair(), socket.socketpair()
-        with theirs, watched:
-            order = _Order(code, args, dict(os.environ), prints_errors)
-            ends = [theirs.fileno(), watched.fileno()]
-            socket.send_fds(self._orders, [msgspec.json.encode(order)], ends)
-        reader, watching = await asyncio.open_connection(sock=notes)
-        talking = await asyncio.open_connection(sock=talk)
-        fork = Fork(int(await reader.readline()), talking, reader)
-        try:
-            yield fork
-        finally:
-            fork.kill()
-            await fork.wait()
-            for writer in (talking[1], watching):
-                writer.close()
-                with contextlib.suppress(ConnectionError):
-                    await writer.wait_closed()
+        order = msgspec.json.encode(_Order(code, args, dict(environ)))
+        async with contextlib.AsyncExitStack() as stack:
+            talk, watched = socket.socketpair(), socket.socketpair()
+            theirs = [talk[1], watched[1]]
+            errors = socket.socketpair() if stderr == subprocess.PIPE else None
+            if stderr is not None:
+                theirs.append(errors[1] if errors else talk[1])
+            with contextlib.ExitStack() as given:
+                ends = [given.enter_context(end).fileno() for end in theirs]
+                socket.send_fds(self._orders, [order], ends)
+            reader, _ = await _opened(watched[0], stack)
+            talking = await _opened(talk[0], stack)
+            heard = (await _opened(errors[0], stack))[0] if errors else None
+            fork = Fork(int(await reader.readline()), talking, heard, reader)
+            try:
+                yield fork
+            finally:
+                fork.kill()
+                await fork.wait()
 
     async def printed_by(self, code: str, *args: str) -> str:
         """Run ``code`` to its end; return what it printed, with its errors."""
-        async with self.running(code, *args, prints_errors=True) as fork:
+        async with self.running(code, *args, stderr=subprocess.STDOUT) as fork:
             return (await fork.stdout.read()).decode()
+
+
+async def _opened(end: socket.socket, stack: contextlib.AsyncExitStack) -> _Streams:
+    """Return the streams of one end; leaving ``stack`` closes it."""
+    reader, writer = await asyncio.open_connection(sock=end)
+
+    async def close() -> None:
+        writer.close()
+        with contextlib.suppress(ConnectionError):
+            await writer.wait_closed()
+
+    stack.push_async_callback(close)
+    return reader, writer
 
 
 @contextlib.contextmanager
@@ -116,7 +141,7 @@ def main() -> str:
         getattr(asynckv, name)
     with socket.socket(fileno=os.dup(0)) as orders:
         while True:
-            data, descriptors, _, _ = socket.recv_fds(orders, _ORDER_BYTES, 2)
+            data, descriptors, _, _ = socket.recv_fds(orders, _ORDER_BYTES, 3)
             if not data:
                 return ""
             order = msgspec.json.decode(data, type=_Order)
@@ -128,18 +153,17 @@ def main() -> str:
                 os._exit(0)
             elif _is_watched(*descriptors):
                 break
-    if order.prints_errors:
-        os.dup2(1, 2)
     os.environ.clear()
     os.environ.update(order.environ)
     sys.argv[1:] = order.arguments
     return order.code
 
 
-def _is_watched(talk: int, notes: int) -> bool:
+def _is_watched(talk: int, notes: int, *errors: int) -> bool:
     """Fork once more: the one is to be run, and the other tells how that one ended."""
     if pid := os.fork():
-        os.close(talk)
+        for descriptor in (talk, *errors):
+            os.close(descriptor)
         with socket.socket(fileno=notes) as told:
             told.sendall(f"{pid}\n".encode())
             ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
@@ -151,9 +175,10 @@ def _is_watched(talk: int, notes: int) -> bool:
                 told.recv(1)  # until nobody has a use for its pid
         os._exit(0)
     os.close(notes)
-    for standard in (0, 1):
-        os.dup2(talk, standard)
-    os.close(talk)
+    for standard, descriptor in enumerate((talk, talk, *errors)):
+        os.dup2(descriptor, standard)
+    for descriptor in (talk, *errors):
+        os.close(descriptor)
     return True
 
 

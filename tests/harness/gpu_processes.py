@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 from typing import Any, Final, Literal, TypeAlias
 
 import pytest
 
 from asynckv.devices.cupy import open_cuda
 from asynckv.errors import GPUUnavailable
-from harness import children
 
-__all__ = ("BEGIN", "GPU_KINDS", "GpuKind", "running", "usable", "why_not")
+__all__ = ("BEGIN", "GPU_KINDS", "GpuKind", "usable", "why_not")
 
 GpuKind: TypeAlias = Literal["fake", "real"]
 
@@ -57,13 +54,3 @@ def usable(kind: GpuKind) -> GpuKind:
     if reason := why_not(kind):
         pytest.skip(reason)
     return kind
-
-
-def running(
-    code: str, kind: GpuKind, *args: str
-) -> contextlib.AbstractAsyncContextManager[asyncio.subprocess.Process]:
-    """Run ``code`` after :data:`BEGIN`, as :func:`harness.children.running`.
-
-    ``args`` are in its ``sys.argv``, from 2 on.
-    """
-    return children.running(BEGIN + code, kind, *args)

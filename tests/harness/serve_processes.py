@@ -6,21 +6,30 @@ import asyncio
 import contextlib
 import os
 import signal
+import subprocess
 import sys
 import urllib.parse
 from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
+from typing import Final
+
+from harness.forks import Fork, ForkServer
 
 __all__ = ("ServeProcess", "http_get", "serving")
 
-_TESTS = Path(__file__).parent.parent
-_HTTP = "health and metrics are at "
+_HTTP: Final = "health and metrics are at "
+_TESTS: Final = Path(__file__).parent.parent
+_RUN: Final = """
+import os, runpy, sys
+sys.path[:0] = os.environ["PYTHONPATH"].split(os.pathsep)
+runpy.run_module("asynckv", run_name="__main__", alter_sys=True)
+"""
 
 
 class ServeProcess:
     """``url`` is where it serves; ``log`` has the lines of its log so far."""
 
-    def __init__(self, process: asyncio.subprocess.Process) -> None:
+    def __init__(self, process: asyncio.subprocess.Process | Fork) -> None:
         self.process = process
         self.log: list[str] = []
         self.url = ""
@@ -71,18 +80,25 @@ class ServeProcess:
 
 @contextlib.asynccontextmanager
 async def serving(
-    *options: str, environ: Mapping[str, str] | None = None, path: Path | None = None
+    *options: str,
+    forks: ForkServer | None = None,
+    environ: Mapping[str, str] | None = None,
+    path: Path | None = None,
 ) -> AsyncIterator[ServeProcess]:
     """Run ``asynckv serve`` at a free port; leaving kills it, if it still runs.
 
-    Modules are looked for in ``path``, too. Of this process's variables it gets none of
-    asynckv.
+    It is one of ``forks``; without them it is started as people start it. Modules are
+    looked for in ``path``, too. Of this process's variables it gets none of asynckv.
     """
+    given, pipe = _environ(environ or {}, path), subprocess.PIPE
+    if forks is not None:
+        forked = forks.running(_RUN, "serve", *options, stderr=pipe, environ=given)
+        async with forked as fork:
+            yield ServeProcess(fork)
+        return
+    command = (sys.executable, "-m", "asynckv", "serve", *options)
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "asynckv", "serve", *options),
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.PIPE,
-        env=_environ(environ or {}, path),
+        *command, stdout=pipe, stderr=pipe, env=given
     )
     try:
         yield ServeProcess(process)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import signal
+import subprocess
 
 import pytest
 
@@ -50,6 +51,23 @@ async def test_leaving_kills_what_still_runs(forks: ForkServer) -> None:
     async with forks.running(ECHO) as process:
         assert await ask(process, "1") == "1"
     assert await process.wait() == -signal.SIGKILL
+
+
+async def test_its_errors_are_told_apart_and_its_variables_can_be_others(
+    forks: ForkServer,
+) -> None:
+    code = "import os, sys\nprint(*os.environ)\nsys.exit('an error')"
+    environ, pipe = {"A_TEST": "of mine"}, subprocess.PIPE
+    async with forks.running(code, stderr=pipe, environ=environ) as process:
+        assert process.stderr is not None
+        assert await process.stderr.read() == b"an error\n"
+        assert await process.stdout.read() == b"A_TEST\n"
+
+
+async def test_a_signal_that_is_sent_to_it_ends_it(forks: ForkServer) -> None:
+    async with forks.running(ECHO) as process:
+        process.send_signal(signal.SIGTERM)
+        assert await process.wait() == -signal.SIGTERM
 
 
 async def test_what_it_printed_is_told_with_its_errors(forks: ForkServer) -> None:

@@ -30,7 +30,8 @@ from asynckv.testing import (
 )
 from asynckv.testing.lookup_checks.values import cancelled
 from asynckv.testing.pairs import SCHEMES, Peers, Scheme, new_url
-from harness.children import line_of, running
+from harness.children import line_of
+from harness.forks import ForkServer
 
 MIB = 2**20
 
@@ -56,12 +57,12 @@ asyncio.run(main())
 
 @pytest.mark.multiprocess
 async def test_a_killed_peer_gives_what_it_has_to_the_next_and_leaves_nothing(
-    peers: Peers, local: LookupBuffer
+    forks: ForkServer, peers: Peers, local: LookupBuffer
 ) -> None:
     key = {str(n): torch.full((MIB,), n, dtype=torch.uint8) for n in range(2)}
     for token in (1, 2):
         await local.insert([token], None, key, None, None)
-    async with running(_OTHER, peers.server.url) as other:
+    async with forks.running(_OTHER, peers.server.url) as other:
         assert await line_of(other) == "in the middle"
         assert local.statistics().entries == 3
     for token in (1, 2):

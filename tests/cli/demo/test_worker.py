@@ -3,7 +3,6 @@ from __future__ import annotations
 import asyncio
 import mmap
 import subprocess
-import sys
 import time
 from typing import Any
 
@@ -26,6 +25,7 @@ from asynckv.cli.demo.worker import (
     resident_bytes,
     ticking,
 )
+from harness.forks import ForkServer
 
 WORKER = """
 import asyncio, threading
@@ -46,39 +46,45 @@ asyncio.run(stage.perform(do))
 """
 
 
-def talk(*lines: bytes) -> subprocess.CompletedProcess[bytes]:
-    """Give a worker these lines, hang up, and wait until it has ended."""
-    return subprocess.run(
-        [sys.executable, "-c", WORKER],
-        input=b"".join(lines),
-        capture_output=True,
-        timeout=30,
-        check=False,
-    )
+async def talk(forks: ForkServer, *lines: bytes) -> tuple[int, bytes, bytes]:
+    """Give a worker these lines, hang up, and wait until it has ended.
+
+    Return its status, with its output and its errors.
+    """
+    async with (
+        asyncio.timeout(30),
+        forks.running(WORKER, stderr=subprocess.PIPE) as worker,
+    ):
+        assert worker.stderr is not None
+        worker.stdin.writelines(lines)
+        worker.stdin.write_eof()
+        output, errors = await worker.stdout.read(), await worker.stderr.read()
+        return await worker.wait(), output, errors
 
 
 @pytest.mark.multiprocess
-def test_a_worker_ends_when_its_parent_hangs_up() -> None:
-    done = talk()
-    assert (done.returncode, done.stdout) == (0, b"")
+async def test_a_worker_ends_when_its_parent_hangs_up(forks: ForkServer) -> None:
+    status, output, _ = await talk(forks)
+    assert (status, output) == (0, b"")
 
 
 @pytest.mark.multiprocess
-def test_prints_go_to_the_standard_error() -> None:
-    done = talk(encode_line(ReadBack(())))
-    assert b"a print" in done.stderr
-    assert b"a print" not in done.stdout
+async def test_prints_go_to_the_standard_error(forks: ForkServer) -> None:
+    _, output, errors = await talk(forks, encode_line(ReadBack(())))
+    assert b"a print" in errors
+    assert b"a print" not in output
 
 
 @pytest.mark.multiprocess
-def test_what_is_under_way_is_cut_off() -> None:
-    done = talk(encode_line(WaitReturned()))
-    assert (done.returncode, done.stdout) == (0, b"")
+async def test_what_is_under_way_is_cut_off(forks: ForkServer) -> None:
+    status, output, _ = await talk(forks, encode_line(WaitReturned()))
+    assert (status, output) == (0, b"")
 
 
 @pytest.mark.multiprocess
-def test_a_line_that_is_no_order_ends_the_worker() -> None:
-    assert talk(b"nonsense\n").returncode != 0
+async def test_a_line_that_is_no_order_ends_the_worker(forks: ForkServer) -> None:
+    status, _, _ = await talk(forks, b"nonsense\n")
+    assert status != 0
 
 
 PROMPT = tuple(range(20))

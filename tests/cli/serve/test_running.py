@@ -17,6 +17,7 @@ from asynckv import TLS
 from asynckv.cli.serve.running import EndDeadline
 from asynckv.errors import PeerLost
 from asynckv.testing.certificates import Authority
+from harness.forks import ForkServer
 from harness.serve_processes import ServeProcess, http_get, serving
 from harness.stuck_tiers import add_stuck_tiers
 
@@ -55,10 +56,10 @@ async def test_a_process_of_its_own_holds_what_others_put() -> None:
 
 
 async def test_what_was_put_is_on_disk_after_a_signal_and_in_the_next_process(
-    tmp_path: Path,
+    forks: ForkServer, tmp_path: Path
 ) -> None:
     options = ("--store", "32MiB", "--tier", f"disk://{tmp_path}/kv?max=64MiB")
-    async with serving(*options) as served:
+    async with serving(*options, forks=forks) as served:
         async with asynckv.connect(await served.until_serving()) as peer:
             for number in range(8):
                 value = torch.full((2**18,), number, dtype=torch.uint8)
@@ -69,7 +70,7 @@ async def test_what_was_put_is_on_disk_after_a_signal_and_in_the_next_process(
     said = re.search(r"disk: (\d) puts accepted", "\n".join(served.log))
     assert said is not None and int(said[1]) > 0, served.log
     there: list[int] = []
-    async with serving(*options) as served, asyncio.timeout(30):
+    async with serving(*options, forks=forks) as served, asyncio.timeout(30):
         async with asynckv.connect(await served.until_serving()) as peer:
             while len(there) < int(said[1]):  # it is scanned meanwhile
                 keys = [f"key {number}" for number in range(8)]
@@ -80,10 +81,12 @@ async def test_what_was_put_is_on_disk_after_a_signal_and_in_the_next_process(
                 assert kept is not None and kept[0] == number
 
 
-async def test_probes_say_whether_it_is_alive_and_ready(path: Path) -> None:
+async def test_probes_say_whether_it_is_alive_and_ready(
+    forks: ForkServer, path: Path
+) -> None:
     tier = "stuck:?how=task&call=store"
     options = ("--store", "8MiB", "--tier", tier, "--http", "127.0.0.1:0")
-    async with serving(*options, path=path) as served:
+    async with serving(*options, path=path, forks=forks) as served:
         http = await served.http_url()
         url = await served.until_serving()
         assert await http_get(f"{http}/readyz") == (200, "serving\n")
@@ -97,10 +100,12 @@ async def test_probes_say_whether_it_is_alive_and_ready(path: Path) -> None:
                 await asynckv.connect(url).__aenter__()
 
 
-async def test_metrics_count_what_peers_do_and_what_tiers_have(tmp_path: Path) -> None:
+async def test_metrics_count_what_peers_do_and_what_tiers_have(
+    forks: ForkServer, tmp_path: Path
+) -> None:
     tier = f"disk://{tmp_path}/kv?max=64MiB"
     options = ("--store", "8MiB", "--lookup", "8MiB", "--http", "127.0.0.1:0")
-    async with serving(*options, "--tier", tier) as served:
+    async with serving(*options, "--tier", tier, forks=forks) as served:
         http = await served.http_url()
         async with asynckv.connect(await served.until_serving()) as peer:
             await peer.store.put("key", torch.ones(3))
@@ -127,11 +132,11 @@ async def test_metrics_count_what_peers_do_and_what_tiers_have(tmp_path: Path) -
     ],
 )
 async def test_it_ends_in_time_though_a_call_of_a_tier_never_returns(
-    how: str, call: str, path: Path
+    forks: ForkServer, how: str, call: str, path: Path
 ) -> None:
     tier = f"stuck://{path}/kv?how={how}&call={call}"
     options = ("--store", "8MiB", "--tier", tier, "--drain-s", "1")
-    async with serving(*options, path=path) as served:
+    async with serving(*options, path=path, forks=forks) as served:
         async with asynckv.connect(await served.until_serving()) as peer:
             await peer.store.put("key", torch.ones(2**18))
             getting = asyncio.create_task(peer.store.get("other"))
@@ -142,35 +147,41 @@ async def test_it_ends_in_time_though_a_call_of_a_tier_never_returns(
 
 
 async def test_it_ends_in_time_though_a_read_of_the_disk_never_returns(
-    path: Path,
+    forks: ForkServer, path: Path
 ) -> None:
     place = f"{path}/kv"
     on_disk = ("--store", "8MiB", "--tier", f"disk://{place}?max=16MiB")
-    async with serving(*on_disk) as served:
+    async with serving(*on_disk, forks=forks) as served:
         async with asynckv.connect(await served.until_serving()) as peer:
             await peer.store.put("key", torch.ones(2**18))
         await seconds_to_end(served)
     tier = f"stuck://{place}?how=disk&call=preadv"
-    async with serving("--store", "8MiB", "--tier", tier, path=path) as served:
+    async with serving(
+        "--store", "8MiB", "--tier", tier, path=path, forks=forks
+    ) as served:
         lines = await served.line(), await served.line()  # it is scanned meanwhile
         assert any("stuck" in line for line in lines)  # two threads write it
         assert await seconds_to_end(served) < 2.5
 
 
-async def test_it_ends_in_time_though_a_tier_does_not_close(path: Path) -> None:
+async def test_it_ends_in_time_though_a_tier_does_not_close(
+    forks: ForkServer, path: Path
+) -> None:
     tier = "stuck:?how=task&call=aclose"
-    async with serving("--store", "8MiB", "--tier", tier, path=path) as served:
+    async with serving(
+        "--store", "8MiB", "--tier", tier, path=path, forks=forks
+    ) as served:
         await served.until_serving()
         assert await seconds_to_end(served) < 4.0
     assert any("something does not end" in line for line in served.log)
 
 
 async def test_a_tier_that_does_not_open_keeps_nobody_from_ending_it(
-    path: Path,
+    forks: ForkServer, path: Path
 ) -> None:
     tier = "stuck:?how=thread&call=probe"
     options = ("--store", "8MiB", "--tier", tier, "--http", "127.0.0.1:0")
-    async with serving(*options, path=path) as served:
+    async with serving(*options, path=path, forks=forks) as served:
         http = await served.http_url()
         assert await http_get(f"{http}/readyz") == (503, "starting\n")
         assert await served.line() == "stuck"
@@ -186,8 +197,10 @@ async def seconds_to_end(served: ServeProcess) -> float:
 
 
 @pytest.mark.parametrize("first", [signal.SIGTERM, signal.SIGINT])
-async def test_a_second_signal_ends_it_at_once(first: signal.Signals) -> None:
-    async with serving("--lookup", "8MiB") as served:
+async def test_a_second_signal_ends_it_at_once(
+    forks: ForkServer, first: signal.Signals
+) -> None:
+    async with serving("--lookup", "8MiB", forks=forks) as served:
         async with asynckv.connect(await served.until_serving()) as peer:
             await peer.lookup.insert([1], None, None, None, None)
             served.signal(first)
@@ -196,8 +209,8 @@ async def test_a_second_signal_ends_it_at_once(first: signal.Signals) -> None:
             assert await served.ended() == -signal.SIGTERM
 
 
-async def test_consumers_take_what_is_left_before_it_ends() -> None:
-    async with serving("--lookup", "8MiB") as served:
+async def test_consumers_take_what_is_left_before_it_ends(forks: ForkServer) -> None:
+    async with serving("--lookup", "8MiB", forks=forks) as served:
         async with asynckv.connect(await served.until_serving()) as peer:
             await peer.lookup.insert([1], None, torch.ones(3), None, None)
             served.signal()
@@ -207,18 +220,22 @@ async def test_consumers_take_what_is_left_before_it_ends() -> None:
             assert await served.ended() == 0
 
 
-async def test_what_nobody_takes_keeps_it_for_as_long_as_it_may() -> None:
-    async with serving("--lookup", "8MiB", "--drain-s", "0.5") as served:
+async def test_what_nobody_takes_keeps_it_for_as_long_as_it_may(
+    forks: ForkServer,
+) -> None:
+    async with serving("--lookup", "8MiB", "--drain-s", "0.5", forks=forks) as served:
         async with asynckv.connect(await served.until_serving()) as peer:
             await peer.lookup.insert([1], None, torch.ones(3), None, None)
             assert 0.5 <= await seconds_to_end(served) < 2.5
 
 
 async def test_a_file_the_environment_and_flags_are_taken_together(
-    config: Path,
+    forks: ForkServer, config: Path
 ) -> None:
     options = ("--config", str(config), "--store", "3MiB")
-    async with serving(*options, environ={"ASYNCKV_LOOKUP": "4MiB"}) as served:
+    async with serving(
+        *options, environ={"ASYNCKV_LOOKUP": "4MiB"}, forks=forks
+    ) as served:
         http = await served.http_url()
         await served.until_serving()
         _, text = await http_get(f"{http}/metrics")
@@ -247,11 +264,11 @@ def keys_of_server(authority: Authority) -> tuple[str, ...]:
 
 
 async def test_tenants_with_certificates_find_their_own_values_alone(
-    engines: dict[str, TLS], keys_of_server: tuple[str, ...]
+    forks: ForkServer, engines: dict[str, TLS], keys_of_server: tuple[str, ...]
 ) -> None:
     tenants = ("--tenant", "a=engine-a", "--tenant", "b=engine-b")
     listen = ("--listen", "tls://127.0.0.1:0", "--store", "8MiB")
-    async with serving(*listen, *tenants, *keys_of_server) as served:
+    async with serving(*listen, *tenants, *keys_of_server, forks=forks) as served:
         url = await served.until_serving()
         async with asynckv.connect(url, tls=engines["engine-a"]) as peer:
             await peer.store.put("key", torch.ones(3))
@@ -260,9 +277,11 @@ async def test_tenants_with_certificates_find_their_own_values_alone(
             assert await peer.store.contains(["key"]) == (False,)
 
 
-async def test_passwords_of_tiers_are_in_no_line(path: Path) -> None:
+async def test_passwords_of_tiers_are_in_no_line(forks: ForkServer, path: Path) -> None:
     tier = f"stuck://user:hunter2@host{path}?how=task&call=touch&token=hunter2"
-    async with serving("--store", "8MiB", "--tier", tier, path=path) as served:
+    async with serving(
+        "--store", "8MiB", "--tier", tier, path=path, forks=forks
+    ) as served:
         await served.until_serving()
         await seconds_to_end(served)
     assert "stuck://user:***@host" in "\n".join(served.log)

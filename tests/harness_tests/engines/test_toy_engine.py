@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import random
-from asyncio.subprocess import Process
 from collections.abc import AsyncIterator
 
 import msgspec
@@ -12,10 +11,11 @@ import pytest
 
 from asynckv.config import KVTransferConfig
 from asynckv.parallel.shapes import EngineShape, KVLayout, Rank
-from harness.children import ask, line_of, running
+from harness.children import ask, line_of
 from harness.engines.toy_model import ToyModel
 from harness.engines.toy_pairs import free_urls, pair_configs, toy_shape
 from harness.engines.toy_process import ToyAnswer, ToyAsked, ToySettings
+from harness.forks import Fork, ForkServer
 from harness.whole_cache import NOTHING, WholeCache
 
 MODEL = ToyModel()
@@ -70,19 +70,19 @@ def test_tokens_before_the_first_are_not_there() -> None:
 
 @contextlib.asynccontextmanager
 async def started(
-    name: str, config: KVTransferConfig, shape: EngineShape
-) -> AsyncIterator[Process]:
+    forks: ForkServer, name: str, config: KVTransferConfig, shape: EngineShape
+) -> AsyncIterator[Fork]:
     """Start such an engine in a process of its own; it ends with its input."""
     settings = msgspec.json.encode(ToySettings(name, config, shape)).decode()
     code = "from harness.engines.toy_process import main\nmain()"
-    async with running(code, settings) as process:
+    async with forks.running(code, settings) as process:
         assert await line_of(process) == "ready"
         yield process
-        await process.communicate(b"")
-        assert process.returncode == 0
+        process.stdin.write_eof()
+        assert await process.wait() == 0
 
 
-async def answer_of(process: Process, asked: ToyAsked) -> ToyAnswer:
+async def answer_of(process: Fork, asked: ToyAsked) -> ToyAnswer:
     line = await ask(process, msgspec.json.encode(asked).decode())
     return msgspec.json.decode(line, type=ToyAnswer)
 
@@ -101,7 +101,7 @@ async def answer_of(process: Process, asked: ToyAsked) -> ToyAnswer:
     ],
 )
 async def test_the_caches_of_two_processes_are_byte_identical(
-    sizes: tuple[int, int], direction: str, layout: KVLayout
+    forks: ForkServer, sizes: tuple[int, int], direction: str, layout: KVLayout
 ) -> None:
     p_size, d_size = sizes
     urls = free_urls(3)
@@ -111,8 +111,8 @@ async def test_the_caches_of_two_processes_are_byte_identical(
     p_shape = toy_shape(MODEL, tp_size=p_size)
     d_shape = toy_shape(MODEL, tp_size=d_size, layout=layout)
     async with (
-        started("P", configs[0], p_shape) as prefill,
-        started("D", configs[1], d_shape) as decode,
+        started(forks, "P", configs[0], p_shape) as prefill,
+        started(forks, "D", configs[1], d_shape) as decode,
     ):
         first = await answer_of(
             prefill, ToyAsked("p", tokens, 1, {"do_remote_decode": True})

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 import pytest
 
 from asynckv.integrations.vllm.plugin import log_as_vllm
+from harness.forks import ForkServer
 
 
 def test_it_is_an_entry_point_that_vllm_looks_for() -> None:
@@ -86,12 +87,10 @@ except ImportError as exc:
 """
 
 
-def test_with_another_vllm_it_says_which_it_needs() -> None:
-    code = _OLD + _IMPORT + _NONE + _IMPORT  # in one process: torch takes seconds
-    ended = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60
-    )
-    old, none = ended.stdout.splitlines()
+@pytest.mark.multiprocess
+async def test_with_another_vllm_it_says_which_it_needs(forks: ForkServer) -> None:
+    said = await forks.printed_by(_OLD + _IMPORT + _NONE + _IMPORT)
+    old, none = said.splitlines()
     assert "needs vLLM 0.32, and here is 0.20.1: cannot import name" in old
     assert "needs vLLM 0.32, and none can be imported here" in none
     assert old.startswith("AsyncKVConnector") and none.startswith("AsyncKVConnector")
