@@ -387,3 +387,14 @@ async def test_who_waits_for_what_is_far_may_say_no_more_than_that_it_goes(
     await until(lambda: ("fetched", ("far", None)) in lower.told)
     stream.send(Grant(1))
     assert "no Grant belongs here" in str((await hearer.loss()).__cause__)
+
+
+async def test_what_is_far_is_fetched_no_further_for_a_link_that_is_lost(
+    store: StoreBuffer, server: Server, link: Link
+) -> None:
+    store.values.lower = lower = SilentTiers()
+    link.open_stream(Hearer(), Get("far"))
+    await until(lambda: ("fetched", ("far", None)) in lower.told)
+    assert server.waiting_bytes
+    link.abort()
+    await until(lambda: not server.waiting_bytes)
