@@ -20,6 +20,7 @@ from asynckv.protocol.frames import Offer
 from asynckv.protocol.values import Place
 from asynckv.protocol.wire import digest_of
 from asynckv.sharing.mappings import MappedPin
+from asynckv.shielding import clear_all_frames
 from asynckv.tensors.blocks import KVBlocks, KVMemory, memory_of, tensor_at
 from asynckv.tensors.runs import fill
 from asynckv.tensors.views import tensor_from, tensor_in
@@ -276,7 +277,8 @@ async def move_to_device(
         if names:
             places = await _copied(delivery, names, targets, pool)
             delivery.tensors |= dict(zip(names, places, strict=True))
-    except BaseException:
+    except BaseException as exc:
+        clear_all_frames(exc)  # they keep the peer's memory in use
         delivery.forget()
         raise
 

@@ -332,8 +332,7 @@ async def test_a_gpu_that_fails_gives_the_entry_back(
     caplog.clear()
     await until(lambda: not ends.buffer.statistics().leased)
     assert not ends.peer.budget.used_bytes
-    if ends.peer.transport == "cuda_ipc":
-        await ends.quiet()  # also while somebody keeps the error
+    await ends.quiet()  # also while somebody keeps the error
     del kept
     await verb(ends, ends.at_peer())
     await ends.emptied()

@@ -334,6 +334,30 @@ class Child(StoreWorker):
         super().__init__(config, KVEngine(engine_id="E", block_size=16))
 
 
+class Starting(Child):
+    """It is open from its start to its end, and one may not start."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        super().__init__()
+        self.error, self.is_open = error, False
+
+    async def start(self) -> None:
+        if self.error is not None:
+            raise self.error
+        self.is_open = True
+
+    def abort(self) -> None:
+        super().abort()
+        self.is_open = False
+
+
+async def test_where_one_does_not_start_those_before_it_are_closed() -> None:
+    first = Starting()
+    with pytest.raises(OSError, match="no port"):
+        await MultiWorker([first, Starting(OSError("no port"))]).start()
+    assert not first.is_open
+
+
 class Meeting(Child):
     """Its saves take until everybody waits who is to come to ``meeting``."""
 

@@ -6,8 +6,11 @@ import asyncio
 import contextlib
 import dataclasses
 import itertools
-from collections.abc import AsyncIterator, Callable
-from typing import Any, Final, TypeAlias, TypeVar
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator
+from typing import Any, Final, Literal, TypeAlias, TypeVar
+
+import pytest
 
 from asynckv.errors import PeerLost
 from asynckv.links.dial import dial
@@ -15,6 +18,7 @@ from asynckv.links.link import Link, LinkStream
 from asynckv.links.listen import LinkListener, listen
 from asynckv.protocol.frames import Frame, OpeningFrame, Result
 from asynckv.protocol.values import PeerIdentity
+from asynckv.transports.lane_sockets import LaneSocket
 
 __all__ = (
     "Answer",
@@ -22,6 +26,7 @@ __all__ = (
     "LinkPair",
     "ScriptedService",
     "dialled",
+    "held_lanes",
     "landed_bytes",
     "linked",
     "name_of",
@@ -114,6 +119,26 @@ class ScriptedService:
         self.hearers.append(Hearer())
         self.answer(stream, frame, body)
         return self.hearers[-1]
+
+
+@contextlib.contextmanager
+def held_lanes(call: Literal["send", "receive"]) -> Iterator[threading.Event]:
+    """Let no lane move payload before this ends; the event says that one is to."""
+    are_held, may_go_on = threading.Event(), threading.Event()
+    move = getattr(LaneSocket, call)
+
+    def hold(lane: LaneSocket, *pieces: Any, **of_header: Any) -> Any:
+        if not of_header:
+            are_held.set()
+            may_go_on.wait(60)
+        return move(lane, *pieces, **of_header)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(LaneSocket, call, hold)
+        try:
+            yield are_held
+        finally:
+            may_go_on.set()
 
 
 def landed_bytes(link: Link) -> int:

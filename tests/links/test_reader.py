@@ -25,6 +25,7 @@ from asynckv.protocol.frames import (
     Result,
 )
 from asynckv.protocol.values import Limits
+from asynckv.testing.blocked import until
 from harness.link_pairs import Hearer, LinkPair, ScriptedService, linked, name_of
 
 pytestmark = pytest.mark.both_loops
@@ -185,6 +186,14 @@ async def test_what_one_may_take_back_is_no_flood(
     async with linked(far={"limits": limits}, service=_Cancelling()) as pair:
         await flood(pair.near, count, cancel=True)
         assert pair.far.is_open
+
+
+async def test_who_hangs_up_within_a_body_has_cut_a_frame() -> None:
+    async with linked() as pair:
+        pair.near.open_stream(Hearer(), ASK, bytes(2**23))
+        pair.near.abort()
+        await until(lambda: not pair.far.is_open)
+        assert "in the middle of a frame" in str(pair.far.error)
 
 
 async def test_what_comes_behind_the_goodbye_is_not_asked() -> None:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from asynckv.errors import LocalProtocolError, RemoteProtocolError
-from asynckv.protocol.codec import encode_frame
+from asynckv.protocol.codec import BODY_PART_BYTES, encode_frame
 from asynckv.protocol.frames import (
     Accepted,
     Ack,
@@ -29,6 +29,7 @@ from asynckv.protocol.frames import (
     Select,
     Took,
 )
+from asynckv.protocol.limits import Unfinished
 from asynckv.protocol.session import (
     Came,
     Event,
@@ -41,6 +42,8 @@ from asynckv.protocol.session import (
 from asynckv.protocol.transfer_frames import Grant
 from asynckv.protocol.values import Limits
 from harness.session_pairs import ask, far, hear, near, pump
+
+LONG = 3 * BODY_PART_BYTES
 
 
 def owners(session: Session[str]) -> list[str]:
@@ -399,6 +402,30 @@ def test_a_hang_up_is_clean_only_between_frames() -> None:
     assert b.is_between_frames
     list(b.receive(encode_frame(1, Get("k"))[0][:-1]))
     assert not b.is_between_frames
+
+
+def test_what_comes_in_the_middle_of_a_body_is_heard_before_it() -> None:
+    a, b = near(), far()
+    ask(a)
+    pump(a, b)
+    b.attach(1, "answerer")
+    a.open("asker", Get("long"), bytes(LONG))
+    assert not list(b.receive(a.outbox.take(1))) and not b.is_between_frames
+    a.ping(7)
+    a.send(1, Ack(b"t"))
+    heard = [Nothing(), Came("answerer", Ack(b"t"), b""), took(a, 1)]
+    assert pump(a, b) == [*heard, Opened(3, Get("long"), bytes(LONG))]
+    pump(b, a)
+    assert a.unanswered_ping is None
+
+
+def test_half_a_body_takes_no_room_from_other_links_when_its_own_has_ended() -> None:
+    whole, b = Unfinished(LONG), far()
+    b.share(whole, lambda error: None)
+    list(b.receive(encode_frame(1, Get("long"), bytes(LONG))[0]))
+    assert whole.nbytes == BODY_PART_BYTES
+    b.end_streams()
+    assert not whole.nbytes
 
 
 def test_what_is_too_long_opens_nothing() -> None:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from functools import partial
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -42,16 +41,12 @@ from asynckv.testing.lookup_checks.values import MIB, noise
 from asynckv.transfers.host_copies import D2HCopier
 from asynckv.transfers.outgoing import EagerParts, Outgoing
 from asynckv.transfers.source import HostSource
-from asynckv.transports.lane_sockets import LaneSocket
 from harness.fake_devices import fake_device_of
 from harness.fake_gpus import FakeGpus
 from harness.fake_gpus.cuda import FakeCuda
 from harness.gpu_pairs import open_nccl_buffers
-from harness.link_pairs import Hearer, LinkPair, ScriptedService, linked
+from harness.link_pairs import Hearer, LinkPair, ScriptedService, held_lanes, linked
 from harness.raw_inserts import NoRoutes
-
-Work: TypeAlias = Callable[[], None]
-Ended: TypeAlias = BaseException | None
 
 
 class Asked:
@@ -125,34 +120,10 @@ async def test_what_is_not_where_the_peer_reads_waits_for_another_grant() -> Non
         assert await one.sending.accepted()
 
 
-@contextlib.contextmanager
-def held_lanes(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """No lane sends anything before this ends."""
-    goes, start = threading.Event(), LaneSocket.start
-
-    def hold(
-        lane: LaneSocket, work: Work, purpose: str, ended: Callable[[Ended], None]
-    ) -> bool:
-        def held() -> None:
-            goes.wait(60)
-            work()
-
-        return start(lane, held if purpose == "send" else work, purpose, ended)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(LaneSocket, "start", hold)
-        try:
-            yield
-        finally:
-            goes.set()
-
-
-async def test_what_is_queued_is_not_granted_again_and_does_not_leave(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_what_is_queued_is_not_granted_again_and_does_not_leave() -> None:
     async with asked(None, "tcp://127.0.0.1:0") as one:
         leaving = one.pair.near.payload._leaving  # type: ignore[attr-defined]
-        with held_lanes(monkeypatch):
+        with held_lanes("send"):
             await one.grant("link")
             await until(lambda: bool(leaving))
             await one.grant("link")

@@ -219,6 +219,41 @@ async def test_a_stream_that_is_cancelled_before_it_began_leaves_no_trace(
     assert full_bench.select().entry_id is None
 
 
+async def test_behind_others_too_who_is_cancelled_leaves_the_line(
+    full_bench: Bench,
+) -> None:
+    first = await full_bench.started("first")
+    stream = full_bench.admission.begin(draft_of("a", nbytes=80, streaming=True))
+    for behind in (full_bench.insert("b"), stream):
+        await cancelled(await started(behind))
+    assert [entry.entry_id for entry in full_bench.room] == ["first"]
+    first.cancel()
+
+
+async def test_behind_others_too_who_is_acknowledged_leaves_the_line(
+    full_bench: Bench,
+) -> None:
+    first = await full_bench.started("first", tokens=(9,))
+    insert = await full_bench.started("a")
+    full_bench.ledger.leases.acknowledge(full_bench.select().held())
+    await insert
+    _, holder, finish = await full_bench.streamed("b")
+    full_bench.ledger.leases.acknowledge(holder.held())
+    await finish
+    assert [entry.entry_id for entry in full_bench.room] == ["first"]
+    first.cancel()
+
+
+async def test_a_stream_that_was_given_up_without_room_holds_nobody_up(
+    full_bench: Bench,
+) -> None:
+    *_, finish = await full_bench.streamed("a")
+    second = await full_bench.started("b", tokens=(9,))
+    await cancelled(finish)
+    full_bench.ledger.withdraw("full")
+    await second
+
+
 async def test_a_stream_without_room_ends_when_it_moved_in(full_bench: Bench) -> None:
     entry, holder, finish = await full_bench.streamed("a")
     full_bench.ledger.leases.give_back(holder.held(), reached=True)

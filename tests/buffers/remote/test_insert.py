@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
@@ -38,7 +38,7 @@ from asynckv.testing.lookup_checks.values import cancelled, started
 from asynckv.testing.pairs import Peers
 from asynckv.transfers.source import HostSource
 from harness.buffer_fixtures import CutWhen
-from harness.link_pairs import LinkPair, linked
+from harness.link_pairs import LinkPair, held_lanes, linked
 from harness.raw_inserts import NoRoutes
 
 FarLink = Callable[[Server, Peer], Link]
@@ -251,12 +251,12 @@ async def test_a_put_that_nobody_needs_any_more_sends_nothing(pair: LinkPair) ->
 async def test_a_put_that_nobody_needs_while_it_is_sent_returns_quiet(
     pair: LinkPair,
 ) -> None:
-    value = ONES.clone()
-    put = asyncio.create_task(writer_on(pair.near).put("key", value))
+    writer = writer_on(pair.near)
+    put = asyncio.create_task(writer.put("key", ONES))
     push = await pushed(pair)
-    stream = pair.service.asked[0][0]
-    stream.send(Grant(push.transfer))
-    stream.send(Accepted())  # the far side has not received it yet
+    # Heard in one go: over a link something may be sent in between.
+    writer.on_frame(Grant(push.transfer), b"")
+    writer.on_frame(Accepted(), b"")
     await put
     target, landed = memoryview(bytearray(MIB)), list[object]()
     pair.far.payload.receive(push.transfer, 0, target, lambda *end: landed.append(end))
@@ -437,3 +437,40 @@ async def test_what_was_accepted_is_neither_sent_nor_told_any_more(
     await asyncio.gather(*[asyncio.sleep(0) for _ in range(20)])
     assert not landed and not pair.service.hearers[0].frames
     pair.far.payload.stop(transfer)
+
+
+async def end_while_held(
+    pair: LinkPair, sends: RemoteSend | RemoteWriter, call: Awaitable[object], end: str
+) -> None:
+    """End a call whose tensor a lane is at: it is not over before the lane is."""
+    task = asyncio.ensure_future(call)
+    with held_lanes("send") as are_held:
+        stream, transfer = await asked(pair)
+        if isinstance(sends, RemoteWriter):
+            transfer = (await pushed(pair)).transfer
+        stream.send(Grant(transfer))
+        await until(are_held.is_set)
+        if end == "accepted":
+            sends.on_frame(Accepted(), b"")
+        else:
+            task.cancel() if end == "cancelled" else pair.near.abort()
+        await until_blocked()
+        assert not task.done()
+    await asyncio.gather(task, return_exceptions=True)
+
+
+ENDS = pytest.mark.parametrize("end", ["accepted", "cancelled", "lost"])
+
+
+@ENDS
+async def test_an_insert_ends_when_no_lane_reads_its_tensor(end: str) -> None:
+    async with linked(answer=lambda *_: None) as pair:
+        sending = sending_on(pair.near, ONES)
+        await end_while_held(pair, sending, sending.accepted(), end)
+
+
+@ENDS
+async def test_a_put_ends_when_no_lane_reads_its_tensor(end: str) -> None:
+    async with linked(answer=lambda *_: None) as pair:
+        writer = writer_on(pair.near)
+        await end_while_held(pair, writer, writer.put("key", ONES), end)

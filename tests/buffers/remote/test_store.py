@@ -39,7 +39,7 @@ from asynckv.testing.expectations import only
 from asynckv.testing.lookup_checks.values import cancelled
 from asynckv.transfers.delivery import ReceiveBudget
 from asynckv.transfers.source import HostSource
-from harness.link_pairs import LinkPair, linked
+from harness.link_pairs import LinkPair, held_lanes, linked
 from harness.raw_inserts import NoRoutes, body_with
 
 MIB = 2**20
@@ -102,6 +102,22 @@ async def test_a_get_is_made_again_on_the_next_link(
     assert bool(only(await peer.store.get("key")).all()) and not peer.budget.used_bytes
     await store.delete("key")
     await until(lambda: not store.statistics().used_bytes)
+
+
+@pytest.mark.parametrize("is_lost", [False, True])
+async def test_a_get_ends_when_no_lane_writes_where_it_was_to_land(
+    server: Server, store: StoreBuffer, *, is_lost: bool
+) -> None:
+    await store.put("key", torch.ones(MIB))
+    async with connect(server.url, reconnect_s=0) as peer:
+        with held_lanes("receive") as are_held:
+            get = asyncio.create_task(peer.store.get("key", torch.zeros(MIB)))
+            await until(are_held.is_set)
+            (await peer.link()).abort() if is_lost else get.cancel()
+            await until_blocked(get)
+            assert not get.done()
+        with pytest.raises(PeerLost if is_lost else asyncio.CancelledError):
+            await get
 
 
 async def test_statistics_tell_what_is_under_way(peer: Peer) -> None:
@@ -333,15 +349,18 @@ async def test_what_is_pinned_is_not_dropped_for_room() -> None:
                 assert await client.contains(["a"]) == (False,)
 
 
-async def test_a_hold_ends_with_its_link() -> None:
-    async with StoreBuffer("8MiB") as local, serve("mem://pin", store=local):
-        await local.put("a", torch.ones(9))
+@pytest.mark.parametrize("count", [1, 65], ids=["at once", "in turns"])
+async def test_a_hold_ends_with_its_link(count: int) -> None:
+    keys = [f"{number}" for number in range(count)]
+    async with StoreBuffer(MIB) as local, serve("mem://pin", store=local) as server:
+        await local.put_many([(key, torch.ones(9)) for key in keys])
         async with connect("mem://pin", reconnect_s=0) as peer:
             with pytest.raises(LeaseLost):
-                async with peer.store.pin(["a"]):
+                async with peer.store.pin(keys) as found:
                     peer.abort()
-                    await until(lambda: not peer.is_connected)
-                    await until(lambda: not local.values._values[None]["a"].readers)
+                    await until(lambda: not server.waiting_bytes)
+            await fill(local, 1)
+            assert all(found) and not any(await local.contains(keys))
 
 
 async def test_a_hold_that_is_refused_holds_nothing() -> None:

@@ -387,3 +387,26 @@ async def test_who_waits_for_what_is_far_may_say_no_more_than_that_it_goes(
     await until(lambda: ("fetched", ("far", None)) in lower.told)
     stream.send(Grant(1))
     assert "no Grant belongs here" in str((await hearer.loss()).__cause__)
+
+
+async def test_what_is_far_is_fetched_no_further_for_a_link_that_is_lost(
+    store: StoreBuffer, server: Server, link: Link
+) -> None:
+    store.values.lower = lower = SilentTiers()
+    link.open_stream(Hearer(), Get("far"))
+    await until(lambda: ("fetched", ("far", None)) in lower.told)
+    assert server.waiting_bytes
+    link.abort()
+    await until(lambda: not server.waiting_bytes)
+
+
+async def test_a_put_that_waits_for_room_ends_with_its_link(
+    store: StoreBuffer, link: Link
+) -> None:
+    spec = TensorSpec((8 * MIB,), "uint8")
+    async with store.pin(["key"]):
+        put = Put("new", link.new_transfer(), inline=False, spec=spec)
+        link.open_stream(Hearer(), put)
+        await until(lambda: store.statistics().waiting_puts == 1)
+        link.abort()
+        await until(lambda: not store.statistics().waiting_puts)

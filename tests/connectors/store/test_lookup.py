@@ -34,7 +34,7 @@ class StalledStore(StoreBuffer):
     def __init__(self) -> None:
         super().__init__("1MiB")
         self.goes_on = asyncio.Event()
-        self.asked = self.gets = 0
+        self.asked = self.gets = self.pins = 0
 
     async def contains(self, keys: Sequence[str]) -> tuple[bool, ...]:
         self.asked += 1
@@ -57,7 +57,11 @@ class StalledStore(StoreBuffer):
         prefix: bool = False,
     ) -> AsyncIterator[tuple[bool, ...]]:
         self.asked += 1
-        await self.goes_on.wait()
+        self.pins += 1
+        try:
+            await self.goes_on.wait()
+        finally:
+            self.pins -= 1
         async with super().pin(keys, within_s=within_s, prefix=prefix) as found:
             yield found
 
@@ -87,6 +91,16 @@ async def test_a_block_is_there_when_every_rank_s_part_is() -> None:
         for key in (*keys_of(0, 2), *keys_of(1, 1)):
             await store.put(key, torch.ones(1))
         assert await finder.find(KEYS) == 1
+
+
+async def test_what_only_some_ranks_have_is_not_held() -> None:
+    async with finding() as (finder, store):
+        (key,) = keys_of(0, 1)
+        await store.put(key, torch.zeros(2**16, dtype=torch.uint8))
+        assert await finder.find(KEYS) == 0
+        await until(lambda: not len(finder.holds))
+        await fill(store)
+        assert await store.contains([key]) == (False,)
 
 
 async def test_blocks_of_an_engine_that_is_cut_otherwise_are_refused_once(
@@ -167,6 +181,7 @@ async def test_a_silent_store_is_waited_for_once_until_it_answers(
         finder = PrefixLookup(config, ENGINE, store)
         with pytest.raises(TimeoutError):
             await finder.find(KEYS)
+        assert not store.pins
         for _ in range(3):
             with pytest.raises(PeerLost, match="has been silent"):
                 await finder.find(KEYS)

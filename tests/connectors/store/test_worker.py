@@ -7,8 +7,10 @@ import contextlib
 import itertools
 import logging
 import random
+import threading
 import time
 import types
+import weakref
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Literal
@@ -419,6 +421,48 @@ class SlowStore(StoreBuffer):
         await super().put(key, value, ttl_s=ttl_s, pin=pin)
 
 
+class WatchedStore(StoreBuffer):
+    """Knows which threads free the values that it is given, and gives."""
+
+    def __init__(self) -> None:
+        super().__init__("64MiB")
+        self.freed_by: list[int] = []
+
+    async def put(
+        self,
+        key: str,
+        value: torch.Tensor | None,
+        *,
+        ttl_s: float | None = None,
+        pin: bool = False,
+    ) -> None:
+        self._watch(value)
+        await super().put(key, value, ttl_s=ttl_s, pin=pin)
+
+    async def get(
+        self, key: str, into: torch.Tensor | None = None
+    ) -> torch.Tensor | None:
+        return self._watch(await super().get(key, into))
+
+    def _watch(self, value: torch.Tensor | None) -> torch.Tensor | None:
+        if value is not None and value.nbytes > 2**20:
+            note = self.freed_by.append
+            weakref.finalize(value, lambda: note(threading.get_ident()))
+        return value
+
+
+async def test_megabytes_that_were_saved_or_loaded_are_not_freed_on_the_loop() -> None:
+    order = StoreRequest("s", ("one",), ((0,),))
+    async with WatchedStore() as store, StoreWorker(CONFIG, ENGINE, store) as worker:
+        worker.register_kv_caches({"a": torch.zeros(2, 2**20)})
+        worker.bind_connector_metadata(StoreMetadata(saves=(order,)))
+        await worker.wait_for_save()
+        await worker.flush()
+        assert not (await load(worker, "one")).failed_recving
+        await until(lambda: len(store.freed_by) == 2)
+        assert threading.get_ident() not in store.freed_by
+
+
 @asynccontextmanager
 async def saving_to(
     store: SlowStore, role: KVRole = "kv_both", chunk_tokens: int = 16
@@ -468,6 +512,17 @@ async def test_of_a_long_prompt_all_is_stored_if_the_store_goes_on() -> None:
     async with saving_to(store) as worker:
         assert await store_all(worker, "r", 0, 12) == [True] * 12
         assert worker.statistics().skipped_blocks == 0
+
+
+@pytest.mark.usefixtures("two_at_once")
+async def test_blocks_that_cannot_be_copied_take_no_room() -> None:
+    store = SlowStore()
+    store.gate.set()
+    async with saving_to(store) as worker:
+        for _ in range(2):
+            with pytest.raises(IndexError, match="no such id"):
+                await save(worker, "r", 16, 17)
+        assert await store_all(worker, "s", 0, 1) == [True]
 
 
 @pytest.mark.parametrize(("blocks", "most"), [(1, 12), (2, 12), (4, 12), (16, 1)])
