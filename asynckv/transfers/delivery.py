@@ -20,7 +20,6 @@ from asynckv.protocol.frames import Offer
 from asynckv.protocol.values import Place
 from asynckv.protocol.wire import digest_of
 from asynckv.sharing.mappings import MappedPin
-from asynckv.shielding import clear_all_frames
 from asynckv.tensors.blocks import KVBlocks, KVMemory, memory_of, tensor_at
 from asynckv.tensors.runs import fill
 from asynckv.tensors.views import tensor_from, tensor_in
@@ -28,7 +27,7 @@ from asynckv.transfers.incoming import Incoming
 from asynckv.transfers.manifest import INLINE_NBYTES, Manifest, unflatten, verify
 from asynckv.transfers.targets import match_targets
 from asynckv.types import TensorSpec
-from asynckv.waits.waiting import ByteRoom
+from asynckv.waits.waiting import ByteRoom, clear_all_frames
 
 __all__ = (
     "Delivery",
