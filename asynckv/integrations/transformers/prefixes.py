@@ -70,7 +70,8 @@ async def store_prefix(
     rows = min(prompt.length, cache.get_seq_length())
     for plan, layer in layers:
         kept = layer.keys
-        if kept is None or kept.shape[0] != 1 or kept.shape[-2] < rows:
+        seen = max(rows, layer.get_seq_length())  # a window keeps the last of them
+        if kept is None or kept.shape[0] != 1 or kept.shape[-2] < seen:
             raise ConfigError(
                 f"layer {plan.index} ({plan.label}) has not kept all positions",
                 hint="pass past_key_values=DynamicCache() to generate()",

@@ -164,8 +164,9 @@ async def test_what_cannot_be_a_prefix_is_refused(
     cache = DynamicCache(config=sliding.config)  # it keeps a window alone
     with torch.no_grad():
         sliding(prompt, past_key_values=cache)
-    with pytest.raises(ConfigError, match="layer 0 .* has not kept all positions"):
-        await store_prefix(sliding, prompt, cache, store, chunk_tokens=8)
+    for some in (prompt, prompt[:, :8]):  # what it has kept is not of the first eight
+        with pytest.raises(ConfigError, match="layer 0 .* has not kept all positions"):
+            await store_prefix(sliding, some, cache, store, chunk_tokens=8)
 
 
 async def test_a_cache_of_another_dtype_is_refused(
