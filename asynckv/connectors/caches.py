@@ -23,7 +23,7 @@ from asynckv.devices.pools import GpuPools, gpu_mark
 from asynckv.devices.tensors import at_once, gpu_of
 from asynckv.errors import GPUFailed, GPUUnavailable
 from asynckv.parallel.shapes import EngineShape
-from asynckv.tensors.blocks import KVBlocks
+from asynckv.tensors.blocks import KVBlocks, landing_of
 from asynckv.tensors.views import empty_tensor, spec_of
 from asynckv.types import TensorSpec
 
@@ -307,7 +307,8 @@ class BlockMoves:
         :raises GPUUnavailable: as :meth:`gather` does
         """
         if self._gpu is None:
-            await self.pool.copy(sources, targets, digest=False)
+            apart = [landing_of(blocks) for blocks in targets]
+            await self.pool.copy(sources, apart, digest=False)
             return
         await self.reached(mark)
         make = functools.partial(self._gpu.scattering, sources, targets)

@@ -88,6 +88,19 @@ async def test_blocks_of_the_host_are_copied_and_nothing_is_marked() -> None:
     assert torch.equal(cache[[0, 7]], found)
 
 
+@pytest.mark.parametrize("is_on_gpu", [False, True])
+async def test_nothing_is_written_where_a_block_is_there_twice(
+    gpu: FakeDevice, is_on_gpu: bool
+) -> None:
+    cache = gpu.tensor(torch.zeros(8, 4)) if is_on_gpu else torch.zeros(8, 4)
+    moves = moves_on(gpu, cache)
+    blocks = moves.caches.blocks("a", ((7, 7),))["a.key"]
+    with pytest.raises(ValueError, match="a block is there twice"):
+        await moves.scatter([torch.ones(2, 4)], [blocks], None)
+    assert not cache.cpu().any()
+    moves.pool.close()
+
+
 async def test_what_was_followed_is_what_counts() -> None:
     moves = BlockMoves(PagedCaches({"a": torch.zeros(2, 2)}, None), CopyPool())
     moves.follow(mark := object())

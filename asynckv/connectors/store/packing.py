@@ -50,6 +50,7 @@ class _HostCopy(CopyJob):
     They are the value's own from ``first`` on.
 
     :raises IndexError: there is no block of that id
+    :raises ValueError: a block that is to be written is there twice
     """
 
     def __init__(
@@ -64,6 +65,8 @@ class _HostCopy(CopyJob):
             some = ids[pool.group]
             if some and not 0 <= min(some) <= max(some) < pool.num_blocks:
                 raise IndexError(f"a pool has {pool.num_blocks} blocks: no such id")
+            if into == "blocks" and len(set(some)) < len(some):
+                raise ValueError("a block is there twice: what should land in it?")
         self._pools, self._ids, self._value = pools, ids, value
         self._first, self._is_gathering = first, into == "value"
 
@@ -156,7 +159,8 @@ class PackedBlocks:
         The value is in host memory, or on the GPU of the blocks, and ready there.
         A cancelled call no longer writes to the blocks; they may hold a part.
 
-        :raises ValueError: it is no value of these caches, or has not as many blocks
+        :raises ValueError: it is no value of these caches, or has not as many blocks,
+            or a block is there twice
         """
         self._check(block_ids, first)
         if value.dtype != torch.uint8 or value.nbytes != self.nbytes:

@@ -130,6 +130,21 @@ async def test_a_block_that_is_none_is_neither_read_nor_written(block_id: int) -
     assert all(pool.all() for pool in pools.values())
 
 
+@pytest.mark.parametrize("is_on_gpu", [False, True])
+async def test_no_value_goes_to_a_block_that_is_there_twice(
+    gpu: FakeDevice, is_on_gpu: bool
+) -> None:
+    pool = torch.zeros(6, 3)
+    pool = gpu.tensor(pool) if is_on_gpu else pool
+    packed = packed_of({"a": pool}, 2, lanes=lanes_of(gpu) if is_on_gpu else None)
+    value = await packed.gather(((4, 4),))  # to read one twice is nothing
+    value[64:] = 1
+    with pytest.raises(ValueError, match="a block is there twice"):
+        await packed.scatter(value, ((5, 5),))
+    assert not pool.cpu().any()
+    packed.moves.pool.close()
+
+
 async def test_a_value_of_another_size_is_refused() -> None:
     packed = packed_of({"a": torch.zeros(6, 3)})
     with pytest.raises(ValueError, match="11 bytes are no value of 1 blocks"):
