@@ -206,9 +206,9 @@ class PrefixLookup:
         :raises OSError: so it is too
         :raises TimeoutError: it was silent for ``lookup_timeout_s``
         """
+        self._let_go()
         if self._is_silent:
             raise PeerLost(f"{self.line.url} has been silent", hint="it is asked again")
-        self._let_go()
         try:
             async with asyncio.timeout(self._answer_s) as limit:
                 try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import sys
 from collections.abc import AsyncIterator, Sequence
 
 import pytest
@@ -193,6 +194,21 @@ async def test_a_silent_store_is_waited_for_once_until_it_answers(
         lost, back = caplog.messages
         assert "no answer within 0.01 s (lookup_timeout_s)" in lost
         assert "answers again" in back
+        await finder.aclose()
+
+
+async def test_of_what_is_let_go_while_a_store_is_silent_nothing_is_kept() -> None:
+    async with StalledStore() as store:
+        config = KVTransferConfig(kv_connector_extra_config={"lookup_timeout_s": 0.01})
+        finder = PrefixLookup(config, ENGINE, store)
+        with pytest.raises(TimeoutError):
+            await finder.find(KEYS)
+        number = int("1000000")  # an object of its own
+        known = sys.getrefcount(number)
+        finder.let_go(number)
+        with pytest.raises(PeerLost, match="has been silent"):
+            await finder.find(KEYS)
+        assert sys.getrefcount(number) == known
         await finder.aclose()
 
 
