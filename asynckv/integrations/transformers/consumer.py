@@ -287,6 +287,7 @@ def load_entry(path: str | os.PathLike[str]) -> KVEntry:
     tensors = load_file(os.fspath(path))
     tokens, roi = tensors.pop(_TOKENS, None), tensors.pop(_ROI, None)
     parts: dict[str, dict[str, torch.Tensor]] = {"key": {}, "value": {}}
+    whole = {what: tensors.pop(what, None) for what in parts}  # of no layer
     extras, hidden = {}, tensors.pop(HIDDEN, None)
     for name, tensor in tensors.items():
         layer, _, what = name.rpartition(".")
@@ -296,4 +297,5 @@ def load_entry(path: str | os.PathLike[str]) -> KVEntry:
             parts[what][layer] = tensor
         else:
             raise ValueError(f"{path} holds no entry: {name!r} is none of its names")
-    return KVEntry(tokens, roi, parts["key"], parts["value"], hidden, extras)
+    key, value = (parts[what] or whole[what] for what in ("key", "value"))
+    return KVEntry(tokens, roi, key, value, hidden, extras)

@@ -215,6 +215,17 @@ def test_every_part_comes_back(tmp_path: Path) -> None:
     assert back.input_tokens.tolist() == [0, 1, 2, 3]
 
 
+def test_one_tensor_for_all_layers_comes_back_as_one_and_none_as_none(
+    tmp_path: Path,
+) -> None:
+    entry = KVEntry(torch.arange(4), None, torch.ones(2), None, None, {})
+    save_entry(entry, tmp_path / "entry")
+    back = load_entry(tmp_path / "entry")
+    assert isinstance(back.key, torch.Tensor)
+    assert torch.equal(back.key, torch.ones(2))
+    assert back.value is None
+
+
 def test_what_is_no_entry_is_refused(tmp_path: Path) -> None:
     save_file({"weights": torch.ones(1)}, tmp_path / "model")
     with pytest.raises(ValueError, match="'weights' is none of its names"):
