@@ -257,11 +257,14 @@ class Peers(LoopBound):
         """Return the way to one rank of a peer of that name in the configuration.
 
         :raises KeyError: there is no such peer
+        :raises PeerLost: this is closed
         """
         url = self._options.url_of(name, rank)
         identity = identity_of(self._engine.engine_id, self._engine.rank)
         found = self._lines.get((name, rank))
         if found is None:
+            if self._is_closed:  # perhaps meanwhile: nobody would close another one
+                raise PeerLost("the connector is closed")
             found = PeerConnection(url, self._config, identity, self.device)
             if self.device is not None and self._pushes_from is not None:
                 found.max_bytes = self._pushes_from

@@ -164,6 +164,27 @@ async def test_who_is_closed_while_it_is_dialled_reaches_nobody(
         await line.peer()
 
 
+async def test_nobody_else_is_asked_for_a_name_once_it_is_closed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    entered = list[Peer]()
+
+    async def enter(peer: Peer) -> Peer:
+        entered.append(peer)
+        await asyncio.Event().wait()
+        return peer
+
+    monkeypatch.setattr(Peer, "__aenter__", enter)
+    peers = peers_of(["mem://one", "mem://another"])
+    finding = asyncio.create_task(peers.find("P", 0))
+    await until_blocked(finding)
+    await peers.aclose()
+    await asyncio.wait({finding}, timeout=5)
+    assert len(entered) == 1
+    with pytest.raises(PeerLost, match="closed"):
+        await finding
+
+
 @pytest.mark.usefixtures("server")
 async def test_who_is_connected_is_known_by_the_name_it_has_said(peers: Peers) -> None:
     peer, line = await peers.find("P", 0), peers.line("P", 0)
