@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import asyncio
 import collections
+import contextlib
 import dataclasses
 import functools
 import logging
 import math
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -139,10 +140,32 @@ class StoreSaving:
 
     def begin_to_wait(self) -> Coroutine[Any, Any, None]:
         """All is computed; return what waits until the step's blocks are copied."""
-        mark = self._rank.packed().moves.now() if self._saves else None
+        with self._failing(self._saves):
+            mark = self._rank.packed().moves.now() if self._saves else None
         return self._wait(self._saves, mark)
 
+    @contextlib.contextmanager
+    def _failing(self, saves: collections.deque[_Save]) -> Iterator[None]:
+        """With one save that fails those behind it have, and nothing follows them.
+
+        A cancelled one may be waited for again.
+        """
+        try:
+            yield
+        except Exception:
+            for save in saves:
+                self._end(save)
+            self.failed += len(saves)
+            saves.clear()
+            raise
+
     async def _wait(self, saves: collections.deque[_Save], mark: Event | None) -> None:
+        with self._failing(saves):
+            await self._copy_all(saves, mark)
+
+    async def _copy_all(
+        self, saves: collections.deque[_Save], mark: Event | None
+    ) -> None:
         until_s = asyncio.get_running_loop().time() + _WAIT_S
         while saves:
             save = saves[0]

@@ -44,7 +44,7 @@ from asynckv.connectors.store.worker import (
     StoreWorker,
     StoreWorkerStatistics,
 )
-from asynckv.errors import ConfigError, EntryTooLarge, PeerLost
+from asynckv.errors import ConfigError, EntryTooLarge, GPUFailed, PeerLost
 from asynckv.stores.tiered import TieredStore
 from asynckv.testing.blocked import until
 from harness.engines.toy_engine import ToyEngine
@@ -523,6 +523,23 @@ async def test_blocks_that_cannot_be_copied_take_no_room() -> None:
             with pytest.raises(IndexError, match="no such id"):
                 await save(worker, "r", 16, 17)
         assert await store_all(worker, "s", 0, 1) == [True]
+
+
+@pytest.mark.parametrize("fails", ["the first save", "the mark of the stream"])
+async def test_with_a_save_that_fails_its_step_s_others_have_failed(fails: str) -> None:
+    store, is_lost = SlowStore(), fails != "the first save"
+    store.gate.set()
+    first = StoreRequest("q", ("q0",), ((3 if is_lost else 16,),))
+    saves = first, StoreRequest("r", ("r0",), ((0,),))
+    async with saving_to(store) as worker:
+        worker.bind_connector_metadata(StoreMetadata(saves=saves))
+        worker.follow(GPUFailed("an illegal access") if is_lost else None)
+        with pytest.raises((IndexError, GPUFailed)):
+            await worker.wait_for_save()
+        worker.follow(None)
+        assert worker.statistics().unsaved_blocks == 2
+        assert await store_all(worker, "r", 1, 3) == [False] * 3  # behind a gap
+        assert await store_all(worker, "r", 0, 3) == [True] * 3
 
 
 @pytest.mark.parametrize(("blocks", "most"), [(1, 12), (2, 12), (4, 12), (16, 1)])
