@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 import msgspec
@@ -196,12 +196,28 @@ def _details(vllm_config: VllmConfig, layout_version: object, attention: str) ->
     version = f"vllm {getattr(sys.modules.get('vllm'), '__version__', 'unknown')}"
     if layout_version is not None:
         version = f"layout_version {layout_version}"
-    told = _plain(model.hf_config.to_dict())
-    digest = hashlib.blake2b(repr(told).encode(), digest_size=8).hexdigest()
+    hf = model.hf_config.to_dict()
+    digest = hashlib.blake2b(repr(_plain(hf)).encode(), digest_size=8).hexdigest()
+    # vLLM takes one of two sets of frequencies by what --max-model-len allows.
+    ropes = dict.fromkeys(
+        ", rope for "
+        + (f"more than {most}" if model.max_model_len > most else f"up to {most}")
+        + " tokens"
+        for most in _longrope_limits(hf)
+    )
     return (
         f"{version}, attention: {attention or 'not known yet'}, "
-        f"quantization: {model.quantization}, config: {digest}"
+        f"quantization: {model.quantization}, config: {digest}{''.join(ropes)}"
     )
+
+
+def _longrope_limits(value: object) -> Iterator[int]:
+    """Yield beyond how many tokens the long frequencies count, of each such rope."""
+    if isinstance(value, Mapping):
+        if value.get("rope_type") == "longrope":
+            yield value["original_max_position_embeddings"]
+        for one in value.values():
+            yield from _longrope_limits(one)
 
 
 def _plain(value: object) -> object:

@@ -155,6 +155,20 @@ def test_what_must_be_equal_is_named_where_it_differs(field: str, other: Any) ->
     assert fingerprint(vllm_config()).difference(fingerprint(other)) == field
 
 
+def test_whether_prompts_may_be_long_is_told_where_keys_depend_on_it() -> None:
+    def engine(most: int, kind: str) -> Any:
+        rope = {"rope_type": kind, "original_max_position_embeddings": 128}
+        hf = {"text_config": {"rope_parameters": rope}}
+        return fingerprint(vllm_config(hf=hf, model={"max_model_len": most}))
+
+    short, long = engine(128, "longrope"), engine(129, "longrope")
+    assert short.difference(long) == "details"
+    assert short.difference(engine(64, "longrope")) is None
+    assert long.difference(engine(1024, "longrope")) is None
+    assert "rope for more than 128 tokens" in long.details
+    assert engine(128, "yarn").difference(engine(129, "yarn")) is None
+
+
 def test_another_vllm_may_lay_out_blocks_otherwise(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
