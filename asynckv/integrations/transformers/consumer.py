@@ -78,7 +78,7 @@ def load(
     :raises IncompatiblePeer: (on entering) another model computed it; ``field``
         says what differs, and the entry is given back
     :raises ConfigError: naming the layer that cannot be carried, or the devices that
-        the model is spread over
+        the model is spread over; or KV of so long a prompt is no other prompt's
     :raises ValueError: if ids and mask are no prompt
     """
     check_placement(model)
@@ -108,7 +108,7 @@ def handoff_of(
 
     :raises IncompatiblePeer: another model or prompt; ``field`` says what differs
     :raises ConfigError: naming the layer that cannot be carried, or the devices that
-        the model is spread over
+        the model is spread over; or KV of so long a prompt is no other prompt's
     """
     check_placement(model)
     tensors = tensors_of(entry)

@@ -111,6 +111,7 @@ async def generate_from(
     forward at its next layer: it waits for that, at most 1 s.
 
     :raises IncompatiblePeer: another model computed it; given back
+    :raises ConfigError: as for :func:`load`
     :raises EntryAborted: if the producer failed before the entry was complete
     :raises ValueError: for ``use_cache=False``, ``prompt_lookup_num_tokens``,
         ``assistant_model`` and ``assistant_early_exit``, also of a generation config:

@@ -32,6 +32,7 @@ from asynckv.integrations.transformers.layers import (
     LayerEvent,
     LayerObserver,
     LayerPlan,
+    check_length,
 )
 from asynckv.integrations.transformers.prompts import Prompt
 from asynckv.types import TensorSpec
@@ -292,6 +293,7 @@ class Handoff:
         """Check ``specs`` against ``model`` before any tensor is waited for.
 
         :raises IncompatiblePeer: naming what differs
+        :raises ConfigError: KV of so long a prompt is no other prompt's
         """
         self.model, self.prompt = model, prompt
         self.entry_id, self.attempt = entry_id, attempt
@@ -311,6 +313,8 @@ class Handoff:
             raise IncompatiblePeer(
                 f"entry {entry_id!r} holds another prompt", field="tokens"
             )
+        longest = max(prompt.length, entry_prompt.length)
+        check_length(model.config, longest, is_same=self.is_whole)
 
     @property
     def is_whole(self) -> bool:

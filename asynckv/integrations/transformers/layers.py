@@ -11,7 +11,7 @@ import asyncio
 import dataclasses
 import time
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final, Literal, TypeAlias, cast
 
 import torch
@@ -35,6 +35,7 @@ __all__ = (
     "LayerObserver",
     "LayerPlan",
     "check_cache",
+    "check_length",
     "check_placement",
     "from_blocks",
     "plan_layers",
@@ -198,6 +199,41 @@ def check_placement(model: PreTrainedModel) -> None:
             "over to one device",
             hint='load it on one: device_map={"": 0}',
         )
+
+
+def check_length(
+    config: PreTrainedConfig, length: int, *, is_same: bool = False
+) -> None:
+    """Make sure that tokens of a prompt so long have the KV they have in any other.
+
+    With some rotary embeddings they have up to some length alone. ``longrope`` has one
+    other set for all longer prompts, so that the very same one (``is_same``) can go on
+    from there; with ``dynamic`` it depends on what the model has computed before, too.
+
+    :raises ConfigError: it is too long
+    """
+    for kind, most in _rope_limits(text_config(config)):
+        if length > most and not (is_same and kind == "longrope"):
+            only = "a longer one goes on from an entry for the very same prompt alone"
+            raise ConfigError(
+                f"with {kind!r} rotary embeddings {config.model_type} has other KV, "
+                f"from the first token on, of prompts of more than {most} tokens: one "
+                f"here has {length}",
+                hint=f"hand over prompts of up to {most} tokens"
+                + f"; {only}" * (kind == "longrope"),
+            )
+
+
+def _rope_limits(config: PreTrainedConfig) -> Iterator[tuple[str, int]]:
+    """Say up to which length the keys of a token are always the same, by rope type."""
+    found = getattr(config, "rope_parameters", None) or {}
+    for one in (found, *found.values()):  # of all layers, or of each type of them
+        kind = str(one.get("rope_type")) if isinstance(one, Mapping) else ""
+        if kind == "longrope":
+            yield kind, one["original_max_position_embeddings"]
+        elif "dynamic" in kind:
+            # At the maximum itself a model goes on with what a longer prompt has left.
+            yield kind, config.max_position_embeddings - 1
 
 
 class _ReadOnce:

@@ -23,6 +23,7 @@ from asynckv.integrations.transformers.handoff import Handoff
 from asynckv.integrations.transformers.layers import (
     LayerPlan,
     check_cache,
+    check_length,
     check_placement,
     read_plans,
 )
@@ -58,10 +59,12 @@ async def store_prefix(
     one on, which are of use once the ones before them are there.
 
     :raises ConfigError: a layer cannot be carried, or has dropped what was before its
-        window: fill ``DynamicCache()``, made without the config, which keeps all
+        window: fill ``DynamicCache()``, made without the config, which keeps all; or
+        the cache is so long that it has other KV than shorter prompts have
     :raises ValueError: several prompts at once, or one with padding
     """
     prompt = _plain(input_ids)
+    check_length(model.config, cache.get_seq_length())
     keys, plans = await _keys_of(model, prompt, name, salt, chunk_tokens)
     check_cache(cache, tuple(plans))
     layers: list[tuple[LayerPlan, Any]] = [
@@ -112,11 +115,12 @@ async def load_prefix(
     cancelled call leaves no trace.
 
     :raises ConfigError: naming the layer that cannot be carried, or the devices that
-        the model is spread over
+        the model is spread over; or a prompt so long shares no KV with others
     :raises ValueError: several prompts at once, or one with padding
     """
     prompt = _plain(input_ids)
     check_placement(model)
+    check_length(model.config, prompt.length)
     keys, plans = await _keys_of(model, prompt, name, salt, chunk_tokens)
     specs = _specs_of(plans, chunk_tokens, model.dtype)
     async with store.pin(keys, within_s=within_s, prefix=True) as found:

@@ -37,6 +37,7 @@ from asynckv.integrations.transformers.layers import (
     LayerEvent,
     LayerObserver,
     LayerPlan,
+    check_length,
     check_placement,
     plan_layers,
     read_plans,
@@ -171,12 +172,13 @@ async def prefill(
     it waits for that, at most 1 s.
 
     :raises ConfigError: naming the layer that cannot be carried, or the devices that
-        the model is spread over
+        the model is spread over; or so long a prompt's KV cannot be handed over
     :raises ValueError: if ids and mask are no prompt
     :raises EntryAborted: if the entry is gone before it was complete
     """
     prompt = Prompt.of(input_ids, attention_mask)
     check_placement(model)
+    check_length(model.config, prompt.length, is_same=True)
     plans = await read_plans(model.config)
     stays = _stays_on_gpu(model, lookup)
     run = _Prefill(model, prompt, plans, carry, observe, stays_on_gpu=stays)
@@ -358,5 +360,7 @@ def _forward_prompt(
         is_first_iteration=True,
         **options,
     )
+    # Phi-3 drops a cache from before a prompt was so long, also one of nothing.
+    inputs["past_key_values"] = cache
     output: CausalLMOutputWithPast = model(**inputs, return_dict=True)
     return output

@@ -18,6 +18,7 @@ from transformers import (
     Llama4TextConfig,
     LlamaConfig,
     MistralConfig,
+    Phi3Config,
     PreTrainedConfig,
     PreTrainedModel,
     Qwen2Config,
@@ -61,6 +62,22 @@ CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
         attention_chunk_size=16,
         num_local_experts=2,
         intermediate_size_mlp=64,
+    ),
+    "dynamic": lambda: LlamaConfig(
+        **COMMON,
+        max_position_embeddings=25,
+        rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0},
+    ),
+    "longrope": lambda: Phi3Config(
+        **COMMON,
+        max_position_embeddings=96,
+        original_max_position_embeddings=24,
+        rope_parameters={
+            "rope_type": "longrope",
+            "rope_theta": 1e4,
+            "short_factor": [1.0] * 4,
+            "long_factor": [4.0] * 4,
+        },
     ),
     "latent": lambda: DeepseekV3Config(
         **COMMON | {"num_key_value_heads": 4},

@@ -34,6 +34,7 @@ KINDS = (
     "alternating",
     "chunked",
     "latent",
+    "longrope",
     "shared",
 )
 MAIN_KINDS = ("gqa", "sliding", "alternating")

@@ -13,7 +13,7 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 
 from asynckv.abc import KVLookupBuffer
-from asynckv.errors import EntryAborted
+from asynckv.errors import ConfigError, EntryAborted
 from asynckv.integrations.transformers import (
     Handoff,
     ReceivingCache,
@@ -55,6 +55,24 @@ async def handed(
 ) -> Handoff:
     await prefill(model, ids, lookup)
     return handoff_of(model, await lookup.drop_select(ids[0]), ids)
+
+
+@pytest.mark.parametrize(("entry", "length"), [(20, 40), (40, 20), (12, 24), (24, 12)])
+async def test_what_a_longer_prompt_has_other_kv_for_is_no_part_of_it(
+    entry: int, length: int, model_of: Model, prompt: torch.Tensor, lookup: Any
+) -> None:
+    model = model_of("longrope")  # of two: up to 24 tokens, and beyond
+    ids = prompt[:, :length]
+    await prefill(model, prompt[:, :entry], lookup)
+    kept = await lookup.drop_select(prompt[0, : min(entry, length)])
+    if 40 in (entry, length):
+        with pytest.raises(ConfigError, match="other KV.*one here has 40"):
+            handoff_of(model, kept, ids)
+        return
+    done = await continue_from(
+        handoff_of(model, kept, ids), max_new_tokens=8, do_sample=False
+    )
+    assert torch.equal(done.sequences, go_on(model, ids))
 
 
 async def test_a_whole_prompt_over_a_whole_cache_is_wrong_unless_it_is_cut(

@@ -36,6 +36,7 @@ from asynckv.integrations.transformers import (
 )
 from asynckv.integrations.transformers.layers import (
     check_cache,
+    check_length,
     check_placement,
     read_plans,
 )
@@ -73,6 +74,22 @@ def test_the_plan_is_what_a_forward_fills(kind: str, model_of: Model) -> None:
             assert layer.keys[:, :, -15:].shape == shapes[0]
             assert layer.values[:, :, -15:].shape == shapes[1]
     check_cache(cache, plans)
+
+
+@pytest.mark.parametrize(
+    ("kind", "most", "most_of_same"),
+    [("dynamic", 24, 24), ("longrope", 24, 1000), ("alternating", 1000, 1000)],
+)
+def test_some_kv_is_of_prompts_of_up_to_a_length_alone(
+    kind: str, most: int, most_of_same: int, model_of: Model
+) -> None:
+    config: Any = model_of(kind).config
+    for is_same, longest in ((False, most), (True, most_of_same)):
+        check_length(config, longest, is_same=is_same)
+        if longest < 1000:
+            with pytest.raises(ConfigError, match=f"{kind}.*here has 25") as caught:
+                check_length(config, 25, is_same=is_same)
+            assert "up to 24 tokens" in str(caught.value.hint)
 
 
 @pytest.mark.parametrize("kind", KINDS)

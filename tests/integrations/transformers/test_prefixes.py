@@ -169,6 +169,26 @@ async def test_what_cannot_be_a_prefix_is_refused(
             await store_prefix(sliding, some, cache, store, chunk_tokens=8)
 
 
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+async def test_prompts_share_kv_up_to_the_length_at_which_it_is_another(
+    model_of: Callable[..., PreTrainedModel],
+    prompt: torch.Tensor,
+    reference: Callable[..., torch.Tensor],
+    store: StoreBuffer,
+    kind: str,
+) -> None:
+    model = model_of(kind)
+    with pytest.raises(ConfigError, match=f"{kind}.*one here has 40"):
+        await store_prefix(model, prompt[:, :16], filled(model, prompt), store)
+    short = prompt[:, :24]
+    await store_prefix(model, short, filled(model, short), store, chunk_tokens=8)
+    with pytest.raises(ConfigError, match=f"{kind}.*one here has 40"):
+        await load_prefix(model, prompt, store, chunk_tokens=8)
+    sequences, matched = await generated(model, prompt[:, :20], store)
+    assert matched == 16
+    assert torch.equal(sequences, reference(model, prompt[:, :20]))
+
+
 async def test_a_cache_of_another_dtype_is_refused(
     model_of: Callable[..., PreTrainedModel], prompt: torch.Tensor, store: StoreBuffer
 ) -> None:

@@ -63,6 +63,15 @@ async def test_layers_leave_from_inside_the_forward(
         await running
 
 
+async def test_a_prompt_whose_kv_is_of_no_use_to_others_is_not_computed(
+    model_of: Model, lookup: KVLookupBuffer, prompt: torch.Tensor
+) -> None:
+    events: list[LayerEvent] = []
+    with pytest.raises(ConfigError, match="dynamic.*one here has 40"):
+        await prefill(model_of("dynamic"), prompt, lookup, observe=events.append)
+    assert not events
+
+
 async def test_events_come_in_order_for_every_layer(
     model: PreTrainedModel, lookup: KVLookupBuffer, prompt: torch.Tensor
 ) -> None:
