@@ -18,6 +18,7 @@ from asynckv.integrations.transformers.forward import Forward
 from asynckv.integrations.transformers.layers import (
     LayerPlan,
     plan_layers,
+    rope_limits,
     text_config,
 )
 from asynckv.types import KVFingerprint
@@ -79,6 +80,8 @@ def fingerprint_of(
         f"hidden={config.hidden_size}",
     ]
     details = [f"rope={_hash(getattr(config, 'rope_parameters', None))}"]
+    if limits := [f"{kind}:{most}" for kind, most in rope_limits(config)]:
+        details.append(f"rope_limits={','.join(limits)}")
     if tokenizer is not None:
         details.append(f"tokenizer={_vocabulary(tokenizer)}")
     if not isinstance(model, PreTrainedConfig) and (adapters := _adapters(model)):

@@ -40,6 +40,7 @@ __all__ = (
     "from_blocks",
     "plan_layers",
     "read_plans",
+    "rope_limits",
     "swap_heads_and_tokens",
     "text_config",
     "to_blocks",
@@ -212,7 +213,7 @@ def check_length(
 
     :raises ConfigError: it is too long
     """
-    for kind, most in _rope_limits(text_config(config)):
+    for kind, most in rope_limits(text_config(config)):
         if length > most and not (is_same and kind == "longrope"):
             only = "a longer one goes on from an entry for the very same prompt alone"
             raise ConfigError(
@@ -224,7 +225,7 @@ def check_length(
             )
 
 
-def _rope_limits(config: PreTrainedConfig) -> Iterator[tuple[str, int]]:
+def rope_limits(config: PreTrainedConfig) -> Iterator[tuple[str, int]]:
     """Say up to which length the keys of a token are always the same, by rope type."""
     found = getattr(config, "rope_parameters", None) or {}
     for one in (found, *found.values()):  # of all layers, or of each type of them

@@ -58,6 +58,15 @@ def test_each_difference_is_named_by_its_field(
     assert of().difference(of(**changes)) == field
 
 
+def test_models_that_scale_by_their_longest_prompt_differ_by_how_long_that_is() -> None:
+    rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+    short, long = (
+        of(rope_parameters=rope, max_position_embeddings=most) for most in (64, 128)
+    )
+    assert short.difference(long) == "details"
+    assert of(max_position_embeddings=64) == of(max_position_embeddings=128)
+
+
 def test_name_and_tokenizer_are_part_of_it() -> None:
     config = LlamaConfig(**BASE)
     assert fingerprint_of(config, name="a").difference(of()) == "model"
