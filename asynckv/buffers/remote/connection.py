@@ -30,6 +30,7 @@ from asynckv.waits.waiting import Reply, Watchers
 
 __all__ = (
     "ANSWER_S",
+    "STEADY_S",
     "Backoff",
     "PeerConnection",
     "ReconnectingLink",
@@ -39,7 +40,7 @@ __all__ = (
 
 _FIRST_PAUSE_S: Final = 0.05
 _LONGEST_PAUSE_S: Final = 1.0
-_STEADY_S: Final = 2.0
+STEADY_S: Final = 2.0
 """A link that is cut sooner may have been made in vain, as the next one would be."""
 
 
@@ -185,7 +186,7 @@ class ReconnectingLink:
 
     def _go_on(self, link: Link, error: PeerLost) -> None:
         loop = asyncio.get_running_loop()
-        if link.was_answered and loop.time() - self._made_at >= _STEADY_S:
+        if link.was_answered and loop.time() - self._made_at >= STEADY_S:
             self._backoff.reset()
         cause = error.__cause__
         ours = isinstance(cause, Exception) and not isinstance(cause, OSError)
