@@ -154,7 +154,7 @@ def join_group(
         there, or an option cannot be honoured
     :raises GPUUnavailable: CuPy, a driver or the GPU is missing
     :raises GPUFailed: the GPU cannot be opened
-    :raises ValueError: no such rank, or no such port
+    :raises ValueError: no such rank, no such port, or no such time
     """
     rank, size = as_count(rank, "rank", least=0), as_count(size, "size")
     if not 1 <= size <= _MAX_SIZE or not 0 <= rank < size:
