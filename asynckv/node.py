@@ -22,6 +22,7 @@ from asynckv.devices.names import Device, DeviceName, device_named
 from asynckv.errors import ConfigError, PeerLost
 from asynckv.links.options import Role
 from asynckv.observability.waits import LoggedWait
+from asynckv.transfers.tokens import as_timeout
 
 __all__ = ("Node", "open")
 
@@ -78,7 +79,7 @@ def open(
         cannot be listened on
     :raises PeerLost: the peer was not there in time
     """
-    return _opened(config, drain_s, device)
+    return _opened(config, as_timeout(drain_s, "drain_s"), device)
 
 
 @async_with_only("open(...) as node")

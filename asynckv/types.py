@@ -50,6 +50,8 @@ DTYPE_NBYTES: Final[dict[str, int]] = {
 _MAX_NBYTES: Final = 2**48
 _MOST_BYTES: Final = 2**63 - 1
 """What a machine can count of them, whatever somebody writes."""
+_NO_BOUND: Final = 2**62
+"""The most that a peer can be told, and more than anybody has."""
 
 _SIZE = re.compile(r"([0-9]+(?:\.[0-9]*)?(?:[eE][0-9]+)?)\s*([kKmMgGtT]i?)?[bB]?")
 _FACTORS: Final = {
@@ -68,6 +70,8 @@ _FACTORS: Final = {
 def parse_bytes(size: int | float | str) -> int:
     """Turn ``1073741824``, ``1e9``, ``"2GiB"``, ``"1 GB"`` or ``"1e9"`` into bytes.
 
+    ``sys.maxsize``, or any size above 2**62, is 2**62: as good as no bound.
+
     :raises ValueError: if it is no size, negative, no whole number of bytes, or none
         that a machine can have
     """
@@ -84,7 +88,7 @@ def parse_bytes(size: int | float | str) -> int:
         raise ValueError(f"{f'{size!r}':.40} is not a number of bytes")
     if size != int(size):
         raise ValueError(f"{size!r} is not a whole number of bytes")
-    return int(size)
+    return min(int(size), _NO_BOUND)
 
 
 class TensorSpec(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -93,8 +97,8 @@ class TensorSpec(msgspec.Struct, frozen=True, array_like=True, gc=False):
     ``dtype`` is torch's name of it (``"bfloat16"``); ``torch.bfloat16`` itself
     is accepted too and turned into its name.
 
-    :raises ValueError: if the dtype is unknown, a dimension is negative or
-        there are more than 14 dimensions
+    :raises ValueError: if the dtype is unknown, a dimension is negative, there are
+        more than 14 dimensions, or no tensor can be as large
     :raises TypeError: if the shape is no sequence of whole numbers
     """
 
@@ -144,6 +148,8 @@ def _checked_nbytes(shape: tuple[int, ...], dtype: str) -> int:
     nbytes = math.prod(shape) * DTYPE_NBYTES[dtype]
     if nbytes > _MAX_NBYTES:
         raise ValueError(f"a tensor of {nbytes} bytes cannot be sent")
+    if math.prod(filter(None, shape)) * DTYPE_NBYTES[dtype] > _MOST_BYTES:
+        raise ValueError(f"an empty tensor of the shape {shape} cannot be sent")
     return nbytes
 
 
@@ -165,16 +171,28 @@ class KVFingerprint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ) -> KVFingerprint | None:
         """Accept a fingerprint as users write it: a model's name or a mapping.
 
-        :raises ValueError: if a mapping has a key that is no field
+        :raises TypeError: it is none of these
+        :raises ValueError: if a mapping has a key that is no field, or a field is no
+            text that could be sent
         """
-        if fingerprint is None or isinstance(fingerprint, KVFingerprint):
-            return fingerprint
+        if fingerprint is None:
+            return None
         if isinstance(fingerprint, str):
-            return cls(model=fingerprint)
+            fields: dict[str, str] = {"model": fingerprint}
+        elif isinstance(fingerprint, Mapping):
+            fields = dict(fingerprint)
+        elif isinstance(fingerprint, KVFingerprint):
+            fields = msgspec.structs.asdict(fingerprint)
+        else:
+            raise TypeError(
+                "a fingerprint is a model's name, a mapping or a KVFingerprint, not "
+                f"{fingerprint!r:.40}"
+            )
         try:
-            return msgspec.convert(dict(fingerprint), cls)
-        except (msgspec.ValidationError, UnicodeError) as exc:
+            read = msgspec.msgpack.decode(msgspec.msgpack.encode(fields), type=cls)
+        except (TypeError, ValueError, OverflowError) as exc:
             raise ValueError(f"not a fingerprint: {exc}") from exc
+        return fingerprint if isinstance(fingerprint, KVFingerprint) else read
 
     def as_text(self) -> str:
         """Return it as ``--fingerprint`` takes it: a model's name, or JSON."""

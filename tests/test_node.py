@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import socket
 from contextlib import AsyncExitStack
 from typing import Any
@@ -169,6 +170,11 @@ async def test_what_cannot_be_opened_is_named(
     with pytest.raises(ConfigError, match=message):
         async with open_node(config):
             pass
+
+
+def test_a_drain_that_is_no_time_is_refused_at_once() -> None:
+    with pytest.raises(ValueError, match="drain_s is a number of seconds"):
+        open_node(config_of("kv_consumer"), drain_s=math.nan)
 
 
 async def test_a_node_may_be_left_in_another_task() -> None:

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import math
+import sys
+from typing import Any
 
 import msgspec
 import pytest
@@ -29,6 +31,8 @@ from asynckv.types import (
         (" 12 ", 12),
         ("3b", 3),
         ("0.1KiB", 102),
+        (2**62, 2**62),
+        (sys.maxsize, 2**62),
     ],
 )
 def test_sizes_are_read_as_people_write_them(
@@ -88,6 +92,8 @@ def test_scalars_and_empty_tensors_have_specs() -> None:
         ((1,) * (MAX_TENSOR_DIMENSIONS + 1), "int8", "at most 14"),
         ((2, -1), "int8", "negative"),
         ((2**40, 2**40), "int8", "cannot be sent"),
+        ((0, 2**64), "int8", "cannot be sent"),
+        ((2**40, 0, 2**40), "int8", "cannot be sent"),
     ],
 )
 def test_what_cannot_be_sent_has_no_spec(
@@ -126,9 +132,24 @@ def test_a_fingerprint_is_shown_as_commands_take_it(
     assert fingerprint.as_text() == text
 
 
-def test_a_fingerprint_has_no_unknown_fields() -> None:
-    with pytest.raises(ValueError, match="colour"):
-        KVFingerprint.of({"colour": "red"})
+@pytest.mark.parametrize(
+    ("given", "error", "match"),
+    [
+        ({"colour": "red"}, ValueError, "colour"),
+        ({"model": 5}, ValueError, "model"),
+        ({"model": object()}, ValueError, "object"),
+        ({"model": 2**70}, ValueError, "not a fingerprint"),
+        ("\ud800", ValueError, "surrogates"),
+        (KVFingerprint(model="\ud800"), ValueError, "surrogates"),
+        (KVFingerprint(model=5), ValueError, "model"),  # type: ignore[arg-type]
+        (5, TypeError, "a model's name, a mapping or a KVFingerprint, not 5"),
+    ],
+)
+def test_what_no_peer_could_read_is_no_fingerprint(
+    given: Any, error: type[Exception], match: str
+) -> None:
+    with pytest.raises(error, match=match):
+        KVFingerprint.of(given)
 
 
 def test_the_first_difference_of_two_fingerprints_is_named() -> None:

@@ -33,9 +33,11 @@ from asynckv.tensors.views import spec_like
 from asynckv.transfers.manifest import check_names, flatten
 from asynckv.transfers.targets import check_targets
 from asynckv.transfers.tokens import (
+    as_count,
     as_mask,
     as_specs,
     as_text,
+    as_timeout,
     as_tokens,
     key_of,
     make_query,
@@ -80,11 +82,12 @@ class LookupBuffer(InMemoryBuffer, KVLookupBuffer):
         drain_s: float = 30.0,
         device: DeviceName | None = None,
     ) -> None:
-        if max_deliver < 1:
-            raise ValueError("max_deliver is at least 1")
+        max_deliver = as_count(max_deliver, "max_deliver")
+        if max_hold_s is not None and as_timeout(max_hold_s, "max_hold_s") == 0:
+            raise ValueError("max_hold_s is above 0; None means no end")
         self.fingerprint = KVFingerprint.of(fingerprint)
         super().__init__(max_bytes, lambda: self.room.change(), device)
-        self._drain_s = drain_s
+        self._drain_s = as_timeout(drain_s, "drain_s")
         self.ledger = Ledger(
             self._arena, max_deliver=max_deliver, max_hold_s=max_hold_s
         )

@@ -29,6 +29,7 @@ from asynckv.links.listen import LinkListener, listen
 from asynckv.links.options import (
     Digest,
     Role,
+    as_lanes,
     device_digest,
     make_keyring,
     map_digest,
@@ -43,6 +44,7 @@ from asynckv.protocol.values import PeerIdentity
 from asynckv.security.keyring import NO_KEYS, Keyring
 from asynckv.security.names import canonical
 from asynckv.security.tls import TLS
+from asynckv.transfers.tokens import as_timeout
 from asynckv.types import parse_bytes
 
 __all__ = ("Server", "serve")
@@ -113,7 +115,7 @@ class Server(LoopBound, AsyncWithOnly):
         self._tenants = {
             canonical(name): tenant for tenant, name in (tenants or {}).items()
         }
-        self._drain_s = drain_s
+        self._drain_s = as_timeout(drain_s, "drain_s")
         self._listener: LinkListener | None = None
         self._is_draining = False
         self._services: set[_Services] = set()
@@ -206,8 +208,12 @@ class Server(LoopBound, AsyncWithOnly):
 
         With ``drain_s``, deliveries under way have so long to end. A cancelled call
         hangs up at once.
+
+        :raises ValueError: ``drain_s`` is negative, or NaN
         """
-        await self._close(self._drain_s if drain_s is None else drain_s)
+        await self._close(
+            self._drain_s if drain_s is None else as_timeout(drain_s, "drain_s")
+        )
 
     def abort(self) -> None:
         """Hang up now. Never waits."""
@@ -367,7 +373,7 @@ def serve(
         digest=payload_digest(digest),
         map_digest=map_digest(digest),
         device_digest=device_digest(digest),
-        lanes=lanes,
+        lanes=as_lanes(lanes),
         identity=new_identity(identity, role),
         keyring=make_keyring(secret_file, tls, allow_plaintext),
         max_waiting_bytes=parse_bytes(max_waiting_bytes),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 
@@ -174,13 +173,13 @@ def check_value(value: torch.Tensor) -> None:
 def expiry_of(ttl_s: float | None) -> float | None:
     """Return when a value is void, in seconds since 1970.
 
+    :raises TypeError: ``ttl_s`` is no number
     :raises ValueError: ``ttl_s`` is not above 0, or no finite number
     """
-    if ttl_s is None:
-        return None
-    if not 0 < ttl_s < math.inf:
-        raise ValueError(f"ttl_s is a number of seconds above 0, not {ttl_s!r}")
-    return time.time() + ttl_s
+    seconds = as_seconds(ttl_s, "ttl_s")
+    if seconds == 0:
+        raise ValueError("ttl_s is above 0; None means no end")
+    return None if seconds is None else time.time() + seconds
 
 
 def check_place(into: torch.Tensor) -> None:

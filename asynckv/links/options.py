@@ -10,7 +10,9 @@ import socket
 import types
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Final, Literal, TypeAlias
+from typing import Final, Literal, TypeAlias, TypeVar, get_args
+
+import msgspec
 
 from asynckv.abc import PayloadTransport
 from asynckv.errors import ConfigError
@@ -30,6 +32,8 @@ __all__ = (
     "TRANSPORTS",
     "Digest",
     "Role",
+    "as_digest",
+    "as_lanes",
     "cores",
     "default_lanes",
     "device_digest",
@@ -43,6 +47,8 @@ __all__ = (
     "payload_paths",
 )
 
+
+T = TypeVar("T")
 
 TRANSPORTS: Final[Mapping[str, type[PayloadTransport]]] = types.MappingProxyType(
     {transport.name: transport for transport in (InlineTransport, MemTransport)}
@@ -128,18 +134,26 @@ def make_terms(
 
     :raises ConfigError: an impossible number of lanes, or payload path
     """
-    if lanes is None:
-        lanes = default_lanes(cores())
-    if not 1 <= lanes <= MAX_LANES:
-        raise ConfigError(f"{lanes} lanes; a link has 1 to {MAX_LANES}")
     return Terms(
         identity=identity,
         payload_paths=payload_paths(address),
         limits=limits,
         fingerprint=fingerprint,
         digest=digest,
-        lanes=lanes,
+        lanes=as_lanes(lanes) or default_lanes(cores()),
     )
+
+
+def as_lanes(lanes: int | None) -> int | None:
+    """Return the option ``lanes``, ``None`` for as many as the cores are for.
+
+    :raises ConfigError: no link has as many
+    """
+    if lanes is not None and (type(lanes) is not int or not 1 <= lanes <= MAX_LANES):
+        raise ConfigError(
+            f"{lanes!r:.40} lanes", hint=f"a link has 1 to {MAX_LANES}; None chooses"
+        )
+    return lanes
 
 
 Digest: TypeAlias = Literal["auto", "full", "edges", "off"]
@@ -149,16 +163,28 @@ _BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
 
 
 def new_identity(identity: str | None = None, role: Role = "both") -> PeerIdentity:
-    """Return who this process is to its peers; the incarnation is new each time."""
-    name = identity or f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
-    return PeerIdentity(
-        id=name,
+    """Return who this process is to its peers; the incarnation is new each time.
+
+    :raises ConfigError: no peer could be told that name, or that role
+    """
+    if identity is None or identity == "":
+        identity = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
+    own = PeerIdentity(
+        id=identity,
         incarnation=secrets.token_hex(8),
-        role=role,
+        role=_one_of("role", role, get_args(Role)),
         host_id=socket.gethostname(),
         boot_id=_boot_id(),
         pid=os.getpid(),
     )
+    try:  # as a peer will read it
+        said = msgspec.msgpack.encode(own)
+        return msgspec.msgpack.decode(said, type=PeerIdentity)
+    except (TypeError, ValueError, OverflowError) as exc:
+        raise ConfigError(
+            f"identity={identity!r:.40}",
+            hint="it is one line of text, of at most 256 characters",
+        ) from exc
 
 
 @functools.cache
@@ -170,9 +196,27 @@ def _boot_id() -> str:
         return ""
 
 
+def as_digest(digest: Digest) -> Digest:
+    """Return the option ``digest``.
+
+    :raises ConfigError: there is none of that name
+    """
+    return _one_of("digest", digest, get_args(Digest))
+
+
+def _one_of(name: str, value: T, known: tuple[T, ...]) -> T:
+    if value not in known:
+        hint = f"it is one of {', '.join(map(repr, known))}"
+        raise ConfigError(f"{name}={value!r:.40}", hint=hint)
+    return value
+
+
 def payload_digest(digest: Digest) -> Literal["full", "off"]:
-    """Return what crosses a socket under that option: ``full`` unless ``off``."""
-    return "off" if digest == "off" else "full"
+    """Return what crosses a socket under that option: ``full`` unless ``off``.
+
+    :raises ConfigError: there is none of that name
+    """
+    return "off" if as_digest(digest) == "off" else "full"
 
 
 def map_digest(digest: Digest) -> Literal["full", "edges", "off"]:

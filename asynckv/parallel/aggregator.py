@@ -368,7 +368,7 @@ class KVOutputAggregator:
     A request that is not complete ``deadline_s`` after its first report is logged once,
     with the ranks that are missing; it stays open, for they may still touch its blocks.
 
-    :raises ValueError: the count is not at least 1
+    :raises ValueError: the count is not at least 1, or ``deadline_s`` is no time
     """
 
     def __init__(
@@ -380,6 +380,8 @@ class KVOutputAggregator:
     ) -> None:
         if expected_finished_count < 1:
             raise ValueError(f"expected_finished_count={expected_finished_count}")
+        if not deadline_s >= 0:  # NaN is not
+            raise ValueError(f"deadline_s={deadline_s}")
         self.expected_finished_count = expected_finished_count
         self.deadline_s = deadline_s
         self._clock = clock

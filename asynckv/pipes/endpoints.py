@@ -19,6 +19,8 @@ from asynckv.links.link import Link, LinkStream
 from asynckv.links.listen import LinkListener, listen
 from asynckv.links.options import (
     Digest,
+    as_digest,
+    as_lanes,
     make_keyring,
     new_identity,
     payload_digest,
@@ -86,8 +88,8 @@ def open_pipe(
     keyring = make_keyring(secret_file, tls, allow_plaintext)
     return _opened(
         url,
-        digest,
-        lanes,
+        as_digest(digest),
+        as_lanes(lanes),
         parse_bytes(max_bytes),
         keyring,
         device=device_named(device),
@@ -158,8 +160,8 @@ def listen_pipe(
     """
     return PipeListener(
         url,
-        digest=digest,
-        lanes=lanes,
+        digest=as_digest(digest),
+        lanes=as_lanes(lanes),
         max_bytes=parse_bytes(max_bytes),
         keyring=make_keyring(secret_file, tls, allow_plaintext),
         device=device_named(device),

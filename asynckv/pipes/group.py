@@ -16,6 +16,7 @@ from asynckv.loops import LoopBound
 from asynckv.pipes.callers import Joining
 from asynckv.pipes.pipe import Pipe
 from asynckv.security.tls import TLS
+from asynckv.transfers.tokens import as_count, as_timeout
 from asynckv.types import parse_bytes
 
 __all__ = ("Group", "join_group")
@@ -153,8 +154,9 @@ def join_group(
         there, or an option cannot be honoured
     :raises GPUUnavailable: CuPy, a driver or the GPU is missing
     :raises GPUFailed: the GPU cannot be opened
-    :raises ValueError: no such rank, or no such port
+    :raises ValueError: no such rank, no such port, or no such time
     """
+    rank, size = as_count(rank, "rank", least=0), as_count(size, "size")
     if not 1 <= size <= _MAX_SIZE or not 0 <= rank < size:
         raise ValueError(f"there is no rank {rank} in a group of {size}")
     if size > 1 and not 0 < port + port_offset < 2**16:
@@ -164,7 +166,7 @@ def join_group(
         size,
         host=host,
         port=port + port_offset,
-        timeout_s=timeout_s,
+        timeout_s=as_timeout(timeout_s, "timeout_s"),
         max_bytes=parse_bytes(max_bytes),
         keyring=make_keyring(secret_file, tls, allow_plaintext),
         device=device_named(device),

@@ -20,6 +20,7 @@ from asynckv.errors import ConfigError
 from asynckv.links.sockets import in_thread
 from asynckv.stores.health import TierStatistics
 from asynckv.stores.tier_stack import FlushResult, TierStack
+from asynckv.transfers.tokens import as_timeout
 from asynckv.types import KVFingerprint
 
 __all__ = ("TieredStatistics", "TieredStore", "open_tier")
@@ -130,7 +131,7 @@ class TieredStore(StoreBuffer):
             raise ValueError(f'admit is "always" or "second_use", not {admit!r}')
         if not namespace.isprintable():
             raise ValueError(f"{namespace!r} is no namespace: it has to be printable")
-        self._tiers, self._drain_s = tuple(tiers), drain_s
+        self._tiers, self._drain_s = tuple(tiers), as_timeout(drain_s, "drain_s")
         self._opening = asyncio.Lock()
         self._lower = TierStack(
             *(self.values, self.pool),

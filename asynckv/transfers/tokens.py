@@ -33,6 +33,7 @@ __all__ = (
     "as_seconds",
     "as_specs",
     "as_text",
+    "as_timeout",
     "as_tokens",
     "check_mask",
     "check_tokens",
@@ -232,16 +233,16 @@ _MAX_KEY_LENGTH = 512
 _MAX_COUNT = 2**31
 
 
-def as_count(value: object, name: str) -> int:
-    """Return a number from 1 on, of any type of whole numbers but ``bool``.
+def as_count(value: object, name: str, *, least: int = 1) -> int:
+    """Return a number from ``least`` on, of any type of whole numbers but ``bool``.
 
     :raises TypeError: it is no whole number
-    :raises ValueError: it is below 1, or above 2**31
+    :raises ValueError: it is below ``least``, or above 2**31
     """
     if type(value) is not int:
         value = _whole(value, name)
-    if not 1 <= value <= _MAX_COUNT:
-        raise ValueError(f"{name} is at least 1, and at most 2**31")
+    if not least <= value <= _MAX_COUNT:
+        raise ValueError(f"{name} is at least {least}, and at most 2**31")
     return value
 
 
@@ -281,6 +282,18 @@ def as_seconds(value: object, name: str) -> float | None:
     """
     if value is None or (type(value) is float and 0 <= value < math.inf):
         return value
+    seconds = as_timeout(value, name)
+    if seconds == math.inf:
+        raise ValueError(f"{name} is finite; None means no end")
+    return seconds
+
+
+def as_timeout(value: object, name: str) -> float:
+    """Return how long something may take, ``math.inf`` for no end.
+
+    :raises TypeError: it is no number
+    :raises ValueError: it is negative, or NaN
+    """
     if isinstance(value, bool | str | bytes) or not hasattr(value, "__float__"):
         raise TypeError(f"{name} is a number of seconds, not {value!r:.40}")
     try:
@@ -289,8 +302,8 @@ def as_seconds(value: object, name: str) -> float | None:
         seconds = math.inf
     except (TypeError, ValueError, RuntimeError) as exc:
         raise TypeError(f"{name} is a number of seconds, not {value!r:.40}") from exc
-    if not 0 <= seconds < math.inf:
-        raise ValueError(f"{name} is finite and not negative; None means no end")
+    if not seconds >= 0:  # NaN is not
+        raise ValueError(f"{name} is a number of seconds from 0 on, not {seconds:g}")
     return seconds
 
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any
@@ -280,9 +281,22 @@ def test_it_belongs_to_the_loop_that_used_it_first(
     buffer.pool.close()
 
 
-@pytest.mark.parametrize("options", [{"max_deliver": 0}, {"max_bytes": "much"}])
-def test_options_are_checked(options: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=r"max_deliver|size"):
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        ({"max_deliver": 0}, ValueError),
+        ({"max_deliver": math.nan}, TypeError),
+        ({"max_bytes": "much"}, ValueError),
+        ({"max_hold_s": 0}, ValueError),
+        ({"max_hold_s": -1}, ValueError),
+        ({"max_hold_s": math.nan}, ValueError),
+        ({"max_hold_s": "5"}, TypeError),
+        ({"drain_s": -1}, ValueError),
+        ({"drain_s": math.nan}, ValueError),
+    ],
+)
+def test_options_are_checked(options: dict[str, Any], error: type[Exception]) -> None:
+    with pytest.raises(error, match=rf"{next(iter(options))} is|size"):
         LookupBuffer(**options)
 
 

@@ -3,7 +3,9 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
+import math
 import weakref
+from typing import Any
 
 import pytest
 import torch
@@ -179,6 +181,24 @@ async def test_what_cannot_be_served_is_refused(local: LookupBuffer) -> None:
     server.abort()
 
 
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"identity": "a\nb"}, "one line"),
+        ({"role": "foo"}, "role='foo'"),
+        ({"digest": "foo"}, "digest='foo'"),
+        ({"lanes": 2.5}, "2.5 lanes"),
+    ],
+)
+def test_an_option_that_cannot_be_honoured_is_refused_at_once(
+    local: LookupBuffer, options: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(ConfigError, match=words):
+        serve("mem://", lookup=local, **options)
+    with pytest.raises(ConfigError, match=words):
+        connect("mem://", **options)
+
+
 async def test_a_server_is_entered_once(peers: Peers) -> None:
     with pytest.raises(RuntimeError, match="entered before"):
         await peers.server.__aenter__()
@@ -257,6 +277,12 @@ async def test_before_it_is_entered_nobody_connects_anyway(local: LookupBuffer) 
     server.stop_accepting()
     async with server, connect(server.url) as peer:
         assert await peer.lookup.peek([1]) == 0
+
+
+async def test_a_time_that_is_none_is_refused_and_closes_nothing(peers: Peers) -> None:
+    with pytest.raises(ValueError, match="drain_s is"):
+        await peers.server.aclose(drain_s=math.nan)
+    assert await peers.consumer.lookup.peek([1]) == 0
 
 
 async def test_deliveries_have_as_long_to_end_as_is_asked_for(

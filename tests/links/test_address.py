@@ -5,6 +5,7 @@ import os
 import secrets
 import traceback
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,6 +21,7 @@ from asynckv.links.address import (
 from asynckv.links.fd_socket import has_fd_sockets
 from asynckv.links.options import (
     TRANSPORTS,
+    as_lanes,
     device_digest,
     keys_of,
     make_keyring,
@@ -219,6 +221,39 @@ def test_without_a_name_each_identity_has_one_of_its_own() -> None:
     assert new_identity().id != new_identity().id
     assert new_identity(role="producer").role == "producer"
     assert new_identity().pid == os.getpid()
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"identity": 5}, "identity=5 .*one line"),
+        ({"identity": 0}, "identity=0"),
+        ({"identity": 2**70}, "identity=1180"),
+        ({"identity": b"x"}, "identity=b'x'"),
+        ({"identity": "a\nb"}, "one line"),
+        ({"identity": "\ud800"}, "one line"),
+        ({"identity": "x" * 300}, "at most 256 characters"),
+        ({"role": "foo"}, "role='foo' .*'producer', 'consumer', 'both'"),
+        ({"role": None}, "role=None"),
+    ],
+)
+def test_a_name_or_a_role_that_no_peer_could_read_is_refused(
+    options: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(ConfigError, match=words):
+        new_identity(**options)
+
+
+@pytest.mark.parametrize("digest", ["foo", None, []])
+def test_a_digest_that_nobody_knows_is_refused(digest: Any) -> None:
+    with pytest.raises(ConfigError, match="one of 'auto', 'full', 'edges', 'off'"):
+        payload_digest(digest)
+
+
+@pytest.mark.parametrize("lanes", [0, 9, 2.5, "2", True])
+def test_no_link_has_such_a_number_of_lanes(lanes: Any) -> None:
+    with pytest.raises(ConfigError, match="a link has 1 to 8"):
+        as_lanes(lanes)
 
 
 def test_what_crosses_a_socket_is_digested_unless_that_is_off() -> None:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections import Counter
 from typing import Self
 
@@ -333,6 +334,8 @@ def test_counts_that_can_never_be_reached_are_refused() -> None:
         KVOutputAggregator.from_connector(_Connector(9), 8)
     with pytest.raises(ValueError, match="expected_finished_count=0"):
         KVOutputAggregator(0)
+    with pytest.raises(ValueError, match="deadline_s=nan"):
+        KVOutputAggregator(1, deadline_s=math.nan)
 
 
 _steps = st.lists(

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
+import sys
 from typing import Any
 
 import pytest
@@ -30,6 +31,8 @@ pytestmark = pytest.mark.both_loops
         ({"tls": object()}, "TLS"),
         ({"device": "tpu"}, "'tpu' is unknown"),
         ({"device": torch.device("meta")}, "meta"),
+        ({"digest": "foo"}, "digest='foo'"),
+        ({"lanes": True}, "True lanes"),
     ],
 )
 @pytest.mark.parametrize("opened", [open_pipe, listen_pipe])
@@ -38,6 +41,18 @@ def test_options_that_cannot_be_honoured_are_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         opened("tcp://127.0.0.1:0", **options)
+
+
+async def test_the_largest_number_is_no_bound() -> None:
+    async with listen_pipe("tcp://127.0.0.1:0", max_bytes=sys.maxsize) as listener:
+        async with open_pipe(listener.url, max_bytes=sys.maxsize) as near:
+            async with await listener.accept() as far:
+                await near.send_tensor(torch.ones(3))
+                found = await far.recv_tensor()
+                assert found is not None and found.shape == (3,)
+                await far.send_tensor(torch.zeros(2**18))
+                found = await near.recv_tensor()
+                assert found is not None and found.shape == (2**18,)
 
 
 def test_the_cpu_may_be_named() -> None:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import secrets
 from pathlib import Path
 from typing import Any, Literal
@@ -125,6 +126,9 @@ async def test_a_group_has_pipes_to_the_other_ranks_only() -> None:
         ({"port": 65535, "port_offset": 1}, ValueError),
         ({"device": "cuda:x"}, ConfigError),
         ({"max_bytes": "much"}, ValueError),
+        ({"rank": 0.5}, TypeError),
+        ({"size": "2"}, TypeError),
+        ({"timeout_s": math.nan}, ValueError),
     ],
 )
 def test_what_cannot_be_a_group_is_refused(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
 
@@ -812,6 +813,12 @@ async def test_a_store_that_is_closed_while_it_is_opened_closes_its_tiers() -> N
 def test_an_admission_that_nobody_knows_is_refused() -> None:
     with pytest.raises(ValueError, match="sometimes"):
         TieredStore(MIB, [], admit="sometimes")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("drain_s", [math.nan, -1])
+def test_a_drain_that_is_no_time_is_refused(drain_s: float) -> None:
+    with pytest.raises(ValueError, match="drain_s is a number of seconds"):
+        TieredStore(MIB, [], drain_s=drain_s)
 
 
 class ReplacedTier(DictTier):

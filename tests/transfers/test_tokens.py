@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import struct
 from collections.abc import Awaitable, Callable
 from typing import Any, Final
@@ -22,6 +23,7 @@ from asynckv.transfers.tokens import (
     as_mask,
     as_seconds,
     as_specs,
+    as_timeout,
     as_tokens,
     key_of,
     make_query,
@@ -306,6 +308,36 @@ async def test_a_writer_puts_nothing_but_tensors(local: LookupBuffer) -> None:
 def test_counts_and_seconds_come_back_as_plain_numbers() -> None:
     assert type(as_count(numpy.uint8(3), "n")) is int
     assert type(as_seconds(2**70, "s")) is float and as_seconds(None, "s") is None
+    assert type(as_timeout(numpy.int64(2), "s")) is float
+
+
+def test_a_count_may_begin_at_another_number() -> None:
+    assert as_count(0, "rank", least=0) == 0
+    with pytest.raises(ValueError, match="rank is at least 0"):
+        as_count(-1, "rank", least=0)
+
+
+def test_what_may_take_any_time_may_take_for_ever() -> None:
+    assert (as_timeout(0, "s"), as_timeout(math.inf, "s")) == (0, math.inf)
+    with pytest.raises(ValueError, match="s is finite; None means no end"):
+        as_seconds(math.inf, "s")
+
+
+@pytest.mark.parametrize(
+    ("value", "error"),
+    [
+        (math.nan, ValueError),
+        (-0.1, ValueError),
+        (None, TypeError),
+        ("5", TypeError),
+        (True, TypeError),
+    ],
+)
+def test_what_is_no_time_is_refused_by_name(
+    value: object, error: type[Exception]
+) -> None:
+    with pytest.raises(error, match="drain_s is a number of seconds"):
+        as_timeout(value, "drain_s")
 
 
 def test_a_tensor_is_declared_by_a_spec() -> None:

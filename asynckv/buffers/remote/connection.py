@@ -24,11 +24,13 @@ from asynckv.security.keyring import NO_KEYS, Keyring
 from asynckv.sharing.peer_imports import PeerImports
 from asynckv.transfers.delivery import ReceiveBudget
 from asynckv.transfers.routes import GpuRoutes, PeerRoutes
+from asynckv.transfers.tokens import as_timeout
 from asynckv.types import KVFingerprint
 from asynckv.waits.waiting import Reply, Watchers
 
 __all__ = (
     "ANSWER_S",
+    "STEADY_S",
     "Backoff",
     "PeerConnection",
     "ReconnectingLink",
@@ -38,6 +40,8 @@ __all__ = (
 
 _FIRST_PAUSE_S: Final = 0.05
 _LONGEST_PAUSE_S: Final = 1.0
+STEADY_S: Final = 2.0
+"""A link that is cut sooner may have been made in vain, as the next one would be."""
 
 
 class Backoff:
@@ -71,8 +75,8 @@ class ReconnectingLink:
 
     ``dial`` makes one, in so many seconds at most. It is tried for ``reconnect_s``
     seconds after a cut, but not after a goodbye, nor where this side has ended the
-    link. While links are cut before they have answered anything, the pauses between
-    them grow to 1 s.
+    link. While links are cut before they have answered anything, or within 2 s, the
+    pauses between them grow to 1 s: two peers of one identity end each other's.
     """
 
     def __init__(
@@ -87,6 +91,7 @@ class ReconnectingLink:
         self._is_closing = False
         self._reconnecting: asyncio.Task[None] | None = None
         self._backoff = Backoff()
+        self._made_at = 0.0
         self._watchers = Watchers()
 
     @property
@@ -148,6 +153,7 @@ class ReconnectingLink:
     def use(self, link: Link) -> None:
         """This is the one from here on."""
         self.current = link
+        self._made_at = asyncio.get_running_loop().time()
         link.call_when_lost(partial(self._on_lost, link))
         self._watchers.wake()
 
@@ -172,7 +178,15 @@ class ReconnectingLink:
     def _on_lost(self, link: Link, error: PeerLost) -> None:
         if self._is_closing or link is not self.current:
             return
-        if link.was_answered:
+        try:
+            self._go_on(link, error)
+        except BaseException:
+            self._end(error)  # whatever it is: who waits shall not hang
+            raise
+
+    def _go_on(self, link: Link, error: PeerLost) -> None:
+        loop = asyncio.get_running_loop()
+        if link.was_answered and loop.time() - self._made_at >= STEADY_S:
             self._backoff.reset()
         cause = error.__cause__
         ours = isinstance(cause, Exception) and not isinstance(cause, OSError)
@@ -181,7 +195,7 @@ class ReconnectingLink:
             self._end(error)
         else:
             logger.warning("the link to %s was lost; dialling again", self._url)
-            self._reconnecting = asyncio.get_running_loop().create_task(
+            self._reconnecting = loop.create_task(
                 self._reconnect(error), name=f"asynckv: reconnect to {self._url}"
             )
 
@@ -253,6 +267,7 @@ class PeerConnection(LoopBound):
             growth=self.on_gpu,
             device_digest=device_digest,
         )
+        reconnect_s = as_timeout(reconnect_s, "reconnect_s")
         self._links = ReconnectingLink(url, reconnect_s, self._dial)
         self.routes = (
             PeerRoutes(self._imports, self.budget, self.memory.make_pool())
@@ -272,7 +287,7 @@ class PeerConnection(LoopBound):
 
     @reconnect_s.setter
     def reconnect_s(self, seconds: float) -> None:
-        self._links.reconnect_s = seconds
+        self._links.reconnect_s = as_timeout(seconds, "reconnect_s")
 
     @property
     def is_connected(self) -> bool:

@@ -19,6 +19,7 @@ from asynckv.links.link import Link
 from asynckv.links.options import (
     Digest,
     Role,
+    as_lanes,
     device_digest,
     make_keyring,
     map_digest,
@@ -164,13 +165,15 @@ def connect(
         ``ASYNCKV_SECRET`` of the environment, if set
     :param tls: this side's certificate, key and authorities, for a ``tls://`` URL
     :param allow_plaintext: reach another machine without TLS, by a secret alone
-    :param identity: the name that the server knows this side by; made up by default
+    :param identity: the name that the server knows this side by; made up by default.
+        It is one peer's alone: of two that have it, each link ends the other's
     :param role: what the server reads of this side; it forbids nothing
     :param device: the GPU (``"cuda:0"``) in whose memory to receive; entries of
         a buffer on the same GPU, of a process of this host, are read there, and copied
         from another GPU that it can reach. By default memory of the host
     :raises ConfigError: an option that cannot be honoured; on entering, keys that
         cannot be read, or an address that asks for more protection
+    :raises ValueError: ``reconnect_s`` is no time, or ``max_bytes`` no size
     :raises PeerLost: (on entering) nobody serves there, or answers in time
     :raises AuthError: (on entering) the two sides do not share a secret
     :raises IncompatiblePeer: (on entering) the fingerprints differ
@@ -182,7 +185,7 @@ def connect(
         digest=payload_digest(digest),
         map_digest=map_digest(digest),
         device_digest=device_digest(digest),
-        lanes=lanes,
+        lanes=as_lanes(lanes),
         reconnect_s=reconnect_s,
         max_bytes=parse_bytes(max_bytes),
         keyring=make_keyring(secret_file, tls, allow_plaintext),

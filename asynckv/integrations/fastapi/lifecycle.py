@@ -33,6 +33,7 @@ from asynckv.config import KVTransferConfig
 from asynckv.errors import PeerLost
 from asynckv.node import open as open_node
 from asynckv.security.tls import TLS
+from asynckv.transfers.tokens import as_timeout
 from asynckv.types import KVFingerprint
 from asynckv.waits.waiting import wait_shielded
 
@@ -99,7 +100,8 @@ def lifespan(
     Stopping lets consumers take what this app serves for at most ``drain_s``.
     A cancelled start leaves nothing behind.
 
-    :raises ValueError: not exactly one of ``config``, ``connect`` and ``serve``
+    :raises ValueError: not exactly one of ``config``, ``connect`` and ``serve``, or a
+        time that is negative or NaN
     :raises AsyncKVError: (on starting) a configuration or peer that cannot work,
         or an address that cannot be listened on
     """
@@ -108,6 +110,7 @@ def lifespan(
     given = (lookup, store)
     if given != (None, None) and serve is None:
         raise ValueError("lookup= and store= are what serve= serves")
+    drain_s, wait_s = as_timeout(drain_s, "drain_s"), as_timeout(wait_s, "wait_s")
     protection: dict[str, Any] = {
         "secret_file": secret_file,
         "tls": tls,

@@ -44,6 +44,7 @@ from asynckv.stores.disk.slots import (
 )
 from asynckv.stores.disk.url import LEAST_MAX_BYTES, parse_disk_url
 from asynckv.stores.threads import READ, SCAN, WRITE, Stopped, TierThreads, ask
+from asynckv.transfers.tokens import as_count, as_timeout
 
 __all__ = ("DiskStatistics", "DiskTier")
 
@@ -125,9 +126,9 @@ class DiskTier(LoopBound, StoreTier):
             )
         self.path = Path(path)
         self.max_bytes = max_bytes
-        self._count = threads
-        self._close_grace_s = close_grace_s
-        self._full_retry_s = full_retry_s
+        self._count = as_count(threads, "threads")
+        self._close_grace_s = as_timeout(close_grace_s, "close_grace_s")
+        self._full_retry_s = as_timeout(full_retry_s, "full_retry_s")
         self._calls = calls or FileCalls()
         self._index = SlotIndex(self._off_loop)
         self._is_closed = self._is_scanning = False

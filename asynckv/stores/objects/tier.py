@@ -53,6 +53,7 @@ from asynckv.stores.objects.known import KnownKeys
 from asynckv.stores.objects.url import PATIENCE_S, ObjectPlace, parse_object_url
 from asynckv.tensors.copying import HostCopyPool
 from asynckv.tensors.jobs import CopyJob
+from asynckv.transfers.tokens import as_timeout
 
 if TYPE_CHECKING:
     from obstore import Bytes, GetOptions, GetResult
@@ -107,7 +108,7 @@ class ObjectTier(LoopBound, StoreTier):
         self.name = name
         self._store: ObjectStore | None = store
         self._prefix = f"{prefix}/" if prefix else ""
-        self._patience_s = patience_s
+        self._patience_s = as_timeout(patience_s, "patience_s")
         self._known = KnownKeys()
         self._calls = ObstoreCalls()
         self._pool = HostCopyPool()

@@ -37,6 +37,7 @@ from asynckv.stores.redis.lanes import Lanes, process_lanes
 from asynckv.stores.redis.server import Address, Credentials, RedisServer
 from asynckv.stores.redis.url import parse_redis_url
 from asynckv.stores.threads import READ, Stopped, TierThreads, ask
+from asynckv.transfers.tokens import as_timeout
 
 __all__ = ("RedisStatistics", "RedisTier")
 
@@ -96,6 +97,7 @@ class RedisTier(LoopBound, StoreTier):
         credentials: Credentials | None = None,
         stall_s: float = _STALL_S,
     ) -> None:
+        stall_s = as_timeout(stall_s, "stall_s")
         self._place = parse_redis_url(url)
         self._is_closed = False
         self._server = RedisServer(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import math
+import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from typing import Any, Final
@@ -264,23 +266,94 @@ def hang_up_first(times: int) -> Answer:
     return answer
 
 
-async def test_links_that_answer_nothing_are_made_more_and_more_seldom(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    pauses, next_s = list[float](), Backoff.next_pause_s
+@pytest.fixture
+def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Each pause before a link is made again, which is not waited for."""
+    found, next_s = list[float](), Backoff.next_pause_s
 
     def next_pause_s(backoff: Backoff) -> float:
-        pauses.append(next_s(backoff))
+        found.append(next_s(backoff))
         return 0
 
     monkeypatch.setattr(Backoff, "next_pause_s", next_pause_s)
+    return found
+
+
+async def test_links_that_answer_nothing_are_made_more_and_more_seldom(
+    pauses: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
     async with scripted(hang_up_first(7)) as (_, peer):
         assert await ask(peer, Peek(has_key=False)) == Result(3)
         assert len(pauses) == 7  # one before each link but the first
         assert pauses[0] == 0 and pauses[6] >= 0.5
+        monkeypatch.setattr(connection, "STEADY_S", 0)  # it is as old as that
         (await peer.link()).abort()
         assert await ask(peer, Peek(has_key=False)) == Result(3)
         assert pauses[7:] == [0]  # that link had answered
+
+
+async def test_two_peers_of_one_name_end_each_others_links_more_and_more_seldom(
+    local: LookupBuffer, pauses: list[float]
+) -> None:
+    async with serve("mem://", lookup=local) as server:
+        async with (
+            connect(server.url, identity="me") as one,
+            connect(server.url, identity="me") as other,
+        ):
+            while len(pauses) < 14:
+                await asyncio.gather(one.lookup.peek([1]), other.lookup.peek([1]))
+    assert max(pauses) >= 0.4
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        ({"reconnect_s": None}, TypeError),
+        ({"reconnect_s": "30"}, TypeError),
+        ({"reconnect_s": -1}, ValueError),
+        ({"reconnect_s": math.nan}, ValueError),
+        ({"fingerprint": 5}, TypeError),
+        ({"max_bytes": "much"}, ValueError),
+    ],
+)
+def test_an_option_that_is_wrong_is_refused_at_once(
+    options: dict[str, Any], error: type[Exception]
+) -> None:
+    with pytest.raises(error, match="reconnect_s is|fingerprint is|is not a size"):
+        connect("mem://", **options)
+
+
+async def test_the_time_to_reconnect_is_checked_when_it_is_changed(
+    peers: Peers,
+) -> None:
+    peers.consumer.reconnect_s = math.inf
+    with pytest.raises(ValueError, match="reconnect_s is"):
+        peers.consumer.reconnect_s = math.nan
+    assert peers.consumer.reconnect_s == math.inf
+
+
+async def test_the_largest_number_is_no_bound(local: LookupBuffer) -> None:
+    async with serve("tcp://127.0.0.1:0", lookup=local) as server:
+        async with connect(server.url, max_bytes=sys.maxsize) as peer:
+            await local.insert([1], None, torch.ones(2**18), None, None)
+            entry = await peer.lookup.drop_select([1])
+            assert isinstance(entry.key, torch.Tensor) and entry.key.numel() == 2**18
+
+
+async def test_who_waits_hears_of_a_loss_though_something_fails_then(
+    peers: Peers, local: LookupBuffer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waiting = asyncio.create_task(peers.consumer.lookup.drop_select([1]))
+    await until(lambda: local.statistics().waiting_selects == 1)
+
+    def fail(record: object) -> bool:
+        raise RuntimeError("this log cannot be written")
+
+    monkeypatch.setattr(connection.logger, "filters", [fail])
+    (await peers.consumer.link()).abort()
+    async with asyncio.timeout(10):
+        with pytest.raises(PeerLost):
+            await waiting
 
 
 def test_the_first_attempt_is_made_at_once_and_the_pauses_grow() -> None:

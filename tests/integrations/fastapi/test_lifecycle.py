@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import socket
 import time
 from collections.abc import AsyncIterator, Callable
@@ -314,6 +315,13 @@ async def test_it_says_where_it_serves(caplog: pytest.LogCaptureFixture) -> None
 def test_it_does_exactly_one_thing(given: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         lifespan(**given)
+
+
+@pytest.mark.parametrize("option", ["drain_s", "wait_s"])
+@pytest.mark.parametrize("value", [math.nan, -1])
+def test_a_time_that_is_none_is_refused_at_once(option: str, value: float) -> None:
+    with pytest.raises(ValueError, match=f"{option} is a number of seconds"):
+        lifespan(serve="mem://a", **{option: value})  # type: ignore[arg-type]
 
 
 def client_of(app: Starlette) -> httpx.AsyncClient:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -24,3 +26,19 @@ async def test_a_disk_tier_keeps_the_contract(
     calls = FileCalls() if is_direct else FaultyCalls(refuses_direct=True)
 
     await check(lambda: DiskTier(tmp_path / "kv", 256 * 2**20, calls=calls))
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        ({"threads": 0}, ValueError),
+        ({"threads": 1.5}, TypeError),
+        ({"close_grace_s": math.nan}, ValueError),
+        ({"full_retry_s": -1}, ValueError),
+    ],
+)
+def test_options_are_checked(
+    options: dict[str, Any], error: type[Exception], tmp_path: Path
+) -> None:
+    with pytest.raises(error, match=f"{next(iter(options))} is"):
+        DiskTier(tmp_path / "kv", 2**20, **options)

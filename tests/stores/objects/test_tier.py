@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import math
 
 import pytest
 import torch
+from obstore.store import LocalStore
 
 import asynckv
 from asynckv.abc.tiers import TierResult
@@ -126,3 +128,8 @@ async def test_a_key_that_no_object_can_have_is_a_failure(key: str, url: str) ->
         assert await tier.fetch([SomeValue(key, 10)]) == [FAILED]
         assert await tier.delete([key]) == [FAILED]
         assert await tier.contains([key]) == [FAILED]
+
+
+def test_a_patience_that_is_no_time_is_refused() -> None:
+    with pytest.raises(ValueError, match="patience_s is a number of seconds"):
+        ObjectTier(LocalStore(), patience_s=math.nan)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import redis.asyncio
 
@@ -68,3 +70,8 @@ async def test_many_keys_among_those_of_others_are_cleared(
         assert await tier.clear(cleared) is TierResult.DONE
         assert cleared.moved_nbytes > 5
         assert await client.dbsize() == 3001
+
+
+def test_a_stall_that_is_no_time_is_refused() -> None:
+    with pytest.raises(ValueError, match="stall_s is a number of seconds"):
+        RedisTier("redis://host", stall_s=math.nan)
