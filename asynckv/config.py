@@ -89,7 +89,7 @@ class KVTransferConfig(msgspec.Struct, frozen=True, kw_only=True):
         """
         try:
             fields = json.loads(text)
-        except ValueError as exc:
+        except (ValueError, RecursionError) as exc:  # the latter: nested too deeply
             raise ConfigError(
                 f"the configuration is not JSON: {exc}",
                 hint='write it as \'{"kv_role": "kv_producer"}\'',
@@ -437,7 +437,7 @@ def _from_text(name: str, text: str) -> object:
             return json.loads(text)
         if kind in (bool, int, int | None):
             return msgspec.convert(text, kind, strict=False)
-    except (ValueError, msgspec.ValidationError) as exc:
+    except (ValueError, RecursionError, msgspec.ValidationError) as exc:
         raise ConfigError(
             f"{_ENV_PREFIX}{name.upper()} is {text!r}: {exc}",
             hint="unset it, or correct it",

@@ -38,6 +38,8 @@ def check_config(
         explained = _explain(_text_of(config))
     except ConfigError as exc:
         explained = Explained((), exc.problems)
+    except RecursionError:
+        explained = Explained((), ("the configuration is nested too deeply",))
     for fact in explained.facts:
         print(fact)
     for problem in explained.problems:

@@ -194,6 +194,16 @@ def children_of(config: KVTransferConfig) -> tuple[KVTransferConfig, ...]:
     :raises ConfigError: there is none, or one that cannot work, or two that go from
         peer to peer: a request's parameters could not say which of them they are for
     """
+    children = _children_in(config)
+    if sum(map(_count_p2p, children)) > 1:
+        raise ConfigError(
+            "a MultiConnector can have one P2PConnector, and here are several",
+            hint='one is enough for any number of "peers": name them all there',
+        )
+    return children
+
+
+def _children_in(config: KVTransferConfig) -> tuple[KVTransferConfig, ...]:
     extra = dict(config.kv_connector_extra_config)
     given = extra.pop("connectors", [])
     if not isinstance(given, list) or not given:
@@ -206,15 +216,11 @@ def children_of(config: KVTransferConfig) -> tuple[KVTransferConfig, ...]:
     for one in given:
         if not isinstance(one, dict) or one.keys() - fields.keys():
             raise ConfigError(f"connectors: {one!r} is no configuration")
-        own_extra = one.get("kv_connector_extra_config", {})
         merged = {**fields, "kv_connector_module_path": None, **one}
-        merged["kv_connector_extra_config"] = {**extra, **own_extra}
+        own = one.get("kv_connector_extra_config", {})
+        if isinstance(own, dict):  # of others the configuration says what they are
+            merged["kv_connector_extra_config"] = {**extra, **own}
         children.append(KVTransferConfig(**merged))
-    if sum(map(_count_p2p, children)) > 1:
-        raise ConfigError(
-            "a MultiConnector can have one P2PConnector, and here are several",
-            hint='one is enough for any number of "peers": name them all there',
-        )
     return tuple(children)
 
 
@@ -223,7 +229,7 @@ def _count_p2p(config: KVTransferConfig) -> int:
     try:
         kind = find_connector(config)
         if kind == MultiConnector:
-            return sum(map(_count_p2p, children_of(config)))
+            return sum(map(_count_p2p, _children_in(config)))
     except ConfigError:
         return 0  # who makes that connector, or explains it, says what is wrong
     return issubclass(kind.scheduler_type, P2PScheduler)

@@ -138,6 +138,7 @@ def test_a_config_that_works_is_explained(
         ("{", "not JSON"),
         ('{"kv_roll": "kv_both"}', "kv_role"),
         ('{"kv_role": "kv_both"}', '{"peer_url": "tcp://HOST:PORT"}'),
+        ("[" * 100_000 + "]" * 100_000, "nested too deeply"),
     ],
 )
 def test_what_is_wrong_is_said_and_is_the_exit_status(

@@ -218,6 +218,22 @@ def test_two_connectors_from_peer_to_peer_are_one_too_many() -> None:
     assert "one P2PConnector" in problem and "peers" in problem
 
 
+@pytest.mark.parametrize("extra", [None, [], "x", 3])
+def test_a_child_whose_options_are_no_object_is_refused(extra: object) -> None:
+    child = {"kv_connector": "StoreConnector", "kv_connector_extra_config": extra}
+    (problem,) = explained("MultiConnector", connectors=[child]).problems
+    assert f"kv_connector_extra_config is {extra!r}" in problem
+
+
+def test_connectors_of_connectors_are_each_looked_at_once() -> None:
+    child: dict[str, object] = {"kv_connector": "StoreConnector"}
+    for _ in range(30):  # twice each would be 2 to the 30th
+        extra = {"connectors": [child]}
+        child = {"kv_connector": "MultiConnector", "kv_connector_extra_config": extra}
+    (problem,) = explained("MultiConnector", connectors=[child]).problems
+    assert problem.startswith("connector 1: " * 31 + "store is not set")
+
+
 def test_of_several_connectors_each_is_explained() -> None:
     found = explained("MultiConnector", connectors=[{"kv_connector": "StoreConnector"}])
     assert found.problems[0].startswith("connector 1: store is not set")
