@@ -325,8 +325,10 @@ class KVTransferConfig(msgspec.Struct, frozen=True, kw_only=True):
         try:
             return msgspec.convert(value, kind)
         except (msgspec.ValidationError, UnicodeError) as exc:
+            # Not all of an object: one that is wrong may say a password, or a secret.
+            why = f": {exc}" if isinstance(value, dict) else f" is {value!r}"
             raise ConfigError(
-                f"kv_connector_extra_config.{key} is {value!r}", hint=f"it is {what}"
+                f"kv_connector_extra_config.{key}{why}", hint=f"it is {what}"
             ) from exc
 
 

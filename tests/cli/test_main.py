@@ -213,6 +213,17 @@ def test_every_field_and_option_that_is_malformed_is_named_in_one_run(
     assert len(found) == len((*words, *options, *more, *read))
 
 
+def test_no_problem_shows_a_password(capsys: pytest.CaptureFixture[str]) -> None:
+    found = problems_of(
+        '{"kv_role": "kv_both", "kv_port": "x", "kv_connector_extra_config": '
+        '{"store": "redis://u:hunter2@h", "tls": {"password": "hunter2"}}}',
+        capsys,
+    )
+    assert any("redis://u:***@h" in one for one in found)
+    assert any("unknown field `password`" in one for one in found)
+    assert "hunter2" not in "".join(found)
+
+
 def test_the_environment_s_malformed_fields_are_all_named_too(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

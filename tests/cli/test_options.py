@@ -237,9 +237,17 @@ def test_a_file_that_holds_no_options_is_refused(tmp_path: Path, text: str) -> N
         parsed("--config", str(file))
 
 
-def test_a_password_in_a_wrong_tier_is_not_repeated() -> None:
+@pytest.mark.parametrize(
+    "url",
+    [
+        "disk://user:hunter2@host/a?max=1GiB",
+        "redis://user:hunter2/@host:1",
+        "redis://user:hunter2\u2100@host",
+    ],
+)
+def test_a_password_in_a_wrong_tier_is_not_repeated(url: str) -> None:
     with pytest.raises(CycloptsError) as wrong:
-        parsed("--tier", "disk://user:hunter2@host/a?max=1GiB")
+        parsed("--tier", url)
     assert "hunter2" not in str(wrong.value) and "***" in str(wrong.value)
 
 
