@@ -89,7 +89,7 @@ class KVTransferConfig(msgspec.Struct, frozen=True, kw_only=True):
         """
         try:
             fields = json.loads(text)
-        except ValueError as exc:
+        except (ValueError, RecursionError) as exc:  # the latter: nested too deeply
             raise ConfigError(
                 f"the configuration is not JSON: {exc}",
                 hint='write it as \'{"kv_role": "kv_producer"}\'',
@@ -325,8 +325,10 @@ class KVTransferConfig(msgspec.Struct, frozen=True, kw_only=True):
         try:
             return msgspec.convert(value, kind)
         except (msgspec.ValidationError, UnicodeError) as exc:
+            # Not all of an object: one that is wrong may say a password, or a secret.
+            why = f": {exc}" if isinstance(value, dict) else f" is {value!r}"
             raise ConfigError(
-                f"kv_connector_extra_config.{key} is {value!r}", hint=f"it is {what}"
+                f"kv_connector_extra_config.{key}{why}", hint=f"it is {what}"
             ) from exc
 
 
@@ -437,7 +439,7 @@ def _from_text(name: str, text: str) -> object:
             return json.loads(text)
         if kind in (bool, int, int | None):
             return msgspec.convert(text, kind, strict=False)
-    except (ValueError, msgspec.ValidationError) as exc:
+    except (ValueError, RecursionError, msgspec.ValidationError) as exc:
         raise ConfigError(
             f"{_ENV_PREFIX}{name.upper()} is {text!r}: {exc}",
             hint="unset it, or correct it",

@@ -128,10 +128,18 @@ def test_the_constructor_checks_as_well() -> None:
         KVTransferConfig(kv_port="many")  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("text", ["{", "kv_both", "[1]", "7", '"{}"'])
+DEEP = "[" * 100_000 + "]" * 100_000
+
+
+@pytest.mark.parametrize("text", ["{", "kv_both", "[1]", "7", '"{}"', DEEP])
 def test_what_is_no_json_object_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="configuration"):
         KVTransferConfig.from_json(text)
+
+
+def test_a_variable_that_is_nested_too_deeply_is_refused() -> None:
+    with pytest.raises(ConfigError, match="ASYNCKV_KV_CONNECTOR_EXTRA_CONFIG"):
+        KVTransferConfig.from_env({"ASYNCKV_KV_CONNECTOR_EXTRA_CONFIG": DEEP})
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from cyclopts import Parameter
 from asynckv.config import KVTransferConfig
 from asynckv.connectors.registry import Explained, explain, explain_options
 from asynckv.errors import ConfigError
+from asynckv.observability.lines import without_passwords
 
 __all__ = ("check_config",)
 
@@ -38,10 +39,12 @@ def check_config(
         explained = _explain(_text_of(config))
     except ConfigError as exc:
         explained = Explained((), exc.problems)
+    except RecursionError:
+        explained = Explained((), ("the configuration is nested too deeply",))
     for fact in explained.facts:
-        print(fact)
+        print(without_passwords(fact))
     for problem in explained.problems:
-        print(f"wrong: {problem}")
+        print(f"wrong: {without_passwords(problem)}")
     return 1 if explained.problems else 0
 
 

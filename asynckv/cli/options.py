@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import tomllib
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -21,6 +22,7 @@ from cyclopts.config import Dict, Env
 
 from asynckv.errors import ConfigError
 from asynckv.observability.lines import without_secrets
+from asynckv.security.shared_secret import secret_file_from
 from asynckv.security.tls import TLS
 from asynckv.types import KVFingerprint, parse_bytes
 
@@ -53,13 +55,16 @@ def from_file(
 
     TOML, or JSON where the name ends in ``.json``. Its keys are the options' names.
 
-    :raises ConfigError: it cannot be read
+    :raises ConfigError: it cannot be read, or names another file
     """
     for argument in arguments:
         if argument.name == "--config" and argument.tokens:
             path = Path(argument.tokens[-1].value)
+            found = _read(path)
+            if isinstance(found, dict) and "config" in found:
+                raise ConfigError(f"config is no option in a file, and is in {path}")
             # Without commands: the keys are at the top, also one named as a command.
-            Dict(_read(path), source=str(path))(app, (), arguments)
+            Dict(found, source=str(path))(app, (), arguments)
 
 
 def converter(make: Callable[[str], _T]) -> Callable[[object, Sequence[Token]], _T]:
@@ -73,8 +78,13 @@ def converter(make: Callable[[str], _T]) -> Callable[[object, Sequence[Token]], 
 def converter_of_each(
     make: Callable[[str], _T],
 ) -> Callable[[object, Sequence[Token]], tuple[_T, ...]]:
-    """As :func:`converter`, for an option that may be repeated."""
-    return lambda hint, tokens: tuple(_made(make, token) for token in tokens)
+    """As :func:`converter`, for an option that may be repeated.
+
+    An empty list of a file, or an empty variable, is one empty text.
+    """
+    return lambda hint, tokens: tuple(
+        _made(make, token) for token in tokens if token.value
+    )
 
 
 def _made(make: Callable[[str], _T], token: Token) -> _T:
@@ -85,13 +95,13 @@ def _made(make: Callable[[str], _T], token: Token) -> _T:
         raise ValueError(f"{exc}{'' if is_named else f', in {token.source}'}") from exc
 
 
-def _read(path: Path) -> dict[str, Any]:
+def _read(path: Path) -> Any:
     try:
         text = path.read_text(encoding="utf-8")
         return json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
     except OSError as exc:
         why = exc.strerror or str(exc)
-    except ValueError as exc:
+    except (ValueError, RecursionError) as exc:  # the latter: nested too deeply
         why = str(exc)
     raise ConfigError(
         f"{str(path)!r} cannot be read: {why}",
@@ -115,12 +125,18 @@ Fingerprint: TypeAlias = Annotated[
 """A model's name, or JSON of a fingerprint's fields."""
 
 
+def _secret_file(hint: object, tokens: Sequence[Token]) -> Path:
+    if tokens[0].source == ENVIRONMENT.source:
+        secret_file_from(os.environ)  # refuses a second secret there
+    return Path(tokens[0].value)
+
+
 @Parameter(name="*")
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class KeyOptions:
     """As ``serve`` and ``connect`` take them."""
 
-    secret_file: Path | None = None
+    secret_file: Annotated[Path | None, Parameter(converter=_secret_file)] = None
     """The secret that all peers share."""
 
     certificate: Path | None = None

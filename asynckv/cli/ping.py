@@ -18,6 +18,7 @@ from asynckv.cli.bench.report import percentile
 from asynckv.cli.options import NO_KEY_OPTIONS, Fingerprint, KeyOptions
 from asynckv.cli.process import INTERRUPTED
 from asynckv.errors import AsyncKVError, NotServed
+from asynckv.observability.lines import without_passwords
 from asynckv.types import KVFingerprint
 
 if TYPE_CHECKING:
@@ -62,7 +63,7 @@ def ping(
         print(f"asynckv ping: no answer within {timeout_s:g} s", file=sys.stderr)
         return 1
     except (AsyncKVError, ValueError, OSError) as exc:
-        print(f"asynckv ping: {exc}", file=sys.stderr)
+        print(f"asynckv ping: {without_passwords(str(exc))}", file=sys.stderr)
         return 1
     return 0
 

@@ -94,19 +94,22 @@ def stop_signal() -> Iterator[asyncio.Future[str]]:
 
     def stop(number: signal.Signals) -> None:
         for one in numbers:
-            loop.remove_signal_handler(one)
             signal.signal(one, signal.SIG_DFL)
-        stopped.set_result(number.name)
+        if stopped.done():  # it came before that, and the loop sees it only now
+            os.kill(os.getpid(), number)
+        else:
+            stopped.set_result(number.name)
 
     for number in numbers:
         loop.add_signal_handler(number, stop, number)
     try:
         yield stopped
     finally:
-        if not stopped.done():
-            stopped.cancel()
-            for number in numbers:
-                loop.remove_signal_handler(number)
+        stopped.cancel()  # unless a signal came
+        for number in numbers:
+            loop.remove_signal_handler(number)
+            signal.signal(number, signal.SIG_DFL)
+        if stopped.cancelled():
             signal.signal(signal.SIGINT, interrupts)
 
 

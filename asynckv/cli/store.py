@@ -16,7 +16,7 @@ from cyclopts import App, Parameter
 from asynckv.cli.options import NO_KEY_OPTIONS, Fingerprint, KeyOptions
 from asynckv.cli.process import INTERRUPTED
 from asynckv.errors import AsyncKVError
-from asynckv.observability.lines import as_line
+from asynckv.observability.lines import as_line, without_passwords
 from asynckv.types import KVFingerprint
 
 if TYPE_CHECKING:
@@ -213,5 +213,5 @@ def _run(
     except KeyboardInterrupt:
         return INTERRUPTED
     except (AsyncKVError, ValueError, OSError) as exc:
-        print(f"asynckv store: {exc}", file=sys.stderr)
+        print(f"asynckv store: {without_passwords(str(exc))}", file=sys.stderr)
         return 1

@@ -161,7 +161,7 @@ def find_connector(config: KVTransferConfig) -> KVConnectorKind:
     path = config.kv_connector_module_path
     try:
         found = getattr(importlib.import_module(path), name)
-    except (ImportError, AttributeError, ValueError) as exc:
+    except (ImportError, AttributeError, TypeError, ValueError) as exc:
         raise ConfigError(
             f"kv_connector_module_path {path!r} has no {name!r}: {exc}"
         ) from exc
@@ -194,6 +194,16 @@ def children_of(config: KVTransferConfig) -> tuple[KVTransferConfig, ...]:
     :raises ConfigError: there is none, or one that cannot work, or two that go from
         peer to peer: a request's parameters could not say which of them they are for
     """
+    children = _children_in(config)
+    if sum(map(_count_p2p, children)) > 1:
+        raise ConfigError(
+            "a MultiConnector can have one P2PConnector, and here are several",
+            hint='one is enough for any number of "peers": name them all there',
+        )
+    return children
+
+
+def _children_in(config: KVTransferConfig) -> tuple[KVTransferConfig, ...]:
     extra = dict(config.kv_connector_extra_config)
     given = extra.pop("connectors", [])
     if not isinstance(given, list) or not given:
@@ -206,15 +216,11 @@ def children_of(config: KVTransferConfig) -> tuple[KVTransferConfig, ...]:
     for one in given:
         if not isinstance(one, dict) or one.keys() - fields.keys():
             raise ConfigError(f"connectors: {one!r} is no configuration")
-        own_extra = one.get("kv_connector_extra_config", {})
         merged = {**fields, "kv_connector_module_path": None, **one}
-        merged["kv_connector_extra_config"] = {**extra, **own_extra}
+        own = one.get("kv_connector_extra_config", {})
+        if isinstance(own, dict):  # of others the configuration says what they are
+            merged["kv_connector_extra_config"] = {**extra, **own}
         children.append(KVTransferConfig(**merged))
-    if sum(map(_count_p2p, children)) > 1:
-        raise ConfigError(
-            "a MultiConnector can have one P2PConnector, and here are several",
-            hint='one is enough for any number of "peers": name them all there',
-        )
     return tuple(children)
 
 
@@ -222,8 +228,8 @@ def _count_p2p(config: KVTransferConfig) -> int:
     """Return how many connectors from peer to peer there are in a configuration."""
     try:
         kind = find_connector(config)
-        if kind.name == MultiConnector.name:
-            return sum(map(_count_p2p, children_of(config)))
+        if kind == MultiConnector:
+            return sum(map(_count_p2p, _children_in(config)))
     except ConfigError:
         return 0  # who makes that connector, or explains it, says what is wrong
     return issubclass(kind.scheduler_type, P2PScheduler)
@@ -289,14 +295,16 @@ def explain_options(fields: Mapping[str, object]) -> tuple[str, ...]:
     connector = fields.get("kv_connector")
     device = fields.get("kv_buffer_device")
     extra = fields.get("kv_connector_extra_config")
+    path = fields.get("kv_connector_module_path")
     config = KVTransferConfig(
         kv_connector=connector if isinstance(connector, str) else None,
         kv_role="kv_both",
         kv_buffer_device=device if isinstance(device, str) else "cpu",
         kv_connector_extra_config=extra if isinstance(extra, dict) else {},
+        kv_connector_module_path=path if isinstance(path, str) else None,
     )
     problems = _wrong_options(config)
-    if config.kv_connector != _INSIDE_VLLM and "kv_connector_module_path" not in fields:
+    if config.kv_connector != _INSIDE_VLLM and path is None:
         try:
             find_connector(config)
         except ConfigError as exc:
@@ -318,7 +326,8 @@ def _wrong_options(config: KVTransferConfig) -> list[str]:
                 rest[name] = own[name]
         config = config_for_vllm(_with_options(config, rest))
     problems += _of_the_node(config)
-    if config.kv_connector is not None or _has_options(config):
+    is_ours = config.kv_connector_module_path is None
+    if is_ours and (config.kv_connector is not None or _has_options(config)):
         problems += [str(wrong) for wrong in wrong_options(config)]
     return list(dict.fromkeys(problems))
 
@@ -387,7 +396,7 @@ def _explain_connector(config: KVTransferConfig) -> Explained:
         problems += [*exc.problems, *_wrong_options(config)]
         return Explained(tuple(facts), tuple(problems))
     try:
-        if kind.name == "MultiConnector":
+        if kind == MultiConnector:
             children = children_of(config)
             facts.append(f"uses {len(children)} connectors, in this order:")
             for number, child in enumerate(children, 1):
@@ -396,6 +405,9 @@ def _explain_connector(config: KVTransferConfig) -> Explained:
                 problems += [f"connector {number}: {each}" for each in one.problems]
             return Explained(tuple(facts), tuple(problems))
         problems += _of_the_node(config)
+        if kind not in CONNECTORS.values():
+            facts.append(f"connector: {kind.name}, not asynckv's: it reads its options")
+            return Explained(tuple(facts), tuple(dict.fromkeys(problems)))
         options = ConnectorOptions.of(config)
         facts.append(f"connector: {kind.name}")
         if kind.name == "StoreConnector":

@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 _FRESH_S: Final = 1.0
 
-_Stamp: TypeAlias = tuple[tuple[int, int, int] | None, ...]
+_Stamp: TypeAlias = tuple[tuple[int, ...] | None, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,7 +39,8 @@ class Keyring:
     """Where the keys of one side are; without any, it proves nothing and asks nothing.
 
     Files are read again when they have changed, so that keys are exchanged
-    without a restart. If they cannot be read by then the old ones stay in use.
+    without a restart. If they cannot be read by then the old ones stay in use, and
+    it is tried again at the next look.
     """
 
     def __init__(
@@ -63,6 +64,7 @@ class Keyring:
         self._lock = threading.Lock()
         self._keys: Keys | None = None if self._paths else Keys(secrets)
         self._stamp: _Stamp = ()
+        self._failure = ""
         self._checked_at = 0.0
 
     def __repr__(self) -> str:
@@ -83,10 +85,9 @@ class Keyring:
         with self._lock:
             stamp = tuple(map(_stamp_of, self._paths))
             if self._keys is None:
-                self._keys = self._read()
+                self._keys, self._stamp = self._read(), stamp
             elif stamp != self._stamp:
-                self._keys = self._read_again(self._keys)
-            self._stamp = stamp
+                self._read_again(stamp)
             self._checked_at = time.monotonic()
             return self._keys
 
@@ -96,23 +97,28 @@ class Keyring:
             secrets = read_secrets(self._secret_file)
         return Keys(secrets, None if self._tls is None else read_tls(self._tls))
 
-    def _read_again(self, old: Keys) -> Keys:
+    def _read_again(self, stamp: _Stamp) -> None:
         try:
-            keys = self._read()
+            self._keys = self._read()
         except ConfigError as exc:
-            logger.error("keys that were changed are no good, the old stay: %s", exc)
-            return old
+            if str(exc) != self._failure:
+                self._failure = str(exc)
+                logger.error(
+                    "keys that were changed are no good, the old stay: %s", exc
+                )
+            return
+        self._stamp, self._failure = stamp, ""
         logger.info("keys were read again")
-        return keys
 
 
 NO_KEYS: Final = Keyring()
 """Proves nothing, asks nothing: for loopback, unix sockets and memory."""
 
 
-def _stamp_of(path: str) -> tuple[int, int, int] | None:
+def _stamp_of(path: str) -> tuple[int, ...] | None:
     try:
         found = os.stat(path)
     except OSError:
         return None
-    return found.st_mtime_ns, found.st_ino, found.st_size
+    # The last is for a mode or an owner that was changed, and nothing else.
+    return found.st_mtime_ns, found.st_ino, found.st_size, found.st_ctime_ns

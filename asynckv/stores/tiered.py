@@ -18,6 +18,7 @@ from asynckv.buffers.statistics import StoreStatistics
 from asynckv.buffers.store import StoreBuffer
 from asynckv.errors import ConfigError
 from asynckv.links.sockets import in_thread
+from asynckv.observability.lines import redacted
 from asynckv.stores.health import TierStatistics
 from asynckv.stores.tier_stack import FlushResult, TierStack
 from asynckv.transfers.tokens import as_timeout
@@ -70,7 +71,10 @@ def open_tier(url: str) -> StoreTier:
 
     :raises ConfigError: nobody knows the scheme, or the URL says something wrong
     """
-    scheme = urllib.parse.urlsplit(url).scheme
+    try:
+        scheme = urllib.parse.urlsplit(url).scheme
+    except ValueError:  # its words may have the password
+        raise ConfigError(f"{redacted(url)!r} is no URL") from None
     if scheme in _OWN:
         return _OWN[scheme](url)
     others = importlib.metadata.entry_points(group=_GROUP)

@@ -138,6 +138,7 @@ def test_a_config_that_works_is_explained(
         ("{", "not JSON"),
         ('{"kv_roll": "kv_both"}', "kv_role"),
         ('{"kv_role": "kv_both"}', '{"peer_url": "tcp://HOST:PORT"}'),
+        ("[" * 100_000 + "]" * 100_000, "nested too deeply"),
     ],
 )
 def test_what_is_wrong_is_said_and_is_the_exit_status(
@@ -210,6 +211,17 @@ def test_every_field_and_option_that_is_malformed_is_named_in_one_run(
     for word in (*words, *options, *more, *read):
         assert len([one for one in found if word in one]) == 1, (word, found)
     assert len(found) == len((*words, *options, *more, *read))
+
+
+def test_no_problem_shows_a_password(capsys: pytest.CaptureFixture[str]) -> None:
+    found = problems_of(
+        '{"kv_role": "kv_both", "kv_port": "x", "kv_connector_extra_config": '
+        '{"store": "redis://u:hunter2@h", "tls": {"password": "hunter2"}}}',
+        capsys,
+    )
+    assert any("redis://u:***@h" in one for one in found)
+    assert any("unknown field `password`" in one for one in found)
+    assert "hunter2" not in "".join(found)
 
 
 def test_the_environment_s_malformed_fields_are_all_named_too(

@@ -8,7 +8,13 @@ from pathlib import Path
 import pytest
 from cyclopts import App, CycloptsError
 
-from asynckv.cli.options import ENVIRONMENT, ServeOptions, from_file
+from asynckv.cli.options import (
+    ENVIRONMENT,
+    NO_KEY_OPTIONS,
+    KeyOptions,
+    ServeOptions,
+    from_file,
+)
 from asynckv.errors import ConfigError
 from asynckv.types import KVFingerprint
 
@@ -17,10 +23,16 @@ DEFAULTS = ServeOptions()
 
 def parsed(*arguments: str) -> ServeOptions:
     """Return what ``asynckv serve`` makes of its arguments here."""
-    found: list[ServeOptions] = []
+    return parsed_with_keys(*arguments)[0]
 
-    def serve(options: ServeOptions = DEFAULTS) -> None:
-        found.append(options)
+
+def parsed_with_keys(*arguments: str) -> tuple[ServeOptions, KeyOptions]:
+    found: list[tuple[ServeOptions, KeyOptions]] = []
+
+    def serve(
+        options: ServeOptions = DEFAULTS, keys: KeyOptions = NO_KEY_OPTIONS
+    ) -> None:
+        found.append((options, keys))
 
     app = App(exit_on_error=False, print_error=False, result_action="return_value")
     app.command(App(name="store"))  # one that is named as an option
@@ -49,18 +61,91 @@ def test_a_file_has_options_by_their_names(
     assert (found.store, found.drain_s, len(found.tier)) == (8 * 2**30, 4.0, 1)
 
 
+OPTIONS = {
+    "listen": ("mem://a", "mem://b", "mem://c"),
+    "lookup": ("1MiB", "2MiB", "3MiB"),
+    "store": ("1MiB", "2MiB", "3MiB"),
+    "tier": ("disk:///a?max=1GiB", "disk:///b?max=1GiB", "disk:///c?max=1GiB"),
+    "admit": ("second_use", "always", "second_use"),
+    "namespace": ("a", "b", "c"),
+    "tenant": ("a=a", "b=b", "c=c"),
+    "fingerprint": ("a", "b", "c"),
+    "http": ("a:1", "b:1", "c:1"),
+    "drain_s": ("1", "2", "3"),
+    "log_level": ("debug", "error", "warning"),
+    "secret_file": ("/a", "/b", "/c"),
+    "certificate": ("/a", "/b", "/c"),
+    "key": ("/a", "/b", "/c"),
+    "ca": ("/a", "/b", "/c"),
+}
+"""Of each option, what a flag, the environment and a file say."""
+
+
+@pytest.mark.parametrize("name", OPTIONS)
 def test_flags_count_before_the_environment_and_that_before_the_file(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flag, variable, line = OPTIONS[name]
+    option = "--" + name.replace("_", "-")
+
+    def taken(*arguments: str) -> object:
+        options, keys = parsed_with_keys(*arguments)
+        return {**vars(options), **vars(keys)}[name]
+
+    by_flags = {text: taken(option, text) for text in OPTIONS[name]}
+    file = tmp_path / "serve.toml"
+    file.write_text(f'{name} = "{line}"')
+    assert taken() != taken("--config", f"{file}") == by_flags[line]
+    monkeypatch.setenv("ASYNCKV_CONFIG", str(file))
+    assert taken() == by_flags[line]
+    monkeypatch.setenv(f"ASYNCKV_{name.upper()}", variable)
+    assert taken() == by_flags[variable]
+    assert taken(option, flag) == by_flags[flag]
+
+
+def test_a_switch_of_the_environment_counts_before_that_of_the_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = tmp_path / "serve.toml"
-    file.write_text('listen = "unix:///file"\nnamespace = "file"\nadmit = "second_use"')
-    monkeypatch.setenv("ASYNCKV_CONFIG", str(file))
-    monkeypatch.setenv("ASYNCKV_LISTEN", "unix:///env")
-    monkeypatch.setenv("ASYNCKV_NAMESPACE", "env")
-    found = parsed("--listen", "unix:///flag")
-    assert found.listen == "unix:///flag"
-    assert found.namespace == "env"
-    assert found.admit == "second_use"
+    file.write_text("allow_plaintext = true")
+    arguments = ("--config", str(file))
+    assert parsed_with_keys(*arguments)[1].allow_plaintext
+    monkeypatch.setenv("ASYNCKV_ALLOW_PLAINTEXT", "false")
+    assert not parsed_with_keys(*arguments)[1].allow_plaintext
+    assert parsed_with_keys(*arguments, "--allow-plaintext")[1].allow_plaintext
+
+
+def test_of_every_option_it_is_known_what_counts() -> None:
+    known = {*vars(DEFAULTS), *vars(NO_KEY_OPTIONS)}
+    assert known == {*OPTIONS, "config", "allow_plaintext"}
+
+
+@pytest.mark.parametrize("name", ["tier", "tenant"])
+def test_an_empty_list_is_empty(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "serve.toml"
+    file.write_text(f"{name} = []")
+    assert vars(parsed("--config", str(file)))[name] == ()
+    monkeypatch.setenv(f"ASYNCKV_{name.upper()}", "")
+    assert parsed() == ServeOptions()
+
+
+def test_a_file_does_not_name_another_one(tmp_path: Path) -> None:
+    file = tmp_path / "serve.toml"
+    file.write_text('config = "other.toml"')
+    with pytest.raises(ConfigError, match=f"config is no option .*{file}"):
+        parsed("--config", str(file))
+
+
+def test_a_secret_and_a_file_of_one_in_the_environment_are_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("ASYNCKV_SECRET", "x" * 40)
+    monkeypatch.setenv("ASYNCKV_SECRET_FILE", "/b")
+    with pytest.raises(ConfigError, match="both ASYNCKV_SECRET_FILE and"):
+        parsed()
+    assert parsed_with_keys("--secret-file", "/a")[1].secret_file == Path("/a")
 
 
 def test_tiers_are_a_list_in_each_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,6 +216,7 @@ def test_what_is_wrong_in_a_variable_is_said_with_its_name(
         ("bad.toml", b"store =", "Invalid value"),
         ("bad.json", b"{", "Expecting property name"),
         ("bad.toml", b"\xff", "can't decode"),
+        ("deep.json", b"[" * 100_000, "recursion"),
     ],
 )
 def test_a_file_that_cannot_be_read_is_named_with_the_way_out(
@@ -143,9 +229,25 @@ def test_a_file_that_cannot_be_read_is_named_with_the_way_out(
     assert wrong.value.hint
 
 
-def test_a_password_in_a_wrong_tier_is_not_repeated() -> None:
+@pytest.mark.parametrize("text", ["3", '["config"]', "null"])
+def test_a_file_that_holds_no_options_is_refused(tmp_path: Path, text: str) -> None:
+    file = tmp_path / "serve.json"
+    file.write_text(text)
+    with pytest.raises(CycloptsError, match="must be a mapping"):
+        parsed("--config", str(file))
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "disk://user:hunter2@host/a?max=1GiB",
+        "redis://user:hunter2/@host:1",
+        "redis://user:hunter2\u2100@host",
+    ],
+)
+def test_a_password_in_a_wrong_tier_is_not_repeated(url: str) -> None:
     with pytest.raises(CycloptsError) as wrong:
-        parsed("--tier", "disk://user:hunter2@host/a?max=1GiB")
+        parsed("--tier", url)
     assert "hunter2" not in str(wrong.value) and "***" in str(wrong.value)
 
 

@@ -70,6 +70,14 @@ async def test_nobody_there_is_one_line_and_a_status(
     assert shown.err.count("\n") == 1
 
 
+async def test_a_wrong_url_is_said_without_a_password(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert await pinged("redis://me:hunter2@h:1") == 1
+    shown = capsys.readouterr().err
+    assert "redis://me:***@h:1" in shown and "hunter2" not in shown
+
+
 async def test_who_is_refused_learns_why(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

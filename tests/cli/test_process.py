@@ -5,6 +5,7 @@ import importlib.util
 import os
 import platform
 import signal
+import subprocess
 from collections.abc import Iterator
 
 import pytest
@@ -19,6 +20,7 @@ from asynckv.cli.process import (
     until_ended,
 )
 from asynckv.errors import ConfigError
+from harness.forks import ForkServer
 
 pytest.importorskip("uvloop").new_event_loop().close()  # its first makes a lasting pipe
 
@@ -70,6 +72,36 @@ async def test_the_first_signal_is_told_and_the_next_one_is_the_kernel_s(
         assert await stopped == number.name
         for one in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             assert signal.getsignal(one) == signal.SIG_DFL
+
+
+BUSY = """
+import asyncio, os, signal, sys
+from asynckv.cli.process import run, stop_signal
+
+async def main():
+    with stop_signal() as stopped:
+        os.kill(os.getpid(), signal.SIGTERM)
+        for _ in range(int(sys.argv[2])):
+            await asyncio.sleep(0)
+        os.kill(os.getpid(), int(sys.argv[3]))
+        print(await stopped, "alone")
+        await asyncio.sleep(0)
+
+run(main(), sys.argv[1])
+"""
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("loop", ["asyncio", "uvloop"])
+@pytest.mark.parametrize("rounds", range(5))
+@pytest.mark.parametrize("second", [signal.SIGINT, signal.SIGHUP])
+async def test_a_second_signal_ends_it_however_soon_it_comes(
+    forks: ForkServer, loop: LoopName, rounds: int, second: signal.Signals
+) -> None:
+    args = (loop, f"{rounds}", f"{second:d}")
+    async with forks.running(BUSY, *args, stderr=subprocess.STDOUT) as fork:
+        shown = await fork.stdout.read()
+        assert await fork.wait() == -second, shown
 
 
 async def test_without_a_signal_all_is_as_it_was(all_signals: None) -> None:

@@ -61,6 +61,14 @@ async def test_a_value_is_written_as_it_is_in_memory(
     assert value.tolist() == [1, 2, 3, 4, 5, 6]
 
 
+async def test_a_wrong_url_is_said_without_a_password(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert await status_of("stat", "redis://me:hunter2@h:1", "key") == 1
+    shown = capsys.readouterr().err
+    assert "redis://me:***@h:1" in shown and "hunter2" not in shown
+
+
 async def test_without_a_file_the_bytes_go_to_standard_output(
     server: Server, store: StoreBuffer, capfdbinary: pytest.CaptureFixture[bytes]
 ) -> None:

@@ -7,7 +7,14 @@ import pytest
 import asynckv
 from asynckv import LookupBuffer, serve
 from asynckv.config import KVRole, KVTransferConfig
-from asynckv.connectors.registry import Explained, explain
+from asynckv.connectors.p2p.scheduler import P2PScheduler
+from asynckv.connectors.p2p.worker import P2PWorker
+from asynckv.connectors.registry import (
+    Explained,
+    KVConnectorKind,
+    explain,
+    explain_options,
+)
 from asynckv.errors import ConfigError
 
 
@@ -211,7 +218,63 @@ def test_two_connectors_from_peer_to_peer_are_one_too_many() -> None:
     assert "one P2PConnector" in problem and "peers" in problem
 
 
+@pytest.mark.parametrize("extra", [None, [], "x", 3])
+def test_a_child_whose_options_are_no_object_is_refused(extra: object) -> None:
+    child = {"kv_connector": "StoreConnector", "kv_connector_extra_config": extra}
+    (problem,) = explained("MultiConnector", connectors=[child]).problems
+    assert f"kv_connector_extra_config is {extra!r}" in problem
+
+
+def test_connectors_of_connectors_are_each_looked_at_once() -> None:
+    child: dict[str, object] = {"kv_connector": "StoreConnector"}
+    for _ in range(30):  # twice each would be 2 to the 30th
+        extra = {"connectors": [child]}
+        child = {"kv_connector": "MultiConnector", "kv_connector_extra_config": extra}
+    (problem,) = explained("MultiConnector", connectors=[child]).problems
+    assert problem.startswith("connector 1: " * 31 + "store is not set")
+
+
 def test_of_several_connectors_each_is_explained() -> None:
     found = explained("MultiConnector", connectors=[{"kv_connector": "StoreConnector"}])
     assert found.problems[0].startswith("connector 1: store is not set")
     assert any(fact.startswith("  1: ") for fact in found.facts)
+
+
+OWN = KVConnectorKind("OWN", P2PScheduler, P2PScheduler, P2PWorker)
+"""A connector that is not asynckv's, though it is made of one."""
+
+
+@pytest.mark.parametrize("extra", [{}, {"own_option": 3, "peers": 3}])
+def test_of_a_connector_of_one_s_own_only_what_is_known_is_said(
+    extra: dict[str, Any],
+) -> None:
+    mine = {"kv_connector": "OWN", "kv_connector_module_path": __name__}
+    whole = {**mine, "kv_role": "kv_both", "kv_connector_extra_config": extra}
+    found = explain(KVTransferConfig(**whole))  # type: ignore[arg-type]
+    assert found.problems == ()
+    assert [fact.partition(":")[0] for fact in found.facts] == ["kv_both", "connector"]
+    assert explain_options(whole) == ()
+    assert explained("MultiConnector", connectors=[whole]).problems == ()
+
+
+def test_options_of_the_node_are_judged_for_any_connector() -> None:
+    whole = {
+        "kv_connector": "OWN",
+        "kv_connector_module_path": __name__,
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"tls": 3, "own_option": 3},
+    }
+    (problem,) = explain(KVTransferConfig(**whole)).problems  # type: ignore[arg-type]
+    assert "config.tls is 3" in problem
+    assert explain_options(whole) == (problem,)
+
+
+def test_options_are_not_judged_where_the_module_is_not_found() -> None:
+    config = KVTransferConfig(
+        kv_connector="OWN",
+        kv_role="kv_both",
+        kv_connector_module_path="no.such.module",
+        kv_connector_extra_config={"own_option": 3},
+    )
+    (problem,) = explain(config).problems
+    assert "'no.such.module' has no 'OWN'" in problem

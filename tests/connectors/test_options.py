@@ -271,6 +271,7 @@ def test_both_sides_of_the_configured_connector_are_made() -> None:
         ("P2PConector", None, "did you mean 'P2PConnector'"),
         ("x", None, "connectors: "),
         ("x", "no.such.module", "has no 'x'"),
+        ("x", ".relative", "has no 'x'"),
         ("P2PWorker", "asynckv.connectors.p2p.worker", "is no KVConnectorKind"),
     ],
 )

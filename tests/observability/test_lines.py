@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, strategies as st
 
-from asynckv.observability.lines import as_line, redacted
+from asynckv.observability.lines import as_line, redacted, without_passwords
 
 
 @pytest.mark.parametrize(
@@ -41,7 +41,20 @@ def test_a_line_is_one_line_that_any_terminal_can_show(text: str) -> None:
         ("disk:///var/kv?max=100GiB", "disk:///var/kv?max=100GiB"),
         ("s3://b/who@where:1", "s3://b/who@where:1"),
         ("redis://h/\nfake line", "redis://h/\\nfake line"),
+        ("redis://:pa/ss@h:1", "redis://:***@h:1"),
+        ("redis://us/er:p?s#s@h:1/0", "redis://us/er:***@h:1/0"),
+        ("redis://u:p@s/s@h:1/0", "redis://u:***@h:1/0"),
+        ("redis://h:1/0?password=p@ss&x=1", "redis://***"),
+        ("redis://u:p?key=a@h:1/0", "redis://***"),
     ],
 )
 def test_a_url_is_shown_without_what_is_secret(url: str, shown: str) -> None:
     assert redacted(url) == shown
+
+
+def test_a_text_is_shown_without_passwords_in_it() -> None:
+    shown = "'redis://u:***@h': no user belongs in it"
+    assert without_passwords("'redis://u:pa/ss@h': no user belongs in it") == shown
+    assert (
+        without_passwords("tcp://127.0.0.1:7000, or b") == "tcp://127.0.0.1:7000, or b"
+    )

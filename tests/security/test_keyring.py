@@ -1,12 +1,14 @@
 from __future__ import annotations
 
+import contextlib
 import copy
 import itertools
 import os
 import pickle  # noqa: TID251 - to see it refused
+import resource
 import secrets
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -26,6 +28,7 @@ from asynckv.security.shared_secret import (
     secrets_from,
     who_proved,
 )
+from asynckv.testing.certificates import Authority
 
 
 def mac_of(keys: Keys) -> bytes:
@@ -89,6 +92,52 @@ def test_a_file_that_has_gone_bad_leaves_the_old_keys_in_use(
     path.touch(0o600)
     path.write_text(secrets.token_hex(32))
     assert mac_of(keyring.current()) != before
+
+
+def test_a_new_file_is_read_once_it_is_private_as_its_error_asks_for(
+    make_secret: Callable[..., Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    path, other = make_secret(), make_secret()
+    keyring = Keyring(secret_file=str(path))
+    before = mac_of(keyring.current())
+    other.chmod(0o644)
+    other.rename(path)
+    assert mac_of(keyring.current()) == mac_of(keyring.current()) == before
+    assert caplog.text.count(f"chmod 600 {path}") == 1
+    path.chmod(0o600)
+    assert mac_of(keyring.current()) == read_secrets(str(path))[0].sign(b"message")
+
+
+def test_a_key_is_read_once_it_is_private(authority: Authority) -> None:
+    tls = authority.issue()
+    keyring = Keyring(tls=tls)
+    before = keyring.current().tls
+    for mode, is_read in ((0o644, False), (0o600, True)):
+        os.chmod(tls.key, mode)
+        assert (keyring.current().tls is not before) == is_read
+
+
+def test_a_read_that_fails_once_is_tried_again(
+    make_secret: Callable[..., Path],
+) -> None:
+    path, other = make_secret(), make_secret()
+    keyring = Keyring(secret_file=str(path))
+    before = mac_of(keyring.current())
+    other.rename(path)
+    with no_more_files():
+        assert mac_of(keyring.current()) == before
+    assert mac_of(keyring.current()) != before
+
+
+@contextlib.contextmanager
+def no_more_files() -> Iterator[None]:
+    """Let this process open nothing."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 @pytest.fixture

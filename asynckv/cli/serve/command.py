@@ -46,7 +46,7 @@ def serve(
     except (KeyboardInterrupt, asyncio.CancelledError):
         return 0
     except (AsyncKVError, ValueError, OSError) as exc:
-        words = _without_passwords(str(exc), options.tier)
+        words = _without_passwords(str(exc), (*options.tier, options.listen))
         print(f"asynckv serve: {words}", file=sys.stderr)
         return 1
     return 0

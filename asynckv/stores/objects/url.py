@@ -52,7 +52,8 @@ def parse_object_url(url: str) -> ObjectPlace:
     :raises ConfigError: it is none, or says nothing of use
     """
     parts = urllib.parse.urlsplit(url)
-    if "@" in parts.netloc:
+    # A key may have a slash, at which what looks like a host ends.
+    if "@" in parts.netloc or (":" in parts.netloc and "@" in url):
         raise _wrong(f"{parts.scheme}://", "credentials do not belong in an URL")
     name = f"{parts.scheme}://{parts.netloc}{parts.path}".rstrip("/")
     prefix = urllib.parse.unquote(parts.path).strip("/")

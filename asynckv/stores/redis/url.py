@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from asynckv.errors import ConfigError
+from asynckv.observability.lines import redacted
 
 __all__ = ("LEAST_LANES", "MAX_LANES", "RedisPlace", "parse_redis_url")
 
@@ -40,7 +41,7 @@ class RedisPlace:
     :class:`~asynckv.abc.tiers.TierFacts`.
     """
 
-    url: str
+    url: str = dataclasses.field(repr=False)
     shown: str
     is_cluster: bool
     retain_s: float | None = None
@@ -53,14 +54,18 @@ def parse_redis_url(url: str) -> RedisPlace:
 
     :raises ConfigError: it is none, or says nothing of use
     """
-    scheme, _, rest = url.partition("://")
-    shown = f"{scheme}://{rest.partition('?')[0].rpartition('@')[2]}"
     try:
         parts = urllib.parse.urlsplit(url)
         has_host = bool(parts.hostname)
         is_wrong = parts.port == 0 or parts.fragment or parts.scheme not in _SCHEMES
-    except ValueError as exc:
-        raise _wrong(shown, str(exc)) from exc
+    except ValueError:  # its words, and all of the URL, may have the password
+        raise _unreadable(url) from None
+    host = parts.netloc.rpartition("@")[2]
+    options = urllib.parse.parse_qsl(parts.query, keep_blank_values=True)
+    behind = "".join((parts.path, parts.fragment, *dict(options)))
+    if "@" in behind if has_host else host:  # a password goes on there
+        raise _unreadable(url)
+    shown = f"{parts.scheme}://{host}{parts.path}"
     if is_wrong:
         raise _wrong(shown, "it names no server")
     scheme, is_cluster = _SCHEMES[parts.scheme]
@@ -68,7 +73,6 @@ def parse_redis_url(url: str) -> RedisPlace:
         raise _wrong(
             shown, "it names no path" if scheme == "unix" else "it has no host"
         )
-    options = urllib.parse.parse_qsl(parts.query, keep_blank_values=True)
     own = [pair for pair in options if pair[0] in _OPTIONS]
     others = urllib.parse.urlencode([pair for pair in options if pair not in own])
     seconds, lanes = _own_options(shown, own)
@@ -85,14 +89,21 @@ def _own_options(
     try:
         lanes = int(given.pop("lanes", _LANES))
         seconds = {name: float(text) for name, text in given.items()}
-    except ValueError as exc:
-        raise _wrong(shown, str(exc)) from exc
+    except ValueError:
+        raise _wrong(shown, "an option is no number") from None
     for name, value in seconds.items():
         if not 0.001 <= value < float("inf"):
             raise _wrong(shown, f"{name} is a time in seconds")
     if not LEAST_LANES <= lanes <= MAX_LANES:
         raise _wrong(shown, f"lanes are {LEAST_LANES} to {MAX_LANES}")
     return seconds, lanes
+
+
+def _unreadable(url: str) -> ConfigError:
+    return ConfigError(
+        f"{redacted(url)!r} is no Redis tier: its host and port cannot be read",
+        hint="in a password write / as %2F, ? as %3F, # as %23 and @ as %40",
+    )
 
 
 def _wrong(shown: str, why: str) -> ConfigError:

@@ -24,6 +24,7 @@ DISK = "disk:///nowhere/at/all?max=64MiB"
         ({"store": 2**20, "namespace": "a"}, "--namespace and --admit are for tiers"),
         ({"store": 2**20, "admit": "second_use"}, "--namespace and --admit are for"),
         ({"listen": "nonsense", "store": 2**20}, "nonsense"),
+        ({"listen": "tcp://u:hunter2@h:1", "store": 2**20}, "tcp://u:***@h:1"),
         ({"listen": "tcp://0.0.0.0:0", "store": 2**20}, "beyond this host"),
         ({"store": 2**20, "tenant": (("a", "b"),)}, "tenants are told apart by cert"),
         ({"store": 2**20, "http": "9464"}, "--http is '9464', no address"),

@@ -65,6 +65,7 @@ def test_what_says_nothing_of_use_is_refused(url: str, why: str) -> None:
     "url",
     [
         "s3://someone:geheim@bucket/kv",
+        "s3://someone:ge/heim@bucket/kv",
         "s3://bucket?endpoint=https://someone:geheim@host",
         "s3://bucket?secret_access_key=geheim",
         "s3://bucket?geheim",

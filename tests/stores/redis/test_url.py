@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from asynckv.errors import ConfigError
@@ -64,7 +66,35 @@ def test_an_url_that_says_nothing_of_use_is_refused(url: str) -> None:
     assert refused.value.hint
 
 
-def test_no_error_shows_a_password() -> None:
+@pytest.mark.parametrize(
+    "url",
+    [
+        "redis://me:s3cret@host?lanes=99&password=s3cret",
+        "redis://:s3cret/x@host:1",
+        "redis://me:s3cret?x@host:1/0",
+        "redis://me:s3cret#x@host:1",
+        "redis+cluster://me:s3cret/x@host:1",
+        "redis+unix://:s3cret/x@/run/r.sock",
+        "redis://host:x/0?password=s3@cret",
+        "redis://me:s3c\u2100ret@host",
+        "redis://me:1?lanes=s3cret@host",
+    ],
+)
+def test_no_error_shows_a_password(url: str) -> None:
     with pytest.raises(ConfigError) as refused:
-        parse_redis_url("redis://me:s3cret@host?lanes=99&password=s3cret")
-    assert "s3cret" not in str(refused.value)
+        parse_redis_url(url)
+    assert not re.search("s3c|cret", str(refused.value))
+    assert refused.value.__cause__ is None
+
+
+@pytest.mark.parametrize(
+    "url", ["redis://me:123/45@host:1", "redis://me:12?3@host", "redis://me:12#3@host"]
+)
+def test_a_password_of_digits_is_not_taken_for_a_port(url: str) -> None:
+    with pytest.raises(ConfigError, match="cannot be read") as refused:
+        parse_redis_url(url)
+    assert "12" not in str(refused.value) and "%2F" in refused.value.hint
+
+
+def test_a_place_does_not_show_its_password() -> None:
+    assert "s3cret" not in repr(parse_redis_url("redis://me:s3cret@host"))
