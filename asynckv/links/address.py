@@ -17,6 +17,7 @@ import urllib.parse
 from typing import Final, Literal, TypeAlias
 
 from asynckv.errors import ConfigError
+from asynckv.observability.lines import redacted
 from asynckv.security.keyring import Keyring
 
 __all__ = (
@@ -83,25 +84,28 @@ def parse_url(url: str) -> Address:
     """
     if not isinstance(url, str):
         raise TypeError(f"a URL is a str, not {url!r:.40}")
+    # Of a store's tier, in the wrong place, it may have a password.
+    shown = redacted(url) if "@" in url else url
     try:
         parts = urllib.parse.urlsplit(url)
         port = parts.port
     except ValueError as exc:
-        raise ConfigError(f"{url!r} is not a URL: {exc}", hint=_EXAMPLES) from exc
+        why = "" if "@" in url else f": {exc}"
+        raise ConfigError(f"{shown!r} is not a URL{why}", hint=_EXAMPLES) from None
     has_scheme = url.lower().startswith(f"{parts.scheme}://")
     if not has_scheme or not url.isprintable():
-        raise ConfigError(f"{url!r} is not a URL", hint=_EXAMPLES)
-    payload = _payload_of(url, parts.query)
+        raise ConfigError(f"{shown!r} is not a URL", hint=_EXAMPLES)
+    payload = _payload_of(shown, parts.query)
     if parts.username is not None or parts.fragment:
-        raise ConfigError(f"{url!r}: no user and no fragment belong in it")
+        raise ConfigError(f"{shown!r}: no user and no fragment belong in it")
     if parts.scheme in ("tcp", "tls"):
         if parts.path.strip("/"):
             raise ConfigError(
-                f"{url!r}: a {parts.scheme} URL has no path", hint=_EXAMPLES
+                f"{shown!r}: a {parts.scheme} URL has no path", hint=_EXAMPLES
             )
         if port is None:
             raise ConfigError(
-                f"{url!r} has no port", hint="a listener takes a free one with :0"
+                f"{shown!r} has no port", hint="a listener takes a free one with :0"
             )
         host = parts.hostname or LOOPBACK
         # Not looked up: it means this very host, and names go through a resolver.
@@ -110,22 +114,22 @@ def parse_url(url: str) -> Address:
             return Address("tls", host=host, port=port, payload=payload, name=name)
         return Address("tcp", host=host, port=port, payload=payload)
     if parts.scheme == "unix":
-        return Address("unix", place=_path_of(url, parts), payload=payload)
+        return Address("unix", place=_path_of(shown, parts), payload=payload)
     if parts.scheme == "mem":
         place = _unquoted(parts.netloc + parts.path)
         return Address("mem", place=place, payload=payload)
-    raise ConfigError(f"{url!r}: no such scheme here", hint=_EXAMPLES)
+    raise ConfigError(f"{shown!r}: no such scheme here", hint=_EXAMPLES)
 
 
-def _path_of(url: str, parts: urllib.parse.SplitResult) -> str:
+def _path_of(shown: str, parts: urllib.parse.SplitResult) -> str:
     path = _unquoted(parts.path)
     if parts.netloc or not path.startswith("/") or "\0" in path:
         raise ConfigError(
-            f"{url!r} needs an absolute path", hint="unix:///run/asynckv.sock"
+            f"{shown!r} needs an absolute path", hint="unix:///run/asynckv.sock"
         )
     if len(os.fsencode(path)) > _MAX_PATH_BYTES:
         raise ConfigError(
-            f"{url!r}: a unix socket's path has at most {_MAX_PATH_BYTES} bytes",
+            f"{shown!r}: a unix socket's path has at most {_MAX_PATH_BYTES} bytes",
             hint="put it in a shorter directory",
         )
     return path
@@ -136,15 +140,15 @@ def _unquoted(text: str) -> str:
     return urllib.parse.unquote(text, errors="surrogateescape")
 
 
-def _payload_of(url: str, query: str) -> str:
+def _payload_of(shown: str, query: str) -> str:
     pairs = urllib.parse.parse_qsl(query, keep_blank_values=True)
     options = dict(pairs)
     if len(pairs) > len(options):
-        raise ConfigError(f"{url!r} has an option twice", hint="write each once")
+        raise ConfigError(f"{shown!r} has an option twice", hint="write each once")
     payload = options.pop("payload", "")
     if options:
         raise ConfigError(
-            f"{url!r}: unknown option {next(iter(options))!r}",
+            f"{shown!r}: unknown option {next(iter(options))!r}",
             hint="the only one is ?payload=",
         )
     return payload

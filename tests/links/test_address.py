@@ -134,6 +134,14 @@ def test_an_option_that_is_there_twice_is_refused() -> None:
         parse_url("tcp://127.0.0.1:1?payload=inline&payload=map")
 
 
+@pytest.mark.parametrize("password", ["hunter", "hun/ter", "hun?ter", "hun#ter"])
+def test_a_password_that_does_not_belong_there_is_not_shown(password: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        parse_url(f"redis://me:{password}@host:6379")
+    assert "hun" not in str(raised.value)
+    assert raised.value.__cause__ is None
+
+
 def test_what_is_no_text_is_no_url() -> None:
     with pytest.raises(TypeError, match="a URL is a str, not None"):
         parse_url(None)  # type: ignore[arg-type]
