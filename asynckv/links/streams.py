@@ -285,7 +285,8 @@ class MemoryStream(ControlStream):
         self._deliver_soon()
 
     def _deliver_soon(self) -> None:
-        if self._inbox and self._delivery is None and not self._paused:
+        is_due = self._inbox and self._delivery is None and not self._paused
+        if is_due and not self._loop.is_closed():
             self._delivery = self._loop.call_soon(self._deliver)
 
     def _deliver(self) -> None:

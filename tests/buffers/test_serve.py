@@ -8,7 +8,7 @@ import weakref
 import pytest
 import torch
 
-from asynckv import LookupBuffer, StoreBuffer, connect, open_pipe, serve
+from asynckv import LookupBuffer, Peer, Server, StoreBuffer, connect, open_pipe, serve
 from asynckv.errors import (
     BufferClosed,
     ConfigError,
@@ -64,6 +64,20 @@ async def test_leaving_does_not_wait_for_inserts_that_wait_for_room(
         await insert
     await until(lambda: len(peers.server._services) == (who == "producer"))
     await until(lambda: not local.statistics().waiting_inserts)
+
+
+@pytest.mark.parametrize("url", ["tcp://127.0.0.1:0", "mem://"])
+def test_both_sides_can_be_aborted_after_the_end_of_their_loop(url: str) -> None:
+    async def connected() -> tuple[Peer, Server]:
+        server = await serve(url, lookup=buffer).__aenter__()
+        peer = await connect(server.url).__aenter__()
+        await peer.lookup.insert([1], None, torch.ones(MIB), None, None)
+        return peer, server
+
+    buffer = LookupBuffer(8 * MIB)
+    for side in (*asyncio.run(connected()), buffer):
+        side.abort()
+    assert buffer.is_closed and buffer.statistics().used_bytes == 0
 
 
 async def test_leaving_by_an_error_waits_for_nothing(local: LookupBuffer) -> None:
