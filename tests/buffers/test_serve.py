@@ -66,6 +66,21 @@ async def test_leaving_does_not_wait_for_inserts_that_wait_for_room(
     await until(lambda: not local.statistics().waiting_inserts)
 
 
+@pytest.mark.both_loops
+async def test_calls_go_on_when_a_link_has_used_up_its_streams(
+    peers: Peers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("asynckv.protocol.session.MAX_STREAM", 7)
+    lookup, tensor = peers.producer.lookup, torch.ones(MIB)
+    async with asyncio.timeout(20):
+        for token in range(6):
+            await lookup.insert([token], None, tensor, None, None)
+            assert await lookup.peek([token]) == 1
+            key = (await lookup.drop_select([token])).key
+            assert isinstance(key, torch.Tensor) and torch.equal(key, tensor)
+    assert peers.producer.is_connected
+
+
 @pytest.mark.parametrize("url", ["tcp://127.0.0.1:0", "mem://"])
 def test_both_sides_can_be_aborted_after_the_end_of_their_loop(url: str) -> None:
     async def connected() -> tuple[Peer, Server]:
