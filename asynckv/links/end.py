@@ -169,6 +169,9 @@ class LinkEnd(ProcessBound):
         self._heartbeat.stop()
         logger.debug("the link to %s ended: %s", self._peer_id, error)
         self._session.end_streams()
+        if self._loop.is_closed():
+            self._tell_lost(error)  # no other tick comes
+            return
         self._loop.call_soon(self._tell_lost, error)
         self._outgoing.notify_drained()
 

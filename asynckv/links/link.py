@@ -288,7 +288,10 @@ class Link:
         if self._ending.error is not None:
             raise copy_of(self._ending.error)
         stream_id = self._session.open(handler, frame, body)
-        self._outgoing.flush_first()
+        if self._session.has_streams_left:
+            self._outgoing.flush_first()
+        else:  # it is as lost as others that are open: they are asked for again
+            self.abort(PeerLost(f"the link to {self.peer.id} has used up its streams"))
         return LinkStream(self, self._session, self._outgoing, stream_id)
 
     def use_map(self) -> None:

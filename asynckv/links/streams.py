@@ -23,6 +23,7 @@ from typing import Final, Protocol
 
 from asynckv.errors import PeerLost
 from asynckv.links.address import host_in
+from asynckv.processes import ProcessBound
 from asynckv.protocol.frames import Frame
 from asynckv.protocol.outbox import Outbox
 from asynckv.security.tls_socket import Connection, TlsSocket
@@ -112,14 +113,16 @@ class ControlStream(abc.ABC):
         """Close now; nobody is called any more. Safe to call again."""
 
 
-class SocketStream(ControlStream):
+class SocketStream(ControlStream, ProcessBound):
     """A connected, non-blocking stream socket on the running loop, plain or TLS.
 
     The loop only says when it is readable: a send leaves at once, in the same
-    tick, and a receive goes to the owner without a task in between.
+    tick, and a receive goes to the owner without a task in between. A forked child
+    can do nothing with it but close its copy of the socket.
     """
 
     def __init__(self, sock: Connection, loop: asyncio.AbstractEventLoop) -> None:
+        self._own()
         self._sock = sock
         with contextlib.suppress(OSError):  # it is gone: reading will tell
             self.own_host = host_in(sock.getsockname())
@@ -140,7 +143,7 @@ class SocketStream(ControlStream):
             self._loop.call_soon(self._read)
 
     def write(self, data: bytes | memoryview) -> None:
-        if self._closed:
+        if self._closed or self._is_copy:
             return
         try:
             sent = self._sock.send(data)
@@ -156,7 +159,7 @@ class SocketStream(ControlStream):
             self._loop.add_writer(self._sock, self._write_on)
 
     def finish(self) -> None:
-        if self._closed or (self._finishing and not self._unsent):
+        if self._closed or self._is_copy or (self._finishing and not self._unsent):
             return
         self._finishing = True
         if not self._unsent:
@@ -164,12 +167,12 @@ class SocketStream(ControlStream):
                 self._sock.shutdown(socket.SHUT_WR)
 
     def pause_reading(self) -> None:
-        if self._reads:
+        if self._reads and not self._is_copy:
             self._reads = False
             self._loop.remove_reader(self._sock)
 
     def resume_reading(self) -> None:
-        if not self._reads and not self._closed:
+        if not (self._reads or self._closed or self._is_copy):
             self._reads = True
             self._loop.add_reader(self._sock, self._read)
 
@@ -195,7 +198,8 @@ class SocketStream(ControlStream):
             self._owner.on_writable()
 
     def _stop_writing(self) -> None:
-        self._loop.remove_writer(self._sock)
+        if not self._is_copy:
+            self._loop.remove_writer(self._sock)
         self._keep(memoryview(b""))
 
     def _keep(self, unsent: memoryview) -> None:
@@ -285,7 +289,8 @@ class MemoryStream(ControlStream):
         self._deliver_soon()
 
     def _deliver_soon(self) -> None:
-        if self._inbox and self._delivery is None and not self._paused:
+        is_due = self._inbox and self._delivery is None and not self._paused
+        if is_due and not self._loop.is_closed():
             self._delivery = self._loop.call_soon(self._deliver)
 
     def _deliver(self) -> None:

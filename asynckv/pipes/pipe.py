@@ -310,6 +310,7 @@ class Pipe(KVPipe, LoopBound):
         copy: bool,
     ) -> Source:
         """Return what of a tensor can be sent later: a copy, unless none is needed."""
+        self._outbound.check()
         if staged := await self._staged(source, parcel):
             return staged
         is_digested = self._outbound.digests(parcel.nbytes)
@@ -323,6 +324,7 @@ class Pipe(KVPipe, LoopBound):
                 parcel.is_borrowed = True
                 return HostSource(source)
         memory, region = await self._outbound.memory_for(spec)
+        self._outbound.check()
         (digest,) = await self._pool.copy([source], [memory], digest=is_digested)
         return HostSource(memory, digest, region)
 

@@ -221,6 +221,11 @@ class Session(Generic[T]):
         return self.decoder.is_idle
 
     @property
+    def has_streams_left(self) -> bool:
+        """Whether this side can open one more, ever."""
+        return self._ids.last_own + 2 <= MAX_STREAM
+
+    @property
     def was_answered(self) -> bool:
         """Whether a stream that this side opened has come to its end."""
         return self._ids.last_own > 2 * self._own_count - self._parity

@@ -21,6 +21,7 @@ from typing import Final, TypeAlias
 import numpy
 import numpy.typing
 
+from asynckv.processes import ProcessBound
 from asynckv.tensors.stitching import stitch
 
 __all__ = (
@@ -64,16 +65,18 @@ def next_slab_nbytes(nbytes: int, max_bytes: int) -> int:
     return min(wanted, max_bytes - nbytes)
 
 
-class Slabs:
+class Slabs(ProcessBound):
     """One memory file of ``max_bytes`` (rounded up to pages), none of it there yet.
 
     ``memory`` is the mapping, also for writing. It is unmapped when the last
-    view of it is gone, whatever was closed before.
+    view of it is gone, whatever was closed before. A forked child shares the file, so
+    there it is neither allocated nor cleared.
 
     :raises OSError: the system has no file descriptor or no address range for it
     """
 
     def __init__(self, max_bytes: int) -> None:
+        self._own()
         self.max_bytes = -(-max_bytes // PAGE_NBYTES) * PAGE_NBYTES
         self.nbytes = 0
         """What can be touched. :meth:`grow` adds to it, from a thread."""
@@ -117,6 +120,8 @@ class Slabs:
         Blocks for as long as the system needs to clear the pages, without the
         GIL: to be called in a thread, by one at a time.
         """
+        if self._is_copy:
+            return 0
         with self._lock:
             self._is_growing = True
         try:
@@ -129,10 +134,24 @@ class Slabs:
 
     def close(self) -> None:
         """Close the file and let a thread in :meth:`grow` end soon. Never waits."""
+        if self._is_copy:  # and so is the lock, which a thread may have had
+            self._close_file()
+            return
         with self._lock:
             self._is_closed = True
             if not self._is_growing:  # else its number may be another file's there
                 self._close_file()
+
+    def clear(self, runs: Sequence[Run]) -> None:
+        """Give pages back to the system, which shows zeros there from now on.
+
+        Blocks for as long as that takes, without the GIL: to be called in a thread.
+        """
+        if self._is_copy:
+            return
+        for first, pages in runs:
+            start = first * PAGE_NBYTES
+            _advise(self.memory[start : start + pages * PAGE_NBYTES], _MADV_REMOVE)
 
     def _grow(self) -> int:
         nbytes = next_slab_nbytes(self.nbytes, self.max_bytes)
@@ -185,9 +204,7 @@ class IdleSlabs:
         """
         slabs, self._slabs = self._slabs, None
         if slabs is not None:
-            for first, pages in self._idle:
-                start = first * PAGE_NBYTES
-                _advise(slabs.memory[start : start + pages * PAGE_NBYTES], _MADV_REMOVE)
+            slabs.clear(self._idle)
 
 
 def _half(nbytes: int) -> int:

@@ -54,6 +54,7 @@ class FairQueue(Generic[H]):
         self._tickets: dict[H, float] = {}
         self._condition = asyncio.Condition()
         self._waiting = 0
+        self._loop: asyncio.AbstractEventLoop | None = None
         self._notifying: asyncio.Task[None] | None = None
 
     def __len__(self) -> int:
@@ -99,8 +100,11 @@ class FairQueue(Generic[H]):
         if self._tickets:
             self.advance()
         # A Condition is notified under its lock, which a plain function cannot take.
-        if self._waiting and (self._notifying is None or self._notifying.done()):
-            self._notifying = asyncio.get_running_loop().create_task(
+        loop = self._loop if self._waiting else None
+        if loop is None or loop.is_closed():
+            return
+        if self._notifying is None or self._notifying.done():
+            self._notifying = loop.create_task(
                 self._notify(), name="asynckv: a line has changed"
             )
 
@@ -108,6 +112,7 @@ class FairQueue(Generic[H]):
         """Wait until ``predicate()`` is true. A cancelled call leaves no trace."""
         if predicate():
             return
+        self._loop = asyncio.get_running_loop()
         self._waiting += 1
         try:
             async with self._condition:

@@ -232,6 +232,26 @@ async def insert_stream(buffer: LookupBuffer, token: int) -> None:
         raise AssertionError("there is no room")
 
 
+def test_it_can_be_aborted_after_the_end_of_its_loop() -> None:
+    buffer = full_buffer()
+    asyncio.run(insert(buffer, 1, 60))
+    buffer.abort()
+    now = buffer.statistics()
+    assert buffer.is_closed and (now.used_bytes, now.entries) == (0, 0)
+
+
+def test_who_waits_for_room_learns_of_an_abort_while_the_loop_stood_still() -> None:
+    async def filled() -> asyncio.Task[Any]:
+        await insert(buffer, 1, 60)
+        return await started(insert(buffer, 2, 60))
+
+    buffer = full_buffer()
+    with asyncio.Runner() as runner:
+        waiting = runner.run(filled())
+        buffer.abort()
+        runner.run(expect_error(BufferClosed, asyncio.wait_for, waiting, 10))
+
+
 async def test_an_abort_ends_streams_on_both_sides() -> None:
     buffer = LookupBuffer(1000)
     with pytest.raises(EntryAborted, match="closed"):

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from asynckv import LookupBuffer, StoreBuffer, connect, open_pipe, serve
+from asynckv import LookupBuffer, Peer, Server, StoreBuffer, connect, open_pipe, serve
 from asynckv.errors import (
     BufferClosed,
     ConfigError,
@@ -66,6 +66,35 @@ async def test_leaving_does_not_wait_for_inserts_that_wait_for_room(
         await insert
     await until(lambda: len(peers.server._services) == (who == "producer"))
     await until(lambda: not local.statistics().waiting_inserts)
+
+
+@pytest.mark.both_loops
+async def test_calls_go_on_when_a_link_has_used_up_its_streams(
+    peers: Peers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("asynckv.protocol.session.MAX_STREAM", 7)
+    lookup, tensor = peers.producer.lookup, torch.ones(MIB)
+    async with asyncio.timeout(20):
+        for token in range(6):
+            await lookup.insert([token], None, tensor, None, None)
+            assert await lookup.peek([token]) == 1
+            key = (await lookup.drop_select([token])).key
+            assert isinstance(key, torch.Tensor) and torch.equal(key, tensor)
+    assert peers.producer.is_connected
+
+
+@pytest.mark.parametrize("url", ["tcp://127.0.0.1:0", "mem://"])
+def test_both_sides_can_be_aborted_after_the_end_of_their_loop(url: str) -> None:
+    async def connected() -> tuple[Peer, Server]:
+        server = await serve(url, lookup=buffer).__aenter__()
+        peer = await connect(server.url).__aenter__()
+        await peer.lookup.insert([1], None, torch.ones(MIB), None, None)
+        return peer, server
+
+    buffer = LookupBuffer(8 * MIB)
+    for side in (*asyncio.run(connected()), buffer):
+        side.abort()
+    assert buffer.is_closed and buffer.statistics().used_bytes == 0
 
 
 async def test_leaving_by_an_error_waits_for_nothing(local: LookupBuffer) -> None:

@@ -462,6 +462,26 @@ async def test_what_was_verified_is_said_before_the_goodbye() -> None:
 
 
 @pytest.mark.both_loops
+@pytest.mark.parametrize("scheme", ["tcp", "mem"])
+@pytest.mark.parametrize("end", ["abort", "aclose"])
+async def test_a_send_that_waits_for_memory_learns_that_its_side_was_closed(
+    scheme: Scheme, end: str
+) -> None:
+    async with open_pipe_pair(scheme) as (near, far):
+        sending = asyncio.create_task(near.send_tensor(large()))
+        await until_blocked(sending)
+        if end == "abort":
+            near.abort()
+            far.abort()
+            with pytest.raises(PipeBroken, match="aborted on this side"):
+                await sending
+        else:
+            await near.aclose()
+            with pytest.raises(EndOfStream, match="closed on this side"):
+                await sending
+
+
+@pytest.mark.both_loops
 async def test_an_aborted_end_gives_nothing_that_it_had_received() -> None:
     async with piped() as (pipe, peer):
         peer.send(Push(inline=True))

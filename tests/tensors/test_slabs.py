@@ -212,6 +212,21 @@ def test_no_file_descriptor_is_an_os_error(monkeypatch: pytest.MonkeyPatch) -> N
         Slabs(mmap.PAGESIZE)
 
 
+def test_a_forked_child_allocates_and_clears_nothing_of_its_parents() -> None:
+    slabs = Slabs(4 * MIN_SLAB_NBYTES)
+    slabs.grow()
+    slabs.memory[: slabs.nbytes] = 7
+    blocks = os.fstat(slabs.fileno()).st_blocks
+    if not (pid := os.fork()):
+        grown = slabs.grow()
+        slabs.clear([(0, 1)])
+        slabs.close()
+        os._exit(bool(grown) or slabs.fileno() >= 0)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    assert os.fstat(slabs.fileno()).st_blocks == blocks
+    assert bool((slabs.memory[: slabs.nbytes] == 7).all())
+
+
 def test_idle_pages_are_given_back_while_views_of_others_live() -> None:
     slabs = Slabs(MIN_SLAB_NBYTES)
     slabs.grow()

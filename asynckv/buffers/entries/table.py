@@ -13,6 +13,7 @@ import collections
 import heapq
 import itertools
 import logging
+import time
 from collections.abc import Callable, Mapping
 from typing import Final
 
@@ -491,4 +492,7 @@ def _end_waits(entry: StoredEntry) -> None:
 
 
 def _now() -> float:
-    return asyncio.get_running_loop().time()
+    try:
+        return asyncio.get_running_loop().time()
+    except RuntimeError:  # the buffer is aborted where no loop runs
+        return time.monotonic()  # which is what the time of loops is, too

@@ -249,7 +249,11 @@ class RemoteLookupBuffer(KVLookupBuffer):
         return self._peer.reads_gpu
 
     async def _digest(self, sources: Sequence[Source]) -> None:
-        """Let each know its digest."""
+        """Let each know its digest.
+
+        :raises PeerLost: the peer is gone, or was closed: then its pool is, too
+        """
+        self._peer.link_nowait()
         digests = await self._peer.pool.digest([one.place() for one in sources])
         for source, digest in zip(sources, digests, strict=True):
             source.digest = digest
@@ -268,7 +272,9 @@ class RemoteLookupBuffer(KVLookupBuffer):
         sources: list[Source] = []
         try:
             for tensor in named.values():
+                self._peer.link_nowait()  # raises if the peer, and the pool, are closed
                 sources += [await source_of(tensor, pool, staging, nbytes)]
+            self._peer.link_nowait()
             await until_made(sources, pool)
             if digests:
                 await self._digest(sources)
@@ -289,14 +295,14 @@ class RemoteLookupBuffer(KVLookupBuffer):
         """
         incarnation = ""
         while True:
-            if link is None or not link.is_open:
+            while link is None or not link.is_open:
                 link = await self._peer.link(incarnation)
             inserting = begin_insert(link, draft, sources, self._peer.routes)
             if await inserting.accepted():
                 return
             if inserting.may_be_in:
                 incarnation = link.peer.incarnation
-            link = None
+            link = await self._peer.link(incarnation)
             if not all(source.digest for source in sources):
                 await self._digest(sources)
 

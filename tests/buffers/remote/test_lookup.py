@@ -26,6 +26,7 @@ from asynckv.testing import (
     Outcome,
     sweep_cancellation,
     until,
+    until_blocked,
     use_across_tasks,
 )
 from asynckv.testing.lookup_checks.values import cancelled
@@ -337,6 +338,32 @@ async def test_leaving_ends_what_waits(peers: Peers, local: LookupBuffer) -> Non
     await until(lambda: local.statistics().waiting_selects == 0)
     with pytest.raises(RuntimeError, match="connect again"):
         await peers.consumer.__aenter__()
+
+
+@pytest.mark.parametrize("end", ["abort", "aclose"])
+async def test_leaving_ends_an_insert_that_waits_for_room(
+    peers: Peers, local: LookupBuffer, end: str
+) -> None:
+    await local.insert([1], None, torch.ones(3 * MIB // 2), None, None)
+    insert = peers.producer.lookup.insert([2], None, torch.ones(MIB), None, None)
+    call = asyncio.create_task(insert)
+    await until(lambda: local.statistics().waiting_inserts == 1)
+    if end == "abort":
+        peers.producer.abort()
+    else:
+        await peers.producer.aclose()
+    with pytest.raises(PeerLost, match="on this side"):
+        await call
+
+
+async def test_leaving_ends_an_insert_of_which_half_is_copied(peers: Peers) -> None:
+    layers = {f"{n}": torch.ones(MIB, 2).t() for n in range(40)}
+    insert = peers.producer.lookup.insert([2], None, layers, None, None, entry_id="a")
+    call = asyncio.create_task(insert)
+    await until_blocked(call)
+    peers.producer.abort()
+    with pytest.raises(PeerLost, match="on this side"):
+        await call
 
 
 async def test_leaving_returns_what_is_leased(
