@@ -22,7 +22,7 @@ from asynckv.devices.names import Device, DeviceName, device_named
 from asynckv.errors import ConfigError, PeerLost
 from asynckv.links.options import Role
 from asynckv.observability.waits import LoggedWait
-from asynckv.transfers.tokens import as_timeout
+from asynckv.types import as_timeout
 
 __all__ = ("Node", "open")
 

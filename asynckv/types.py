@@ -16,6 +16,9 @@ __all__ = (
     "MAX_TENSOR_DIMENSIONS",
     "KVFingerprint",
     "TensorSpec",
+    "as_count",
+    "as_seconds",
+    "as_timeout",
     "parse_bytes",
 )
 
@@ -89,6 +92,66 @@ def parse_bytes(size: int | float | str) -> int:
     if size != int(size):
         raise ValueError(f"{size!r} is not a whole number of bytes")
     return min(int(size), _NO_BOUND)
+
+
+_MAX_COUNT: Final = 2**31
+
+
+def as_count(value: object, name: str, *, least: int = 1) -> int:
+    """Return a number from ``least`` on, of any type of whole numbers but ``bool``.
+
+    :raises TypeError: it is no whole number
+    :raises ValueError: it is below ``least``, or above 2**31
+    """
+    if type(value) is not int:
+        value = _whole_number(value, name)
+    if not least <= value <= _MAX_COUNT:
+        raise ValueError(f"{name} is at least {least}, and at most 2**31")
+    return value
+
+
+def as_seconds(value: object, name: str) -> float | None:
+    """Return a time, ``None`` for no end.
+
+    :raises TypeError: it is no number
+    :raises ValueError: it is negative, or not finite
+    """
+    if value is None or (type(value) is float and 0 <= value < math.inf):
+        return value
+    seconds = as_timeout(value, name)
+    if seconds == math.inf:
+        raise ValueError(f"{name} is finite; None means no end")
+    return seconds
+
+
+def as_timeout(value: object, name: str) -> float:
+    """Return how long something may take, ``math.inf`` for no end.
+
+    :raises TypeError: it is no number
+    :raises ValueError: it is negative, or NaN
+    """
+    if isinstance(value, bool | str | bytes) or not hasattr(value, "__float__"):
+        raise TypeError(f"{name} is a number of seconds, not {value!r:.40}")
+    try:
+        seconds = float(value)
+    except OverflowError:
+        seconds = math.inf
+    except (TypeError, ValueError, RuntimeError) as exc:
+        raise TypeError(f"{name} is a number of seconds, not {value!r:.40}") from exc
+    if not seconds >= 0:  # NaN is not
+        raise ValueError(f"{name} is a number of seconds from 0 on, not {seconds:g}")
+    return seconds
+
+
+def _whole_number(value: object, name: str) -> int:
+    # Of torch and numpy, too, which are not imported here.
+    is_bool = str(getattr(value, "dtype", type(value).__name__)).endswith("bool")
+    if not is_bool and hasattr(value, "__index__"):
+        try:
+            return operator.index(value)
+        except (TypeError, RuntimeError):  # a tensor of several, or of none here
+            pass
+    raise TypeError(f"{name} is a whole number, not {value!r:.40}")
 
 
 class TensorSpec(msgspec.Struct, frozen=True, array_like=True, gc=False):

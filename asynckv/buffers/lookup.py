@@ -33,16 +33,14 @@ from asynckv.tensors.views import spec_like
 from asynckv.transfers.manifest import check_names, flatten
 from asynckv.transfers.targets import check_targets
 from asynckv.transfers.tokens import (
-    as_count,
     as_mask,
     as_specs,
     as_text,
-    as_timeout,
     as_tokens,
     key_of,
     make_query,
 )
-from asynckv.types import KVFingerprint, TensorSpec
+from asynckv.types import KVFingerprint, TensorSpec, as_count, as_timeout
 from asynckv.waits.waiting import wait_shielded
 
 __all__ = ("LookupBuffer",)

@@ -44,8 +44,7 @@ from asynckv.protocol.values import PeerIdentity
 from asynckv.security.keyring import NO_KEYS, Keyring
 from asynckv.security.names import canonical
 from asynckv.security.tls import TLS
-from asynckv.transfers.tokens import as_timeout
-from asynckv.types import parse_bytes
+from asynckv.types import as_timeout, parse_bytes
 
 __all__ = ("Server", "serve")
 

@@ -16,8 +16,8 @@ from asynckv.buffers.statistics import StoreStatistics
 from asynckv.buffers.values import StoredValues
 from asynckv.devices.arena import place_of
 from asynckv.tensors.views import check_into, check_landing_place, spec_of
-from asynckv.transfers.tokens import as_keys, as_seconds
-from asynckv.types import KVFingerprint
+from asynckv.transfers.tokens import as_keys
+from asynckv.types import KVFingerprint, as_seconds
 
 __all__ = ("StoreBuffer", "check_place", "check_value", "expiry_of")
 

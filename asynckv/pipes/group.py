@@ -16,8 +16,7 @@ from asynckv.loops import LoopBound
 from asynckv.pipes.callers import Joining
 from asynckv.pipes.pipe import Pipe
 from asynckv.security.tls import TLS
-from asynckv.transfers.tokens import as_count, as_timeout
-from asynckv.types import parse_bytes
+from asynckv.types import as_count, as_timeout, parse_bytes
 
 __all__ = ("Group", "join_group")
 

@@ -21,8 +21,7 @@ from asynckv.links.sockets import in_thread
 from asynckv.observability.lines import redacted
 from asynckv.stores.health import TierStatistics
 from asynckv.stores.tier_stack import FlushResult, TierStack
-from asynckv.transfers.tokens import as_timeout
-from asynckv.types import KVFingerprint
+from asynckv.types import KVFingerprint, as_timeout
 
 __all__ = ("TieredStatistics", "TieredStore", "open_tier")
 

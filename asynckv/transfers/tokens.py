@@ -7,8 +7,6 @@ tolerance.
 from __future__ import annotations
 
 import array
-import math
-import operator
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TypeGuard
 
@@ -18,22 +16,19 @@ import torch
 
 from asynckv.abc import Match, TokenIds
 from asynckv.tensors.views import bytes_of, check_sendable, spec_of, tensor_from
-from asynckv.types import TensorSpec
+from asynckv.types import TensorSpec, as_count
 
 __all__ = (
     "MAX_ID_LENGTH",
     "TOKEN_NBYTES",
     "Query",
     "Tokens",
-    "as_count",
     "as_entry_id",
     "as_key",
     "as_keys",
     "as_mask",
-    "as_seconds",
     "as_specs",
     "as_text",
-    "as_timeout",
     "as_tokens",
     "check_mask",
     "check_tokens",
@@ -230,20 +225,6 @@ MAX_ID_LENGTH = 256
 """An entry_id of more characters could not be told to a peer."""
 
 _MAX_KEY_LENGTH = 512
-_MAX_COUNT = 2**31
-
-
-def as_count(value: object, name: str, *, least: int = 1) -> int:
-    """Return a number from ``least`` on, of any type of whole numbers but ``bool``.
-
-    :raises TypeError: it is no whole number
-    :raises ValueError: it is below ``least``, or above 2**31
-    """
-    if type(value) is not int:
-        value = _whole(value, name)
-    if not least <= value <= _MAX_COUNT:
-        raise ValueError(f"{name} is at least {least}, and at most 2**31")
-    return value
 
 
 def as_text(value: object, name: str) -> str:
@@ -272,39 +253,6 @@ def as_entry_id(value: object) -> str:
     if len(entry_id) > MAX_ID_LENGTH:
         raise ValueError(f"an entry_id has at most {MAX_ID_LENGTH} characters")
     return entry_id
-
-
-def as_seconds(value: object, name: str) -> float | None:
-    """Return a time, ``None`` for no end.
-
-    :raises TypeError: it is no number
-    :raises ValueError: it is negative, or not finite
-    """
-    if value is None or (type(value) is float and 0 <= value < math.inf):
-        return value
-    seconds = as_timeout(value, name)
-    if seconds == math.inf:
-        raise ValueError(f"{name} is finite; None means no end")
-    return seconds
-
-
-def as_timeout(value: object, name: str) -> float:
-    """Return how long something may take, ``math.inf`` for no end.
-
-    :raises TypeError: it is no number
-    :raises ValueError: it is negative, or NaN
-    """
-    if isinstance(value, bool | str | bytes) or not hasattr(value, "__float__"):
-        raise TypeError(f"{name} is a number of seconds, not {value!r:.40}")
-    try:
-        seconds = float(value)
-    except OverflowError:
-        seconds = math.inf
-    except (TypeError, ValueError, RuntimeError) as exc:
-        raise TypeError(f"{name} is a number of seconds, not {value!r:.40}") from exc
-    if not seconds >= 0:  # NaN is not
-        raise ValueError(f"{name} is a number of seconds from 0 on, not {seconds:g}")
-    return seconds
 
 
 def as_specs(specs: object) -> dict[str, TensorSpec]:
@@ -352,13 +300,3 @@ def as_keys(values: object) -> tuple[str, ...]:
     if are_plain and max(map(len, keys), default=0) <= _MAX_KEY_LENGTH:
         return keys  # those of a long prompt are thousands
     return tuple(as_key(key) for key in keys)
-
-
-def _whole(value: object, name: str) -> int:
-    is_bool = isinstance(value, bool) or getattr(value, "dtype", None) is torch.bool
-    if not is_bool and hasattr(value, "__index__"):
-        try:
-            return operator.index(value)
-        except (TypeError, RuntimeError):  # a tensor of several, or of none here
-            pass
-    raise TypeError(f"{name} is a whole number, not {value!r:.40}")

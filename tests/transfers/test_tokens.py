@@ -19,16 +19,13 @@ from asynckv.testing.blocked import until
 from asynckv.testing.pairs import open_peers
 from asynckv.transfers.tokens import (
     Query,
-    as_count,
     as_mask,
-    as_seconds,
     as_specs,
-    as_timeout,
     as_tokens,
     key_of,
     make_query,
 )
-from asynckv.types import TensorSpec
+from asynckv.types import TensorSpec, as_count, as_seconds, as_timeout
 
 INTEGERS = ("uint8", "int8", "int16", "uint16", "int32", "uint32", "int64")
 MASKS = (*INTEGERS, "bool", "float32", "bfloat16", "float8_e4m3fn", "complex64")

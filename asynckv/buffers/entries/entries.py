@@ -34,14 +34,12 @@ from asynckv.transfers.targets import Part
 from asynckv.transfers.tokens import (
     Query,
     Tokens,
-    as_count,
     as_entry_id,
     as_mask,
-    as_seconds,
     as_tokens,
     key_of,
 )
-from asynckv.types import KVFingerprint, TensorSpec
+from asynckv.types import KVFingerprint, TensorSpec, as_count, as_seconds
 
 __all__ = (
     "Draft",

@@ -24,8 +24,7 @@ from asynckv.security.keyring import NO_KEYS, Keyring
 from asynckv.sharing.peer_imports import PeerImports
 from asynckv.transfers.delivery import ReceiveBudget
 from asynckv.transfers.routes import GpuRoutes, PeerRoutes
-from asynckv.transfers.tokens import as_timeout
-from asynckv.types import KVFingerprint
+from asynckv.types import KVFingerprint, as_timeout
 from asynckv.waits.waiting import Reply, Watchers
 
 __all__ = (

@@ -51,7 +51,8 @@ from asynckv.transfers.manifest import INLINE_NBYTES
 from asynckv.transfers.offers import OfferReceiver, read_offer
 from asynckv.transfers.routes import PeerRoutes
 from asynckv.transfers.source import Source, source_of, until_made
-from asynckv.transfers.tokens import as_key, as_keys, as_seconds
+from asynckv.transfers.tokens import as_key, as_keys
+from asynckv.types import as_seconds
 from asynckv.waits.own_tasks import PlainTaskGroup
 from asynckv.waits.waiting import Reply
 

@@ -33,8 +33,7 @@ from asynckv.config import KVTransferConfig
 from asynckv.errors import PeerLost
 from asynckv.node import open as open_node
 from asynckv.security.tls import TLS
-from asynckv.transfers.tokens import as_timeout
-from asynckv.types import KVFingerprint
+from asynckv.types import KVFingerprint, as_timeout
 from asynckv.waits.waiting import wait_shielded
 
 if TYPE_CHECKING:

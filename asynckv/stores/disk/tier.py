@@ -44,7 +44,7 @@ from asynckv.stores.disk.slots import (
 )
 from asynckv.stores.disk.url import LEAST_MAX_BYTES, parse_disk_url
 from asynckv.stores.threads import READ, SCAN, WRITE, Stopped, TierThreads, ask
-from asynckv.transfers.tokens import as_count, as_timeout
+from asynckv.types import as_count, as_timeout
 
 __all__ = ("DiskStatistics", "DiskTier")
 

@@ -53,7 +53,7 @@ from asynckv.stores.objects.known import KnownKeys
 from asynckv.stores.objects.url import PATIENCE_S, ObjectPlace, parse_object_url
 from asynckv.tensors.copying import HostCopyPool
 from asynckv.tensors.jobs import CopyJob
-from asynckv.transfers.tokens import as_timeout
+from asynckv.types import as_timeout
 
 if TYPE_CHECKING:
     from obstore import Bytes, GetOptions, GetResult

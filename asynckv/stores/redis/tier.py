@@ -37,7 +37,7 @@ from asynckv.stores.redis.lanes import Lanes, process_lanes
 from asynckv.stores.redis.server import Address, Credentials, RedisServer
 from asynckv.stores.redis.url import parse_redis_url
 from asynckv.stores.threads import READ, Stopped, TierThreads, ask
-from asynckv.transfers.tokens import as_timeout
+from asynckv.types import as_timeout
 
 __all__ = ("RedisStatistics", "RedisTier")
 
