@@ -386,3 +386,19 @@ async def test_a_cancelled_leaving_leaves_nothing_open(local: LookupBuffer) -> N
         await cancelled(closing)
         assert not peer.is_connected
         await until(lambda: not server.peers)
+
+
+async def test_what_is_inserted_while_its_server_is_away_waits_for_the_next_one(
+    local: LookupBuffer,
+) -> None:
+    first = serve("mem://away", lookup=local)
+    async with first, connect("mem://away") as peer:
+        first.abort()
+        await until(lambda: not peer.is_connected)
+        task = asyncio.create_task(
+            peer.lookup.insert([1], None, torch.ones(MIB), None, None)
+        )
+        await until_blocked(task)
+        async with serve("mem://away", lookup=local):
+            await task
+            assert local.statistics().entries == 1
