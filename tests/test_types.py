@@ -5,6 +5,7 @@ import sys
 from typing import Any
 
 import msgspec
+import numpy
 import pytest
 import torch
 
@@ -13,6 +14,9 @@ from asynckv.types import (
     MAX_TENSOR_DIMENSIONS,
     KVFingerprint,
     TensorSpec,
+    as_count,
+    as_seconds,
+    as_timeout,
     parse_bytes,
 )
 
@@ -156,3 +160,47 @@ def test_the_first_difference_of_two_fingerprints_is_named() -> None:
     ours = KVFingerprint(model="m", dtype="bfloat16")
     assert ours.difference(KVFingerprint(model="m", dtype="float16")) == "dtype"
     assert ours.difference(KVFingerprint(model="m", dtype="bfloat16")) is None
+
+
+def test_counts_and_seconds_come_back_as_plain_numbers() -> None:
+    assert type(as_count(numpy.uint8(3), "n")) is int
+    assert type(as_seconds(2**70, "s")) is float and as_seconds(None, "s") is None
+    assert type(as_timeout(numpy.int64(2), "s")) is float
+
+
+def test_a_count_may_begin_at_another_number() -> None:
+    assert as_count(0, "rank", least=0) == 0
+    with pytest.raises(ValueError, match="rank is at least 0"):
+        as_count(-1, "rank", least=0)
+
+
+def test_what_may_take_any_time_may_take_for_ever() -> None:
+    assert (as_timeout(0, "s"), as_timeout(math.inf, "s")) == (0, math.inf)
+    with pytest.raises(ValueError, match="s is finite; None means no end"):
+        as_seconds(math.inf, "s")
+
+
+@pytest.mark.parametrize(
+    ("value", "error"),
+    [
+        (math.nan, ValueError),
+        (-0.1, ValueError),
+        (None, TypeError),
+        ("5", TypeError),
+        (True, TypeError),
+    ],
+)
+def test_what_is_no_time_is_refused_by_name(
+    value: object, error: type[Exception]
+) -> None:
+    with pytest.raises(error, match="drain_s is a number of seconds"):
+        as_timeout(value, "drain_s")
+
+
+def test_what_cannot_tell_how_many_seconds_it_is_is_no_time() -> None:
+    class Late:
+        def __float__(self) -> float:
+            raise RuntimeError("not yet")
+
+    with pytest.raises(TypeError, match="is a number of seconds"):
+        as_seconds(Late(), "ttl_s")

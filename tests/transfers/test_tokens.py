@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import asyncio
-import math
 import struct
 from collections.abc import Awaitable, Callable
 from typing import Any, Final
@@ -25,7 +24,7 @@ from asynckv.transfers.tokens import (
     key_of,
     make_query,
 )
-from asynckv.types import TensorSpec, as_count, as_seconds, as_timeout
+from asynckv.types import TensorSpec
 
 INTEGERS = ("uint8", "int8", "int16", "uint16", "int32", "uint32", "int64")
 MASKS = (*INTEGERS, "bool", "float32", "bfloat16", "float8_e4m3fn", "complex64")
@@ -94,15 +93,6 @@ def test_other_options_are_checked() -> None:
 def test_strides_and_gradients_do_not_matter() -> None:
     tokens = as_tokens(torch.arange(6)[::2])
     assert key_of(tokens, None) == packed(0, 2, 4)
-
-
-def test_what_cannot_tell_how_many_seconds_it_is_is_no_time() -> None:
-    class Late:
-        def __float__(self) -> float:
-            raise RuntimeError("not yet")
-
-    with pytest.raises(TypeError, match="is a number of seconds"):
-        as_seconds(Late(), "ttl_s")
 
 
 _NO_TEXT: Final = "\ud800"
@@ -300,41 +290,6 @@ async def test_a_writer_puts_nothing_but_tensors(local: LookupBuffer) -> None:
                 with pytest.raises(TypeError, match="'key' is a NoneType"):
                     await writer.put("key", None)  # type: ignore[arg-type]
                 await writer.put("key", torch.ones(2))
-
-
-def test_counts_and_seconds_come_back_as_plain_numbers() -> None:
-    assert type(as_count(numpy.uint8(3), "n")) is int
-    assert type(as_seconds(2**70, "s")) is float and as_seconds(None, "s") is None
-    assert type(as_timeout(numpy.int64(2), "s")) is float
-
-
-def test_a_count_may_begin_at_another_number() -> None:
-    assert as_count(0, "rank", least=0) == 0
-    with pytest.raises(ValueError, match="rank is at least 0"):
-        as_count(-1, "rank", least=0)
-
-
-def test_what_may_take_any_time_may_take_for_ever() -> None:
-    assert (as_timeout(0, "s"), as_timeout(math.inf, "s")) == (0, math.inf)
-    with pytest.raises(ValueError, match="s is finite; None means no end"):
-        as_seconds(math.inf, "s")
-
-
-@pytest.mark.parametrize(
-    ("value", "error"),
-    [
-        (math.nan, ValueError),
-        (-0.1, ValueError),
-        (None, TypeError),
-        ("5", TypeError),
-        (True, TypeError),
-    ],
-)
-def test_what_is_no_time_is_refused_by_name(
-    value: object, error: type[Exception]
-) -> None:
-    with pytest.raises(error, match="drain_s is a number of seconds"):
-        as_timeout(value, "drain_s")
 
 
 def test_a_tensor_is_declared_by_a_spec() -> None:
