@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import errno
 import gc
-import os
 import resource
-import threading
 import weakref
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 
 import pytest
 import torch
@@ -28,6 +25,7 @@ from asynckv.tensors.paged_arena import SlabArena
 from asynckv.tensors.slabs import has_slabs
 from asynckv.testing import until
 from asynckv.testing.expectations import only
+from harness.slab_gate import SlabGate
 
 pytestmark = pytest.mark.skipif(not has_slabs(), reason="no memory files here")
 
@@ -38,27 +36,9 @@ def _tensor(mib: int, value: int = 1) -> torch.Tensor:
     return torch.full((mib * _MIB,), value, dtype=torch.uint8)
 
 
-class Gate:
-    """Lets slabs be allocated, or refuses them, when the test says so."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.refuses = False
-        self.is_open = threading.Event()
-        self.asked = threading.Event()
-        self._allocate: Callable[[int, int, int], None] = os.posix_fallocate
-        monkeypatch.setattr(os, "posix_fallocate", self)
-
-    def __call__(self, fd: int, start: int, nbytes: int) -> None:
-        self.asked.set()
-        self.is_open.wait(10)
-        if self.refuses:
-            raise OSError(errno.ENOMEM, "no memory")
-        self._allocate(fd, start, nbytes)
-
-
 @pytest.fixture
-def gate(monkeypatch: pytest.MonkeyPatch) -> Gate:
-    return Gate(monkeypatch)
+def gate(monkeypatch: pytest.MonkeyPatch) -> SlabGate:
+    return SlabGate(monkeypatch)
 
 
 @pytest.fixture
@@ -68,7 +48,7 @@ async def lookup() -> AsyncIterator[LookupBuffer]:
 
 
 async def test_an_insert_waits_for_its_slab_and_the_loop_does_not(
-    gate: Gate, lookup: LookupBuffer
+    gate: SlabGate, lookup: LookupBuffer
 ) -> None:
     insert = asyncio.create_task(lookup.insert([1], None, _tensor(2), None, None))
     await until(gate.asked.is_set)
@@ -80,7 +60,7 @@ async def test_an_insert_waits_for_its_slab_and_the_loop_does_not(
 
 
 async def test_what_waits_for_a_slab_can_be_selected(
-    gate: Gate, lookup: LookupBuffer
+    gate: SlabGate, lookup: LookupBuffer
 ) -> None:
     insert = asyncio.create_task(lookup.insert([1], None, _tensor(2, 7), None, None))
     await until(gate.asked.is_set)
@@ -92,7 +72,7 @@ async def test_what_waits_for_a_slab_can_be_selected(
 
 
 async def test_inserts_that_wait_for_memory_that_is_refused_are_too_large(
-    gate: Gate, lookup: LookupBuffer, caplog: pytest.LogCaptureFixture
+    gate: SlabGate, lookup: LookupBuffer, caplog: pytest.LogCaptureFixture
 ) -> None:
     gate.is_open.set()
     await lookup.insert([1], None, _tensor(8), None, None)
@@ -108,7 +88,7 @@ async def test_inserts_that_wait_for_memory_that_is_refused_are_too_large(
 
 
 async def test_a_writer_that_waits_for_refused_memory_is_told(
-    gate: Gate, lookup: LookupBuffer
+    gate: SlabGate, lookup: LookupBuffer
 ) -> None:
     gate.is_open.set()
     gate.refuses = True
@@ -120,7 +100,7 @@ async def test_a_writer_that_waits_for_refused_memory_is_told(
 
 
 async def test_an_insert_behind_one_that_is_too_large_now_goes_on(
-    gate: Gate, lookup: LookupBuffer
+    gate: SlabGate, lookup: LookupBuffer
 ) -> None:
     gate.is_open.set()
     await lookup.insert([1], None, _tensor(16), None, None)
@@ -134,7 +114,7 @@ async def test_an_insert_behind_one_that_is_too_large_now_goes_on(
 
 
 async def test_puts_that_wait_for_memory_that_is_refused_are_too_large(
-    gate: Gate,
+    gate: SlabGate,
 ) -> None:
     async with StoreBuffer("64MiB") as store:
         gate.is_open.set()
@@ -146,7 +126,7 @@ async def test_puts_that_wait_for_memory_that_is_refused_are_too_large(
         assert store.statistics().refused_slabs == 1
 
 
-async def test_a_store_grows_before_it_drops_anything(gate: Gate) -> None:
+async def test_a_store_grows_before_it_drops_anything(gate: SlabGate) -> None:
     gate.is_open.set()
     async with StoreBuffer("64MiB") as store:
         for key in range(5):
@@ -168,7 +148,7 @@ async def test_a_kept_exception_keeps_no_memory(lookup: LookupBuffer) -> None:
     assert lookup.statistics().pinned_bytes == 0
 
 
-async def test_closing_does_not_wait_for_all_of_a_slab(gate: Gate) -> None:
+async def test_closing_does_not_wait_for_all_of_a_slab(gate: SlabGate) -> None:
     async with LookupBuffer("64MiB", drain_s=0) as lookup:
         insert = asyncio.create_task(lookup.insert([1], None, _tensor(2), None, None))
         await until(gate.asked.is_set)

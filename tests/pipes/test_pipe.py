@@ -26,6 +26,7 @@ from asynckv.protocol.frames import (
     Push,
     Read,
 )
+from asynckv.tensors.slabs import has_slabs
 from asynckv.testing import (
     CancelMode,
     Outcome,
@@ -38,6 +39,7 @@ from asynckv.testing.pairs import SCHEMES, Scheme, open_pipe_pair
 from asynckv.testing.pipe_checks import PIPE_CHECKS, PipeCheck
 from asynckv.types import TensorSpec
 from harness.link_pairs import Hearer, linked
+from harness.slab_gate import SlabGate
 
 BOUND: Final = 2**20
 LARGE: Final = 2**18
@@ -462,23 +464,29 @@ async def test_what_was_verified_is_said_before_the_goodbye() -> None:
 
 
 @pytest.mark.both_loops
+@pytest.mark.skipif(not has_slabs(), reason="no memory files here")
 @pytest.mark.parametrize("scheme", ["tcp", "mem"])
 @pytest.mark.parametrize("end", ["abort", "aclose"])
 async def test_a_send_that_waits_for_memory_learns_that_its_side_was_closed(
-    scheme: Scheme, end: str
+    scheme: Scheme, end: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with open_pipe_pair(scheme) as (near, far):
+        gate = SlabGate(monkeypatch)
         sending = asyncio.create_task(near.send_tensor(large()))
-        await until_blocked(sending)
+        await until(gate.asked.is_set)
         if end == "abort":
             near.abort()
             far.abort()
+            gate.is_open.set()
             with pytest.raises(PipeBroken, match="aborted on this side"):
                 await sending
         else:
-            await near.aclose()
+            closing = asyncio.create_task(near.aclose())
+            await until_blocked(closing)
+            gate.is_open.set()
             with pytest.raises(EndOfStream, match="closed on this side"):
                 await sending
+            await closing
 
 
 @pytest.mark.both_loops
