@@ -13,7 +13,7 @@ import collections
 import dataclasses
 import enum
 import logging
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable, Coroutine
 from typing import Any, Final, Literal, TypeAlias
 
 from asynckv.abc import BlockIds, KVTransferResults
@@ -240,24 +240,32 @@ class ExpectedLoads:
             is_failed = request_id in results.failed_recving
             why = results.reasons.get(request_id) or "the load failed"
             self._ledger.settle_by_id(request_id, "recv", why if is_failed else "")
-        states = self._ledger.take_unreported()
-        failed = [state for state in states if state.reason]
-        return KVTransferResults(
-            finished_recving=frozenset(state.request_id for state in states),
-            failed_recving=frozenset(state.request_id for state in failed),
-            # What else the workers name may be somebody else's by now.
-            invalid_block_ids=_blocks_of(failed),
-            reasons={state.request_id: state.reason for state in failed},
-        )
+        # What else the workers name may be somebody else's by now.
+        return _take_results(self._ledger)
 
     def clear(self) -> None:
         """Tell the workers nothing more."""
         self._aborts.clear()
 
 
-def _blocks_of(states: Iterable[TransferState]) -> frozenset[int]:
-    """Return the blocks of all groups of these."""
-    return frozenset[int]().union(*(one for state in states for one in state.block_ids))
+def _take_results(ledger: TransferLedger) -> KVTransferResults:
+    """Return what has ended since the last call, once."""
+    states = ledger.take_unreported()
+    if not states:
+        return KVTransferResults()
+    sent = [state for state in states if state.way == "send"]
+    received = [state for state in states if state.way == "recv"]
+    failed = [state for state in received if state.reason]
+    blocks = (group for state in failed for group in state.block_ids)
+    return KVTransferResults(
+        finished_sending=frozenset(state.request_id for state in sent),
+        failed_sending=frozenset(state.request_id for state in sent if state.reason),
+        finished_recving=frozenset(state.request_id for state in received),
+        failed_recving=frozenset(state.request_id for state in failed),
+        invalid_block_ids=frozenset[int]().union(*blocks),
+        reasons={state.request_id: state.reason for state in states if state.reason},
+        full_sending=frozenset(state.request_id for state in sent if state.lacks_room),
+    )
 
 
 logger = logging.getLogger(__name__)
@@ -276,12 +284,8 @@ class Transfers:
         self._others: set[asyncio.Task[None]] = set()
         self._dispensable: dict[asyncio.Task[None], None] = {}
         self._callbacks: list[Callable[[], None]] = []
-        self._is_closing = False
-
-    @property
-    def is_closing(self) -> bool:
+        self.is_closing = False
         """Whether nothing may begin any more."""
-        return self._is_closing
 
     @property
     def counters(self) -> TransferCounters:
@@ -310,7 +314,7 @@ class Transfers:
         ``ended`` is called when it has ended, also if it had no time to begin. While
         this is closing it is refused: ``None``, and ``ended`` has been called.
         """
-        if self._is_closing:
+        if self.is_closing:
             self.refuse(request_id, way, block_ids, "the connector is closed")
             if ended is not None:
                 ended()
@@ -356,7 +360,7 @@ class Transfers:
         Where ``at_most`` of those that may be given up are under way the oldest is.
         While this is closing nothing is run: ``None``.
         """
-        if self._is_closing:
+        if self.is_closing:
             return None
         if at_most is not None and len(self._dispensable) >= at_most:
             oldest = next(iter(self._dispensable))
@@ -412,27 +416,7 @@ class Transfers:
 
     def results(self) -> KVTransferResults:
         """Return what has ended since the last call."""
-        states = self.ledger.take_unreported()
-        if not states:
-            return KVTransferResults()
-        sent = [state for state in states if state.way == "send"]
-        received = [state for state in states if state.way == "recv"]
-        failed = [state for state in received if state.reason]
-        return KVTransferResults(
-            finished_sending=frozenset(state.request_id for state in sent),
-            failed_sending=frozenset(
-                state.request_id for state in sent if state.reason
-            ),
-            finished_recving=frozenset(state.request_id for state in received),
-            failed_recving=frozenset(state.request_id for state in failed),
-            invalid_block_ids=_blocks_of(failed),
-            reasons={
-                state.request_id: state.reason for state in states if state.reason
-            },
-            full_sending=frozenset(
-                state.request_id for state in sent if state.lacks_room
-            ),
-        )
+        return _take_results(self.ledger)
 
     def call_when_ended(self, callback: Callable[[], None]) -> None:
         """Call back whenever :meth:`results` has something new, or others ended."""
@@ -449,7 +433,7 @@ class Transfers:
 
     def abort(self) -> None:
         """Cancel all of them, and begin no others of that kind. Never waits."""
-        self._is_closing = True
+        self.is_closing = True
         for state in self._tasks:
             self.ledger.cancel(state.request_id, state.way)
         for task in (*self._tasks.values(), *self._others):
