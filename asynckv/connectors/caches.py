@@ -326,7 +326,8 @@ class Staging:
         self.max_bytes = max_bytes
         self.used_bytes = 0
         self.copies = 0
-        self._has_room = asyncio.Event()
+        self.more_room = asyncio.Event()
+        """Set when something is dropped the next time."""
 
     async def copy(
         self,
@@ -353,11 +354,6 @@ class Staging:
         self.copies += 1
         return StagedCopy(self, tensors, moves.pool)
 
-    @property
-    def more_room(self) -> asyncio.Event:
-        """Set when something is dropped the next time."""
-        return self._has_room
-
     def take(self, nbytes: int) -> bool:
         """Take so much room, if there is; who gets it releases it. Never waits."""
         if self.used_bytes + nbytes > self.max_bytes:
@@ -368,8 +364,8 @@ class Staging:
     def release(self, nbytes: int) -> None:
         """There is room for so much more. Never waits."""
         self.used_bytes -= nbytes
-        self._has_room.set()
-        self._has_room = asyncio.Event()
+        self.more_room.set()
+        self.more_room = asyncio.Event()
 
 
 class StagedCopy:
