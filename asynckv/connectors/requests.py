@@ -304,13 +304,6 @@ class P2PParams:
         :raises ValueError: its transfer is none, or its peer is not configured
         :raises TypeError: it cannot be read at all
         """
-        try:
-            self._read(known)
-        except BaseException:
-            known.is_to_load = known.is_to_save = False
-            raise
-
-    def _read(self, known: P2PRequest) -> None:
         given = known.request.kv_transfer_params
         if given is None:
             return
@@ -322,6 +315,8 @@ class P2PParams:
             raise ValueError(f"{len(params.incarnations)} incarnations")
         for incarnation in params.incarnations:
             _check_name("incarnation", incarnation)
+        known.is_named = bool(params.transfer_id)
+        known.transfer_id = params.transfer_id or secrets.token_hex(16)
         if params.do_remote_prefill:
             if not params.transfer_id:
                 raise ValueError("it says of no transfer_id where its KV is")
@@ -336,8 +331,6 @@ class P2PParams:
         elif params.do_remote_decode:
             known.peer = self._peer_named(params.peer) if self._is_push else ""
             known.is_to_save = True
-        known.is_named = bool(params.transfer_id)
-        known.transfer_id = params.transfer_id or secrets.token_hex(16)
 
     @property
     def _is_push(self) -> bool:

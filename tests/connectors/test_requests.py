@@ -58,14 +58,37 @@ def test_who_pushes_is_not_dialled_and_may_have_any_name() -> None:
         read({**PREFILLED, "peer": "Q"})
 
 
-def test_a_request_whose_transfer_is_none_is_neither_loaded_nor_saved() -> None:
-    known = P2PRequest(KVRequest("\ud800", (1, 2), dict(PREFILLED)))
-    known.is_to_load = known.is_to_save = True
+@pytest.mark.parametrize(
+    ("name", "given"),
+    [
+        ("\ud800", PREFILLED),  # no text that could be encoded: it raises a ValueError
+        ("r", {**PREFILLED, "peer": "\n"}),
+        ("r", {"do_remote_prefill": True}),
+        ("r", {"do_remote_decode": True}),
+    ],
+)
+def test_a_request_whose_transfer_is_none_is_neither_loaded_nor_saved(
+    name: str, given: dict[str, object]
+) -> None:
+    known = P2PRequest(KVRequest(name, (1, 2), given))
     options = ConnectorOptions.of(KVTransferConfig(kv_role="kv_both"))
     params = P2PParams(KVEngine(engine_id="E", block_size=4), options)
-    with pytest.raises(UnicodeEncodeError):  # a ValueError
+    with pytest.raises(ValueError):
         params.read(known)
     assert not known.is_to_load and not known.is_to_save
+
+
+def test_a_peer_that_cannot_have_its_ranks_is_not_loaded_from() -> None:
+    peers = {"P": ["mem://a", "mem://b", "mem://c"]}
+    config = KVTransferConfig(
+        kv_role="kv_both", kv_connector_extra_config={"peers": peers}
+    )
+    shape = toy_shape(ToyModel())
+    engine = KVEngine(engine_id="E", block_size=shape.block_size, shape=shape)
+    known = P2PRequest(KVRequest("r", (1, 2), PREFILLED))
+    with pytest.raises(ValueError, match="cannot be divided over tp_size=3"):
+        P2PParams(engine, ConnectorOptions.of(config)).read(known)
+    assert not known.is_to_load
 
 
 def test_what_is_pushed_goes_to_one_of_the_configuration() -> None:
