@@ -252,15 +252,11 @@ class P2PLoading(Loading):
         self._engine, self._options, self._moves = engine, options, moves
         self._routes, self._notifications = routes, notifications
         self._loads: dict[P2PLoad, TransferState] = {}
-        self._awaited: list[P2PLoad] = []
+        self.awaited: tuple[P2PLoad, ...] = ()
+        """The loads that the step waits for."""
         if options.direction == "push":
             # What is pulled comes by a link of our own, which fails it by itself.
             routes.call_when_lost(self._on_lost)
-
-    @property
-    def awaited(self) -> tuple[P2PLoad, ...]:
-        """The loads that the step waits for."""
-        return tuple(self._awaited)
 
     def begin_all(self, step: P2PMetadata) -> None:
         super().begin_all(step)
@@ -269,7 +265,7 @@ class P2PLoading(Loading):
 
     def clear(self) -> None:
         """The step is over: it waits for no load any more."""
-        self._awaited.clear()
+        self.awaited = ()
 
     def _begin(self, request: LoadRequest) -> None:
         if not request.block_ids:
@@ -288,7 +284,7 @@ class P2PLoading(Loading):
             return
         self._loads[load] = state
         if not request.is_async:
-            self._awaited.append(load)
+            self.awaited += (load,)
 
     def _on_lost(self, identity: str) -> None:
         """What it was to send will not come.
@@ -388,6 +384,7 @@ class Assembly:
         self._engine, self._scratch = engine, scratch
         self._caches, self._request = scratch.moves.caches, scratch.request
         self._read = read
+        self._is_identity = read is None or read.plan.is_identity
         expected = None if read is None else read.plan.source
         if header.shape != expected or (
             expected is None and header.block_size != engine.block_size
@@ -405,7 +402,7 @@ class Assembly:
             for source in self._layers
         }
         self._check(specs)
-        self._copies = self._copies_by_layer()
+        self._copies = self._copies_of_a_layer()
         self._landed: dict[str, dict[str, torch.Tensor]] = {}
         self._seen: set[str] = set()
 
@@ -438,7 +435,7 @@ class Assembly:
         target = self._layers[layer]
         sources = [landed[name] for name in self._regions[layer]]
         ids = self._request.block_ids[self._caches.group_of(target)]
-        if self._read is None or self._read.plan.is_identity:
+        if self._is_identity:
             first = self._request.first_block
             await self._scratch.write(
                 target, [source[first : first + len(ids)] for source in sources]
@@ -451,16 +448,14 @@ class Assembly:
 
     def _jobs(self, layer: str, sources: list[torch.Tensor]) -> list[CopyJob]:
         """Return what takes the heads and tokens of a layer to where they are here."""
-        read, request = self._read, self._request
-        if read is None:
-            raise RuntimeError("whole blocks are not taken apart")
+        request = self._request
         span = Span(
             tokens=request.num_tokens,
             target_start=request.first_block * self._engine.block_size,
         )
         landing = self._scratch.landing(self._layers[layer])
         try:
-            return reshard_jobs(self._copies[layer], sources, landing, span)
+            return reshard_jobs(self._copies, sources, landing, span)
         except ValueError as exc:
             raise _misshapen(layer) from exc
 
@@ -491,18 +486,18 @@ class Assembly:
             for layer in read.layers
         }
 
-    def _copies_by_layer(self) -> dict[str, tuple[StridedCopy, ...]]:
+    def _copies_of_a_layer(self) -> tuple[StridedCopy, ...]:
+        """Return how a layer is taken apart; nothing, where whole blocks are taken."""
         read = self._read
-        if read is None or read.plan.is_identity:
-            return {}
+        if read is None or self._is_identity:
+            return ()
         if read.plan.source.layout.is_across_layers:
-            return dict.fromkeys(self._layers, read.copies)
+            return read.copies
         # A layer apart is cut like every other: one plan of one layer does for all.
-        return dict.fromkeys(self._layers, read.copies_of_layer(read.layers[0]))
+        return read.copies_of_layer(read.layers[0])
 
     def _check(self, specs: Mapping[str, TensorSpec]) -> None:
         """Refuse what lacks a region, or whose elements are not what they are here."""
-        is_identity = self._read is None or self._read.plan.is_identity
         for source, target in self._layers.items():
             pools = self._caches.pools(target)
             names = self._regions[source]
@@ -518,7 +513,7 @@ class Assembly:
                         field="dtype",
                         hint="both engines must have the same cache dtype",
                     )
-                if is_identity and (
+                if self._is_identity and (
                     spec.shape[1:] != here.shape[1:]
                     or spec.shape[0] < self._request.first_block + len(ids)
                 ):

@@ -35,7 +35,6 @@ from asynckv.devices.names import Device
 from asynckv.errors import EntryConflict, IncompatiblePeer, PeerLost
 from asynckv.observability.lines import as_line
 from asynckv.parallel.plans import RankRead
-from asynckv.parallel.shapes import EngineShape
 from asynckv.protocol.values import PeerIdentity
 
 __all__ = (
@@ -137,7 +136,7 @@ class P2PRoutes:
         if self._options.direction == "pull":
             return False
         try:
-            readers = self._engine.readers_in(self._consumer_shape(request.peer))
+            readers = self._readers_of(request)
         except IncompatiblePeer:
             return False  # the save will say so
         peers = self.peers
@@ -198,7 +197,7 @@ class P2PRoutes:
 
         :raises IncompatiblePeer: nothing can be divided over as many ranks
         """
-        readers = self._engine.readers_in(self._consumer_shape(request.peer))
+        readers = self._readers_of(request)
         if self._options.direction == "pull":
             return ((self._own, request.transfer_id, len(readers)),) if readers else ()
         entry_id = _pushed(request.transfer_id, self._engine.rank)
@@ -209,8 +208,7 @@ class P2PRoutes:
     def hang_up(self, request: SaveRequest) -> None:
         """End the links to who is to read this. Never waits."""
         if self._options.direction == "push":
-            readers = self._engine.readers_in(self._consumer_shape(request.peer))
-            for rank in readers:
+            for rank in self._readers_of(request):
                 self.peers.hang_up(request.peer, rank)
 
     async def aclose(self) -> None:
@@ -238,18 +236,22 @@ class P2PRoutes:
         for callback in self._lost_callbacks:
             callback(peer.id)
 
-    def _consumer_shape(self, peer: str) -> EngineShape | None:
-        """Return how the engine is cut that decodes, by the configuration."""
-        options = self._options
+    def _readers_of(self, request: SaveRequest) -> tuple[int, ...]:
+        """Return which ranks read it of the engine that decodes.
+
+        How that is cut the configuration says.
+        """
+        options, peer = self._options, request.peer
         tp_size, pp_size = options.consumer_tp_size or 0, options.consumer_pp_size or 0
         try:
-            return self._engine.shape_over(options.ranks_of(peer), tp_size, pp_size)
+            shape = self._engine.shape_over(options.ranks_of(peer), tp_size, pp_size)
         except ValueError as exc:
             raise IncompatiblePeer(
                 f"{peer or 'the engine that decodes'}: {exc}",
                 field="ranks",
                 hint="consumer_tp_size and consumer_pp_size are those of its URLs",
             ) from exc
+        return self._engine.readers_in(shape)
 
     def _check_ranks(self, request: LoadRequest) -> None:
         """Let no request choose ports: how many ranks there are it may say, not more.
