@@ -37,8 +37,10 @@ class BlockRelease:
     ends the links that a save goes over.
     """
 
-    def __init__(self, transfers: Transfers) -> None:
-        self._transfers = transfers
+    def __init__(
+        self, transfers: Transfers, hang_up: Callable[[SaveRequest], None]
+    ) -> None:
+        self._transfers, self._hang_up = transfers, hang_up
         self._wanted = asyncio.Event()
         self.late = 0
 
@@ -47,17 +49,13 @@ class BlockRelease:
         self._wanted.set()
         self._wanted = asyncio.Event()
 
-    async def release_when_wanted(
-        self,
-        saves: Mapping[TransferState, P2PSave],
-        hang_up: Callable[[SaveRequest], None],
-    ) -> None:
+    async def release_when_wanted(self, saves: Mapping[TransferState, P2PSave]) -> None:
         """As :meth:`release`, but let saves finish that need not leave."""
         while busy := {
             state: s for state, s in saves.items() if not s.released.is_set()
         }:
             if leaving := {state: s for state, s in busy.items() if s.must_release}:
-                await self.release(leaving, hang_up)
+                await self.release(leaving)
                 continue
             ends = asyncio.create_task(_wait_released(busy, None))
             wanted = asyncio.create_task(self._wanted.wait())
@@ -67,11 +65,7 @@ class BlockRelease:
                 ends.cancel()
                 wanted.cancel()
 
-    async def release(
-        self,
-        saves: Mapping[TransferState, P2PSave],
-        hang_up: Callable[[SaveRequest], None],
-    ) -> None:
+    async def release(self, saves: Mapping[TransferState, P2PSave]) -> None:
         """Return when no block of these saves is read any more.
 
         A cancelled call leaves the saves as they are.
@@ -84,13 +78,12 @@ class BlockRelease:
         late = _busy(saves)
         for save in saves.values():
             save.stop_waiting()
-        await self._end(saves, late, hang_up)
+        await self._end(saves, late)
 
     async def _end(
         self,
         saves: Mapping[TransferState, P2PSave],
         late: Mapping[TransferState, P2PSave],
-        hang_up: Callable[[SaveRequest], None],
     ) -> None:
         """Fail what is late, and hang up on who reads it still, until all are released.
 
@@ -105,7 +98,7 @@ class BlockRelease:
                     self._transfers.fail(state, _TOO_LATE, lacks_room=save.lacks_room())
                 elif state not in hung_up:
                     hung_up.add(state)
-                    hang_up(save.request)
+                    self._hang_up(save.request)
             busy = _busy(saves)
             await _wait_released(saves, _FROM_BLOCKS_S)
             if all(save.released.is_set() for save in saves.values()):
@@ -160,7 +153,7 @@ class P2PSaving:
             notifications,
         )
         self._staging = staging
-        self._releasing = BlockRelease(transfers)
+        self._releasing = BlockRelease(transfers, routes.hang_up)
         self._saves: dict[TransferState, P2PSave] = {}
         self._held: dict[TransferState, P2PSave] = {}
         self._under_way: dict[tuple[str, str], P2PSave] = {}
@@ -274,12 +267,12 @@ class P2PSaving:
         if self.engine.holds_saved_blocks:
             self._held |= saves
             try:
-                await self._releasing.release_when_wanted(saves, self._routes.hang_up)
+                await self._releasing.release_when_wanted(saves)
             finally:
                 for state in saves:
                     self._held.pop(state, None)
         else:
-            await self._releasing.release(saves, self._routes.hang_up)
+            await self._releasing.release(saves)
 
     async def _give_up(
         self, saves: dict[TransferState, P2PSave], error: GPUFailed

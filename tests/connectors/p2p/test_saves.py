@@ -390,9 +390,9 @@ async def test_who_does_not_let_go_of_blocks_is_hung_up_on(room: int) -> None:
         state = transfers.begin("r", "send", run, ended=save.end)
         assert state is not None
         save.offer_rest()
-        leaving = BlockRelease(transfers)
+        leaving = BlockRelease(transfers, lambda order: buffer.hung_up.set())
         async with asyncio.timeout(SHORT_S):
-            await leaving.release({state: save}, lambda order: buffer.hung_up.set())
+            await leaving.release({state: save})
         assert (save.released.is_set(), leaving.late) == (True, 1)
         await until(lambda: not transfers.count("send"))
         assert transfers.results().failed_sending == {"r"}
@@ -445,6 +445,11 @@ async def lending(hung_up: asyncio.Event | None) -> AsyncIterator[Lending]:
     moves, transfers = SlowMoves(caches, CopyPool()), Transfers()
     request = SaveRequest("r", "t", "", (1, 2, 3), ((2, 0),))
     save = P2PSave(moves, request, header, 60, Staging(2**20))
+
+    def hang_up(order: SaveRequest) -> None:
+        if hung_up is not None:
+            hung_up.set()
+
     async with LendingBuffer("1MiB") as buffer:
         buffer.hung_up, buffer.answer = hung_up, asyncio.Event()
 
@@ -457,7 +462,7 @@ async def lending(hung_up: asyncio.Event | None) -> AsyncIterator[Lending]:
 
         state = transfers.begin("r", "send", run, ended=save.end)
         save.offer_rest()
-        yield transfers, BlockRelease(transfers), {state: save}, buffer
+        yield transfers, BlockRelease(transfers, hang_up), {state: save}, buffer
         buffer.answer.set()
         await until(lambda: not transfers.count("send"))
 
@@ -467,7 +472,7 @@ async def test_who_reads_blocks_is_hung_up_on_though_their_copy_took_long() -> N
     async with lending(hung_up) as (transfers, release, saves, buffer):
         buffer.answer.set()
         async with asyncio.timeout(5):
-            await release.release(saves, lambda request: hung_up.set())
+            await release.release(saves)
         assert release.late == 1
         await until(lambda: not transfers.count("send"))
         assert transfers.results().reasons
@@ -476,7 +481,7 @@ async def test_who_reads_blocks_is_hung_up_on_though_their_copy_took_long() -> N
 async def test_what_is_put_whole_is_not_late_for_a_copy_that_nobody_needs() -> None:
     async with lending(None) as (transfers, release, saves, buffer):
         async with asyncio.timeout(5):
-            await release.release(saves, lambda request: None)
+            await release.release(saves)
         assert release.late == 0
         buffer.answer.set()
         await until(lambda: not transfers.count("send"))
