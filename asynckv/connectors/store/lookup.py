@@ -277,12 +277,6 @@ class PrefixLookup:
         self._let_go()
         self._let_go_later()
 
-    def _keys_of_ranks(self, keys: tuple[str, ...]) -> list[list[str]]:
-        return [
-            rank_block_keys(keys, self._namespace, rank)
-            for rank in range(self._engine.size)
-        ]
-
     def _on_lost(self, why: str) -> None:
         if not self._is_closed:
             self.line.note_lost(why)
@@ -322,8 +316,9 @@ class PrefixLookup:
 
         The first values of all ranks come first, where they come from far.
         """
-        values = zip(*self._keys_of_ranks(keys), strict=True)
-        in_turn = [key for value in values for key in value]
+        ranks = range(self._engine.size)
+        of_ranks = [rank_block_keys(keys, self._namespace, rank) for rank in ranks]
+        in_turn = [key for value in zip(*of_ranks, strict=True) for key in value]
         there = await self.holds.hold(store, in_turn, self._fetch_s, number)
         self._let_go_later()
         found = (*there, False).index(False) // self._engine.size

@@ -235,9 +235,8 @@ class StoreScheduler(
         for request_id in believed.finished_recving:
             if (known := self._requests.get(request_id)) is not None:
                 self._let_go(known)
-        for request_id in believed.failed_recving:
-            if (known := self._requests.get(request_id)) is not None:
-                known.saved = 0  # what is computed instead may be stored again
+                if request_id in believed.failed_recving:
+                    known.saved = 0  # what is computed instead may be stored again
         return believed
 
     def request_finished(

@@ -215,21 +215,25 @@ class StoreSaving:
 
     async def _put(self, save: _Save, values: list[torch.Tensor]) -> None:
         """Store a value, the only one in the list, which is empty soon after."""
-        is_stored, is_skipped, nbytes = False, False, values[0].nbytes
+        nbytes = values[0].nbytes
         try:
             async with self._at_once:
                 store = await self._rank.line.store()
                 if self._is_behind_a_gap(save):
-                    is_skipped = True
+                    self._end(save)
+                    self.skipped += 1
                     return
                 async with asyncio.timeout(self._rank.options.save_timeout_s):
                     await self._tell_shape(store)
                     await store.put(save.part.key, values[0])
-            is_stored = True
+            self.stored += 1
+            self.nbytes += nbytes
             self._is_stalled = False
             if self._logs_losses:
                 self._rank.line.note_answer()
         except BaseException as exc:
+            self._end(save)
+            self.failed += 1
             if self._logs_losses and isinstance(exc, (PeerLost, TimeoutError)):
                 why = str(exc) or "it has not stored a value within save_timeout_s"
                 self._rank.line.note_lost(why)
@@ -237,12 +241,6 @@ class StoreSaving:
                 self._note_refused(exc)
             raise
         finally:
-            self.stored += is_stored
-            self.nbytes += nbytes * is_stored
-            self.skipped += is_skipped
-            self.failed += not is_stored and not is_skipped
-            if not is_stored:
-                self._end(save)
             self._staging.release(nbytes)
             self._rank.packed().moves.pool.free(values)
 
