@@ -164,8 +164,8 @@ class PeerConnection:
 
     def is_of(self, identity: str) -> bool:
         """Whether who is connected here is called so."""
-        peer = self._peer
-        return peer is not None and peer.is_connected and peer.identity == identity
+        peer = self.connected
+        return peer is not None and peer.identity == identity
 
     async def aclose(self) -> None:
         """Say goodbye. Bounded and shielded."""

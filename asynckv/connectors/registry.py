@@ -519,17 +519,11 @@ def _on_the_gpu(config: KVTransferConfig, kind: str, direction: str) -> str:
     """Say what has memory of the GPU of the caches, beside them."""
     if kind == "StoreConnector":
         return "what is saved and loaded goes through host memory"
-    is_push = direction == "push"
-    keeps = config.is_kv_consumer if is_push else config.is_kv_producer
-    held = [
-        what
-        for what, is_so in (
-            ("what waits here", keeps),
-            ("what is fetched", config.is_kv_consumer and not is_push),
-            ("what is pushed", config.is_kv_producer and is_push),
-        )
-        if is_so
-    ]
+    produces, consumes = config.is_kv_producer, config.is_kv_consumer
+    if direction == "push":
+        held = ["what waits here"] * consumes + ["what is pushed"] * produces
+    else:
+        held = ["what waits here"] * produces + ["what is fetched"] * consumes
     return f"{' and '.join(held)} has that GPU's memory"
 
 

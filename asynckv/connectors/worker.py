@@ -106,11 +106,8 @@ class CacheWorker(
 
     _loading: Loading
     _saving: _Saving
-
-    @property
-    @abc.abstractmethod
-    def _connections(self) -> _Connections:
-        """What is closed when no transfer is under way any more."""
+    _connections: _Connections
+    """What is closed when no transfer is under way any more."""
 
     def __init__(
         self,

@@ -79,7 +79,7 @@ class P2PWorker(CacheWorker, SupportsHandshake, SupportsHeldBlocks, SupportsLaye
         """``device`` is the GPU of the caches, where it is not told by its name."""
         super().__init__(config, engine, lanes=lanes)
         self._device = device
-        self.routes = P2PRoutes(config, engine)
+        self.routes = self._connections = P2PRoutes(config, engine)
         self._staging = Staging(config.max_bytes)
         notifications = P2PNotifications(self._transfers, self.routes, self.options)
         of_all = engine, self.options, self.routes, self._transfers, notifications
@@ -143,10 +143,6 @@ class P2PWorker(CacheWorker, SupportsHandshake, SupportsHeldBlocks, SupportsLaye
             transfers=dataclasses.replace(transfers.counters),
             buffer=None if routes.buffer is None else routes.buffer.statistics(),
         )
-
-    @property
-    def _connections(self) -> P2PRoutes:
-        return self.routes
 
     def _register(self, caches: PagedCaches) -> None:
         buffer, there = self.routes.buffer, str(caches.device)

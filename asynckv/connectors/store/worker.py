@@ -374,7 +374,9 @@ class StoreWorker(CacheWorker):
         lanes: DeviceLanes | None = None,
     ) -> None:
         super().__init__(config, engine, lanes=lanes)
-        self._line = StoreConnection(config, engine, store, str(engine.rank))
+        self._line = self._connections = StoreConnection(
+            config, engine, store, str(engine.rank)
+        )
         self._packed: PackedBlocks | None = None
         num_blocks = self.options.chunk_of(engine.block_size) // engine.block_size
         at_once = max(_LEAST_VALUES_AT_ONCE, _BLOCKS_AT_ONCE // num_blocks)
@@ -430,10 +432,6 @@ class StoreWorker(CacheWorker):
             links=int(self._line.is_connected),
             transfers=dataclasses.replace(transfers.counters),
         )
-
-    @property
-    def _connections(self) -> StoreConnection:
-        return self._line
 
     def _register(self, caches: PagedCaches) -> None:
         super()._register(caches)
