@@ -14,7 +14,7 @@ import xxhash
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from asynckv.errors import ConfigError, IncompatiblePeer
-from asynckv.integrations.transformers.forward import Forward
+from asynckv.integrations.transformers.forward import in_thread
 from asynckv.integrations.transformers.layers import (
     LayerPlan,
     plan_layers,
@@ -105,15 +105,10 @@ async def read_fingerprint(
     """
     if not getattr(model, "peft_config", None):
         return fingerprint_of(model, name=name, plans=plans)
-    reading = Forward(
+    return await in_thread(
         lambda: fingerprint_of(model, name=name, plans=plans),
-        lambda: None,
         name="asynckv fingerprint",
     )
-    try:
-        return await reading.wait()
-    finally:
-        await reading.aclose()
 
 
 def pack_fingerprint(fingerprint: KVFingerprint) -> torch.Tensor:

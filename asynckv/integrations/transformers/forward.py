@@ -14,7 +14,7 @@ from typing import Generic, TypeVar
 
 from asynckv.waits.waiting import wait_shielded
 
-__all__ = ("Forward", "ForwardStopped")
+__all__ = ("Forward", "ForwardStopped", "in_thread")
 
 T = TypeVar("T")
 
@@ -85,6 +85,18 @@ class Forward(Generic[T]):
         # The loop may be closed already: then nobody waits.
         with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(_settle, self.ended)
+
+
+async def in_thread(call: Callable[[], T], *, name: str) -> T:
+    """Return what ``call`` returns, which is short, but not so short as a loop's turn.
+
+    A cancelled call lets it run to its end, and waits for that, at most 1 s.
+    """
+    work = Forward(call, lambda: None, name=name)
+    try:
+        return await work.wait()
+    finally:
+        await work.aclose()
 
 
 def _settle(future: asyncio.Future[None]) -> None:

@@ -26,7 +26,7 @@ from transformers.cache_utils import (
 )
 
 from asynckv.errors import ConfigError
-from asynckv.integrations.transformers.forward import Forward
+from asynckv.integrations.transformers.forward import in_thread
 from asynckv.types import TensorSpec
 
 __all__ = (
@@ -161,11 +161,7 @@ async def read_plans(config: PreTrainedConfig) -> tuple[LayerPlan, ...]:
         plans = plan_layers(config)
         await asyncio.sleep(0)  # what the caller goes on with takes its time too
         return plans
-    reading = Forward(lambda: plan_layers(config), lambda: None, name="asynckv plan")
-    try:
-        return await reading.wait()
-    finally:
-        await reading.aclose()
+    return await in_thread(lambda: plan_layers(config), name="asynckv plan")
 
 
 def check_cache(cache: Cache, plans: tuple[LayerPlan, ...]) -> None:

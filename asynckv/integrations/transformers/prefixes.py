@@ -7,8 +7,8 @@ stands for all tokens up to its end, and for the model.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, Final
 
 import torch
 from transformers import Cache, PreTrainedModel
@@ -18,7 +18,7 @@ from asynckv.connectors import prefix_block_keys
 from asynckv.errors import ConfigError
 from asynckv.integrations.transformers.consumer import handoff_of
 from asynckv.integrations.transformers.fingerprint import read_fingerprint
-from asynckv.integrations.transformers.forward import Forward
+from asynckv.integrations.transformers.forward import in_thread
 from asynckv.integrations.transformers.handoff import Handoff
 from asynckv.integrations.transformers.layers import (
     LayerPlan,
@@ -33,7 +33,7 @@ from asynckv.types import TensorSpec
 
 __all__ = ("load_prefix", "store_prefix")
 
-T = TypeVar("T")
+_THREAD: Final = "asynckv prefix"
 
 
 async def store_prefix(
@@ -93,7 +93,7 @@ async def store_prefix(
     there = await store.match_prefix(keys)
     for number in reversed(range(there, len(keys))):
         cut = slice(number * chunk_tokens, (number + 1) * chunk_tokens)
-        value = await _in_thread(functools.partial(_packed, states, cut))
+        value = await in_thread(functools.partial(_packed, states, cut), name=_THREAD)
         await store.put(keys[number], value, ttl_s=ttl_s)
     return len(keys) * chunk_tokens
 
@@ -129,7 +129,7 @@ async def load_prefix(
     chunks = list(_whole(reversed(values), sum(one.nbytes for one in specs.values())))
     if not chunks:
         return None
-    parts = await _in_thread(lambda: _joined(chunks, specs))
+    parts = await in_thread(lambda: _joined(chunks, specs), name=_THREAD)
     entry = KVEntry(
         input_tokens=prompt.ids[0, : len(chunks) * chunk_tokens],
         roi=None,
@@ -202,12 +202,3 @@ def _joined(
         joined[name] = torch.cat(pieces, dim=2)
         start = end
     return joined
-
-
-async def _in_thread(call: Callable[[], T]) -> T:
-    """Copy off the loop. A cancelled call lets it run to its end."""
-    work = Forward(call, lambda: None, name="asynckv prefix")
-    try:
-        return await work.wait()
-    finally:
-        await work.aclose()
