@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager
 from types import TracebackType
 from typing import Final
@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 
 from asynckv.abc import KVEntry, KVLookupBuffer, SelectStream
 from asynckv.errors import IncompatiblePeer
-from asynckv.integrations.transformers.entries import FINGERPRINT, HIDDEN
+from asynckv.integrations.transformers.entries import FINGERPRINT
 from asynckv.integrations.transformers.fingerprint import (
     check_fingerprint,
     fingerprint_of,
@@ -30,12 +30,12 @@ from asynckv.integrations.transformers.handoff import Handoff, ReceivedTensors
 from asynckv.integrations.transformers.layers import (
     LayerEvent,
     LayerObserver,
-    LayerPlan,
     check_placement,
     plan_layers,
     read_plans,
 )
 from asynckv.integrations.transformers.prompts import Prompt
+from asynckv.transfers.manifest import check_names, flatten, unflatten
 from asynckv.types import TensorSpec
 from asynckv.waits.waiting import wait_shielded
 
@@ -141,15 +141,9 @@ def handoff_of(
 
 def tensors_of(entry: KVEntry) -> dict[str, torch.Tensor]:
     """Name the tensors of an entry as ``open_insert`` does."""
-    named: dict[str, torch.Tensor] = {}
-    for what, part in (("key", entry.key), ("value", entry.value)):
-        if isinstance(part, Mapping):
-            named |= {f"{layer}.{what}": tensor for layer, tensor in part.items()}
-        elif part is not None:
-            named[what] = part
-    if entry.hidden is not None:
-        named[HIDDEN] = entry.hidden
-    return named | {f"extras.{name}": t for name, t in entry.extras.items()}
+    named = flatten(entry.key, entry.value, entry.hidden, entry.extras)
+    # Blocks no entry holds.
+    return {name: t for name, t in named.items() if isinstance(t, torch.Tensor)}
 
 
 class Load(AbstractAsyncContextManager[Handoff, None]):
@@ -166,9 +160,6 @@ class Load(AbstractAsyncContextManager[Handoff, None]):
     ) -> None:
         self._model, self._prompt, self._selecting = model, prompt, selecting
         self._name, self._observe = name, observe
-        self._handoff: Handoff | None = None
-        self._landing_task: asyncio.Task[None] | None = None
-        self._stack = contextlib.AsyncExitStack()
 
     async def __aenter__(self) -> Handoff:
         self._landing = ReceivedTensors()
@@ -179,13 +170,24 @@ class Load(AbstractAsyncContextManager[Handoff, None]):
                 packed = await stream.wait_for(FINGERPRINT)
                 ours = await read_fingerprint(self._model, name=self._name, plans=plans)
                 check_fingerprint(packed, ours)
-            handoff = self._open(stream, plans)
-            self._handoff = handoff
+            entry_prompt = _entry_prompt(stream.input_tokens)
+            self._handoff = Handoff(
+                self._model,
+                self._prompt or entry_prompt,
+                entry_prompt,
+                stream.specs,
+                stream.wait_for,
+                plans=plans,
+                landing=self._landing,
+                entry_id=stream.entry_id,
+                attempt=stream.attempt,
+                observe=self._observe,
+            )
             self._landing_task = asyncio.create_task(
                 self._land(stream), name=f"landing of {stream.entry_id}"
             )
             self._stack = stack.pop_all()
-        return handoff
+        return self._handoff
 
     async def __aexit__(
         self,
@@ -205,28 +207,11 @@ class Load(AbstractAsyncContextManager[Handoff, None]):
             self._landing.stop()
         self._landing.fail(RuntimeError("the load was left before it had landed"))
         try:
-            if self._landing_task is not None:
-                self._landing_task.cancel()
-                await wait_shielded(self._landing_task)
+            self._landing_task.cancel()
+            await wait_shielded(self._landing_task)
         finally:
             self._landing.complete()  # a task that is cancelled does not say so
-            if self._handoff is not None:
-                self._handoff.detach()
-
-    def _open(self, stream: SelectStream, plans: Sequence[LayerPlan]) -> Handoff:
-        entry_prompt = _entry_prompt(stream.input_tokens)
-        return Handoff(
-            self._model,
-            self._prompt or entry_prompt,
-            entry_prompt,
-            stream.specs,
-            stream.wait_for,
-            plans=plans,
-            landing=self._landing,
-            entry_id=stream.entry_id,
-            attempt=stream.attempt,
-            observe=self._observe,
-        )
+            self._handoff.detach()
 
     async def _land(self, stream: SelectStream) -> None:
         landed = 0
@@ -286,16 +271,8 @@ def load_entry(path: str | os.PathLike[str]) -> KVEntry:
     """
     tensors = load_file(os.fspath(path))
     tokens, roi = tensors.pop(_TOKENS, None), tensors.pop(_ROI, None)
-    parts: dict[str, dict[str, torch.Tensor]] = {"key": {}, "value": {}}
-    whole = {what: tensors.pop(what, None) for what in parts}  # of no layer
-    extras, hidden = {}, tensors.pop(HIDDEN, None)
-    for name, tensor in tensors.items():
-        layer, _, what = name.rpartition(".")
-        if layer == "extras":
-            extras[what] = tensor
-        elif layer and what in parts:
-            parts[what][layer] = tensor
-        else:
-            raise ValueError(f"{path} holds no entry: {name!r} is none of its names")
-    key, value = (parts[what] or whole[what] for what in ("key", "value"))
-    return KVEntry(tokens, roi, key, value, hidden, extras)
+    try:
+        check_names(tensors)
+    except ValueError as exc:
+        raise ValueError(f"{path} holds no entry: {exc}") from exc
+    return KVEntry(tokens, roi, *unflatten(tensors.items()))

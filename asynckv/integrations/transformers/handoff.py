@@ -183,10 +183,6 @@ class _Slice:
         start = entry_length - rows
         self._rows = slice(plan.first_needed(length) - start, length - start)
 
-    @property
-    def window(self) -> int:
-        return self._plan.window
-
     def take(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Wait for keys and values. Blocks its thread."""
         name = self._plan.name
@@ -246,8 +242,8 @@ class _ReceivingLayer(_Lands, DynamicLayer):
 class _ReceivingSlidingLayer(_Lands, DynamicSlidingWindowLayer):
     stands_for = DynamicSlidingWindowLayer
 
-    def __init__(self, rows: _Slice) -> None:
-        super().__init__(sliding_window=rows.window)
+    def __init__(self, rows: _Slice, window: int) -> None:
+        super().__init__(sliding_window=window)
         self._slice = rows
         self.is_initialized = True
         # Positions seen, not positions held: masks and rope are counted from it.
@@ -256,7 +252,7 @@ class _ReceivingSlidingLayer(_Lands, DynamicSlidingWindowLayer):
 
 def _receiving_layer(plan: LayerPlan, rows: _Slice) -> DynamicLayer | DummyLayer:
     if plan.kind == "sliding":
-        return _ReceivingSlidingLayer(rows)
+        return _ReceivingSlidingLayer(rows, plan.window)
     if plan.kind == "full":
         return _ReceivingLayer(rows)
     return DummyLayer()

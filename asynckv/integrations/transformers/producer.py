@@ -338,7 +338,7 @@ def _forward_prompt(
     prompt: Prompt,
     cache: DynamicCache,
     *,
-    output_hidden_states: bool = False,
+    output_hidden_states: bool,
 ) -> CausalLMOutputWithPast:
     """Run the whole prompt through ``model`` as ``generate`` would. Blocks."""
     accepted = inspect.signature(model.forward).parameters

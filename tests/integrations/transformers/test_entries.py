@@ -201,7 +201,8 @@ async def test_an_entry_continues_from_a_file(
 def test_every_part_comes_back(tmp_path: Path) -> None:
     part = torch.ones(2, 2, dtype=torch.bfloat16).t()
     entry = KVEntry(
-        torch.arange(4), torch.ones(4), {"a.b": part}, {"a.b": part}, part, {"x": part}
+        *(torch.arange(4), torch.ones(4), {"a.b": part}, {"a.b": part}, part),
+        extras={"x": part, "y.key": part},
     )
     save_entry(entry, tmp_path / "entry")
     back = load_entry(tmp_path / "entry")
@@ -209,7 +210,9 @@ def test_every_part_comes_back(tmp_path: Path) -> None:
     assert isinstance(back.key, dict)
     assert isinstance(back.value, dict)
     assert back.hidden is not None
-    parts = (back.key["a.b"], back.value["a.b"], back.hidden, back.extras["x"])
+    assert back.key.keys() == back.value.keys() == {"a.b"}
+    parts = (back.key["a.b"], back.value["a.b"], back.hidden, *back.extras.values())
+    assert len(parts) == 5
     assert all(torch.equal(found, part) for found in parts)
     assert back.input_tokens is not None
     assert back.input_tokens.tolist() == [0, 1, 2, 3]
@@ -228,7 +231,7 @@ def test_one_tensor_for_all_layers_comes_back_as_one_and_none_as_none(
 
 def test_what_is_no_entry_is_refused(tmp_path: Path) -> None:
     save_file({"weights": torch.ones(1)}, tmp_path / "model")
-    with pytest.raises(ValueError, match="'weights' is none of its names"):
+    with pytest.raises(ValueError, match="holds no entry: 'weights' is no tensor"):
         load_entry(tmp_path / "model")
 
 
