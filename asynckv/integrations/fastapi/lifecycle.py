@@ -201,14 +201,14 @@ _Opens: TypeAlias = Callable[[], AbstractAsyncContextManager[_Opened]]
 
 
 class _Part:
-    """Opens, keeps and closes, in a task of its own."""
+    """Opens, keeps and closes, in a task of its own that begins at once."""
 
     def __init__(self, opens: _Opens) -> None:
         self.opened: _Opened | None = None
         self.is_draining = False
         self._opens = opens
-        self._is_open: asyncio.Future[None] | None = None
-        self._task: asyncio.Task[None] | None = None
+        self._is_open: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._task = asyncio.create_task(self._keep(), name="asynckv: an app's part")
 
     @property
     def status(self) -> Status:
@@ -216,18 +216,15 @@ class _Part:
         if self.is_draining:
             return "draining"
         if self.opened is None:
-            has_ended = self._task is not None and self._task.done()
-            return "failed" if has_ended else "connecting"
+            return "failed" if self._task.done() else "connecting"
         peer = self.opened.peer
         return "ready" if peer is None or peer.is_connected else "lost"
 
     async def start(self, wait_s: float) -> None:
-        """Begin, and wait for it to be open, ``wait_s`` at most.
+        """Wait for it to be open, ``wait_s`` at most.
 
         :raises AsyncKVError: it cannot be opened
         """
-        self._is_open = asyncio.get_running_loop().create_future()
-        self._task = asyncio.create_task(self._keep(), name="asynckv: an app's part")
         await asyncio.wait(
             {self._task, self._is_open},
             timeout=wait_s,
@@ -242,9 +239,8 @@ class _Part:
     async def aclose(self) -> None:
         """Close what is open, or stop opening it. Shielded."""
         self.is_draining = True
-        if self._task is not None:
-            self._task.cancel()
-            await wait_shielded(self._task)
+        self._task.cancel()
+        await wait_shielded(self._task)
 
     async def _keep(self) -> None:
         pause_s = _FIRST_PAUSE_S
@@ -264,7 +260,7 @@ class _Part:
     async def _use(self, opened: _Opened) -> None:
         """Return when the app is stopped, or when its peer has gone for good."""
         self.opened = opened
-        if self._is_open is not None and not self._is_open.done():
+        if not self._is_open.done():
             self._is_open.set_result(None)
         if opened.url is not None:
             logger.info("serving KV at %s", opened.url)
@@ -274,9 +270,7 @@ class _Part:
             if not self.is_draining:
                 raise
             # Only this wait is cancelled, so that what is open is left cleanly.
-            task = asyncio.current_task()
-            if task is not None:
-                task.uncancel()
+            self._task.uncancel()
         finally:
             if not self.is_draining:
                 self.opened = None

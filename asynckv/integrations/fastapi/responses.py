@@ -57,7 +57,10 @@ def cancel_on_disconnect(
         request = _request_among(*args, *kwargs.values())
         kwargs.pop(_ADDED, None)
         with contextlib.suppress(RuntimeError):  # it was consumed: a form, a stream
-            await _body_of(request)
+            try:
+                await request.body()  # it is kept: the next message is the end
+            except ClientDisconnect:
+                raise _gone() from None
         ending = asyncio.timeout(None)
         try:
             async with ending, _watching(request.receive, ending):
@@ -96,14 +99,6 @@ async def _watching(receive: Receive, ending: asyncio.Timeout) -> AsyncIterator[
 async def _disconnect(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
-
-
-async def _body_of(request: Request) -> None:
-    """Read the body, which the request keeps, so that the next message is the end."""
-    try:
-        await request.body()
-    except ClientDisconnect:
-        raise _gone() from None
 
 
 def _gone() -> HTTPException:
