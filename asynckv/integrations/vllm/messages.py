@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+import msgspec
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
@@ -58,14 +59,7 @@ class AsyncKVWorkerMetadata(KVConnectorWorkerMetadata):  # type: ignore[misc]
         if not (results.finished_recving or results.finished_sending):
             return None
         return cls(
-            KVTransferResults(
-                finished_sending=results.finished_sending,
-                failed_sending=results.failed_sending,
-                full_sending=results.full_sending,
-                finished_recving=results.finished_recving,
-                failed_recving=results.failed_recving,
-                reasons=results.reasons,
-            )
+            msgspec.structs.replace(results, invalid_block_ids=frozenset(), parts=())
         )
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:

@@ -265,10 +265,9 @@ class SchedulerRole:
     def _count_loads(self, believed: KVTransferResults) -> None:
         if not believed.finished_recving:
             return
-        now, took = time.monotonic(), dict[str, float]()
-        for request_id in believed.finished_recving:
-            took[request_id] = now - self._began.pop(request_id, now)
-        loaded = believed.finished_recving - believed.failed_recving
+        now, ended = time.monotonic(), believed.finished_recving
+        took = {one: now - self._began.pop(one, now) for one in ended}
+        loaded = ended - believed.failed_recving
         self._count(
             loads=len(loaded),
             failed_loads=len(believed.failed_recving),

@@ -6,6 +6,7 @@ between engines only whose fingerprints say that a block means the same to both.
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import logging
 import sys
@@ -44,15 +45,13 @@ _WHOLE_PROMPT: Final = frozenset({"FullAttentionSpec", "MLAAttentionSpec"})
 """Specs of layers that keep the KV of every token of a prompt."""
 
 
+@dataclasses.dataclass(frozen=True)
 class Settings:
     """One engine's configuration, as one of its processes sees it."""
 
-    def __init__(
-        self, config: KVTransferConfig, engine: KVEngine, groups: Mapping[str, int]
-    ) -> None:
-        self.config = config
-        self.engine = engine
-        self.groups = groups
+    config: KVTransferConfig
+    engine: KVEngine
+    groups: Mapping[str, int]
 
     @classmethod
     def of(

@@ -64,14 +64,14 @@ class WorkerRole:
         self._longest_save_s = longest_save_s
         self._reports_saves = reports_saves
         self._bridge = Bridge[KVTransferResults](name)
-        self._handshake: KVConnectorHandshake | None = None
+        self.handshake: KVConnectorHandshake | None = None
+        """What the scheduler's role must know of this rank."""
         self._driver: _Driver | None = None
         self._orders: KVConnectorMetadata | None = None
         self._saved = _NOBODY
         # Of this step, what the loop was not told yet.
         self._parts: list[Callable[[], None]] = []
         self._steps = 0
-        self._name = name
         self._is_to_notify = False
         # What the loop saw last, replaced as a whole, and what was told of that: what
         # was moved since the beginning, and what there is now.
@@ -92,11 +92,6 @@ class WorkerRole:
         self._driver = self._bridge.run(
             self._start, kv_caches, groups, timeout_s=_START_S
         )
-
-    @property
-    def handshake(self) -> KVConnectorHandshake | None:
-        """What the scheduler's role must know of this rank."""
-        return self._handshake
 
     def begin_step(self, orders: KVConnectorMetadata | None) -> None:
         """Note what is to be done in this step. Never waits."""
@@ -150,7 +145,7 @@ class WorkerRole:
             if now != then
         }
         if gauges != self._told_gauges:
-            counts["gauges"] = {self._name: gauges}
+            counts["gauges"] = {self._bridge.name: gauges}
         self._told_moved, self._told_gauges = moved, gauges
         return counts
 
@@ -185,7 +180,7 @@ class WorkerRole:
         self._bridge.at_end(worker.shutdown)
         await worker.start()
         if isinstance(worker, SupportsHandshake):
-            self._handshake = worker.get_handshake_metadata()
+            self.handshake = worker.get_handshake_metadata()
         driver = _Driver(worker, self._bridge.tell, reports_saves=self._reports_saves)
         worker.call_when_finished(lambda: self._notify_soon(worker, driver))
         self._bridge.start(driver.run)
