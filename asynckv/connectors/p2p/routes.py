@@ -61,7 +61,6 @@ class P2PRoutes:
         self._config = config
         self._engine = engine
         self._options = ConnectorOptions.of(config)
-        self._stack = contextlib.AsyncExitStack()
         self.peers = Peers(config, engine)
         self.buffer: LookupBuffer | None = None
         self.server: Server | None = None
@@ -117,11 +116,11 @@ class P2PRoutes:
             device=device,
         )
         try:
-            self.server = await self._stack.enter_async_context(self._serving(buffer))
+            self.server = await self._serving(buffer).__aenter__()
         except BaseException:
             buffer.abort()  # memory of a GPU does not wait for the garbage collector
             raise
-        self.buffer = await self._stack.enter_async_context(buffer)
+        self.buffer = buffer
 
     def push_from(self, device: Device | None) -> None:
         """What is pushed leaves ``device``, through a little of it. Never waits.
@@ -218,11 +217,10 @@ class P2PRoutes:
         memory of a GPU that they have open is freed when they are gone.
         """
         await self.peers.aclose()
-        async with anyio.create_task_group() as group:
-            group.start_soon(_close_behind, self.buffer, self.server)
-            if self.buffer is not None:
+        if self.buffer is not None and self.server is not None:
+            async with anyio.create_task_group() as group:
+                group.start_soon(_close_behind, self.buffer, self.server)
                 await self.buffer.aclose()
-        await self._stack.aclose()
 
     def abort(self) -> None:
         """Hang up. Never waits."""
@@ -294,12 +292,10 @@ def _pushed(transfer_id: str, rank: int) -> str:
     return f"{transfer_id}#{rank}"
 
 
-async def _close_behind(buffer: LookupBuffer | None, server: Server | None) -> None:
+async def _close_behind(buffer: LookupBuffer, server: Server) -> None:
     """Close the server as soon as the buffer gives nothing away any more."""
-    if buffer is not None:
-        await buffer.room.until(lambda: buffer.is_closed)
-    if server is not None:
-        await server.aclose()
+    await buffer.room.until(lambda: buffer.is_closed)
+    await server.aclose()
 
 
 _AT_ONCE: Final = 1024
