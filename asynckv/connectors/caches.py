@@ -153,9 +153,8 @@ class BlockMoves:
         self.pool = pool
         self._marks = StreamMarks()
         self._followed: object = _NOT_FOLLOWED
-        pools = [one for layer in caches.layers for one in caches.pools(layer)]
-        self._gpu = GpuPools(pools, pool.lanes) if caches.is_on_gpu else None
-        self._any_pool = pools[0]
+        self._pools = [one for layer in caches.layers for one in caches.pools(layer)]
+        self._gpu = GpuPools(self._pools, pool.lanes) if caches.is_on_gpu else None
         self._is_open = False
 
     def close(self) -> None:
@@ -169,11 +168,10 @@ class BlockMoves:
 
     def fit(self, device: str) -> bool:
         """Whether blocks go to a buffer on ``device`` without leaving their GPU."""
-        pools = (p for layer in self.caches.layers for p in self.caches.pools(layer))
         return (
             self._gpu is not None
             and str(self.caches.device) == device
-            and all(pool.is_contiguous() for pool in pools)
+            and all(pool.is_contiguous() for pool in self._pools)
         )
 
     def mark(self) -> Event | None:
@@ -185,7 +183,7 @@ class BlockMoves:
         """
         if self._gpu is None:
             return None
-        return gpu_mark(self._any_pool, self.pool.lanes.tensors)
+        return gpu_mark(self._pools[0], self.pool.lanes.tensors)
 
     def follow(self, mark: object) -> None:
         """Let :meth:`now` be ``mark``, which another thread made of its stream.
@@ -237,8 +235,8 @@ class BlockMoves:
         :raises GPUFailed: CUDA failed
         :raises GPUUnavailable: CuPy or a driver is missing
         """
-        if self._gpu is not None and len(self._any_pool):
-            block = KVBlocks(self._any_pool, (0, 0))  # two: one is not gathered
+        if self._gpu is not None and len(self._pools[0]):
+            block = KVBlocks(self._pools[0], (0, 0))  # two: one is not gathered
             await self.gather([block], [empty_tensor(block.spec)], None)
         self._is_open = True
 

@@ -326,7 +326,10 @@ class P2PParams:
             given_tokens = wanted if params.num_tokens is None else params.num_tokens
             known.num_tokens = max(0, min(wanted, given_tokens))
             known.incarnations = params.incarnations
-            known.shape = params.shape or self._shape_of(known.peer)
+            # A peer that did not say is cut as this engine is.
+            known.shape = params.shape or self._engine.shape_over(
+                self._options.ranks_of(known.peer)
+            )
             known.is_to_load = known.num_tokens > 0
         elif params.do_remote_decode:
             known.peer = self._peer_named(params.peer) if self._is_push else ""
@@ -352,10 +355,6 @@ class P2PParams:
         """Return who is said to send: it is not dialled, so anybody may be named."""
         only = tuple(self._options.peers) if self._options.are_peers_named else ()
         return name[:_MAX_ID_LENGTH] or (only[0] if len(only) == 1 else "")
-
-    def _shape_of(self, peer: str) -> EngineShape | None:
-        """Return how the KV of a peer is cut that did not say: as ours."""
-        return self._engine.shape_over(self._options.ranks_of(peer))
 
 
 def _check_name(what: str, name: str) -> None:
