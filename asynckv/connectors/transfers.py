@@ -194,6 +194,8 @@ class ExpectedLoads:
 
     def __init__(self) -> None:
         self._ledger = TransferLedger()
+        self.counters = self._ledger.counters
+        """What was said of them, and what of it did not count."""
         self._aborts: list[str] = []
 
     def __len__(self) -> int:
@@ -207,11 +209,6 @@ class ExpectedLoads:
         """
         state = self._ledger.find(request_id, "recv")
         return state is None or state.phase is not Phase.STOPPING
-
-    @property
-    def counters(self) -> TransferCounters:
-        """What was said of them, and what of it did not count."""
-        return self._ledger.counters
 
     @property
     def has_aborts(self) -> bool:
@@ -280,17 +277,14 @@ class Transfers:
 
     def __init__(self) -> None:
         self.ledger = TransferLedger()
+        self.counters = self.ledger.counters
+        """What was said of them, and what of it did not count."""
         self._tasks: dict[TransferState, asyncio.Task[None]] = {}
         self._others: set[asyncio.Task[None]] = set()
         self._dispensable: dict[asyncio.Task[None], None] = {}
         self._callbacks: list[Callable[[], None]] = []
         self.is_closing = False
         """Whether nothing may begin any more."""
-
-    @property
-    def counters(self) -> TransferCounters:
-        """What was said of them, and what of it did not count."""
-        return self.ledger.counters
 
     def count(self, way: Way) -> int:
         """How many are under way."""
