@@ -129,11 +129,8 @@ class TransferLedger:
 
     def cancel(self, request_id: str, way: Way) -> TransferState | None:
         """Nobody wants it any more: return what has to be stopped, if anything has."""
-        state = self._states.get((request_id, way))
-        if state is None:
-            self._count_stranger((request_id, way))
-            return None
-        if state.phase is not Phase.MOVING:
+        state = self._find_or_count(request_id, way)
+        if state is None or state.phase is not Phase.MOVING:
             return None
         state.phase, state.is_cancelled = Phase.STOPPING, True
         self.counters.cancelled += 1
@@ -164,11 +161,8 @@ class TransferLedger:
         self, request_id: str, way: Way, reason: str = ""
     ) -> TransferState | None:
         """Somebody else says that a transfer has ended: whose it is, if it counts."""
-        state = self._states.get((request_id, way))
-        if state is None:
-            self._count_stranger((request_id, way))
-            return None
-        return state if self.settle(state, reason) else None
+        state = self._find_or_count(request_id, way)
+        return state if state is not None and self.settle(state, reason) else None
 
     def take_unreported(self) -> list[TransferState]:
         """Return what has ended since the last call, once. They are forgotten."""
@@ -182,11 +176,13 @@ class TransferLedger:
             self._ended.popitem(last=False)
         return told
 
-    def _count_stranger(self, name: tuple[str, Way]) -> None:
-        if name in self._ended:
-            self.counters.late += 1
-        else:
-            self.counters.unknown += 1
+    def _find_or_count(self, request_id: str, way: Way) -> TransferState | None:
+        state = self.find(request_id, way)
+        if state is None:
+            was_here = (request_id, way) in self._ended
+            self.counters.late += was_here
+            self.counters.unknown += not was_here
+        return state
 
 
 class ExpectedLoads:
@@ -456,9 +452,7 @@ def _reason(task: asyncio.Task[None]) -> str:
     if task.cancelled():
         return "cancelled"
     exc = task.exception()
-    if exc is None:
-        return ""
-    return reason_of(exc)
+    return "" if exc is None else reason_of(exc)
 
 
 def reason_of(error: BaseException) -> str:
