@@ -69,9 +69,8 @@ class P2PRoutes:
     @property
     def serves(self) -> bool:
         """Whether entries wait here, for peers or for this engine itself."""
-        if self._options.direction == "pull":
-            return self._config.is_kv_producer
-        return self._config.is_kv_consumer
+        config, is_push = self._config, self._options.direction == "push"
+        return config.is_kv_consumer if is_push else config.is_kv_producer
 
     @property
     def pushes(self) -> bool:
