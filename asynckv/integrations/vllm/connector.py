@@ -129,11 +129,9 @@ class AsyncKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         sent = connector_output.finished_sending
         received = connector_output.finished_recving
         told = connector_output.kv_connector_worker_meta
-        if told is None and not sent and not received:
-            return  # in most steps
         said = told.ended if isinstance(told, AsyncKVWorkerMetadata) else None
         if not (sent or received or said):
-            return
+            return  # in most steps
         sent, received = self._scheduling.apply_results(
             KVTransferResults(
                 finished_sending=frozenset(sent or ()),
@@ -285,17 +283,16 @@ class AsyncKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     @functools.cached_property
     def _scheduling(self) -> SchedulerRole:
         """Made when it is first needed: then the workers have told of theirs."""
-        if self._scheduler is None:
-            if self.role is KVConnectorRole.WORKER:
-                raise RuntimeError("this is a worker's connector, not the scheduler's")
-            settings = self._settings()
-            self._scheduler = SchedulerRole(
-                settings.make_scheduler(),
-                sees_all=settings.sees_all,
-                reports_saves=settings.reports_saves,
-            )
-            if settings.sees_all and not self._attention:
-                logger.warning(_NOT_TOLD)
+        if self.role is KVConnectorRole.WORKER:
+            raise RuntimeError("this is a worker's connector, not the scheduler's")
+        settings = self._settings()
+        self._scheduler = SchedulerRole(
+            settings.make_scheduler(),
+            sees_all=settings.sees_all,
+            reports_saves=settings.reports_saves,
+        )
+        if settings.sees_all and not self._attention:
+            logger.warning(_NOT_TOLD)
         return self._scheduler
 
     @functools.cached_property
