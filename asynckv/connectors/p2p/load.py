@@ -79,8 +79,8 @@ class P2PLoad:
         self._engine, self._caches = engine, moves.caches
         self._scratch = Scratch(moves, request, moves.now())
         self._timeout_s = timeout_s
-        self._is_over = False
-        self._waiting: dict[str, asyncio.Future[None]] = {}
+        self._over = asyncio.Event()
+        self._there = {layer: asyncio.Event() for layer in moves.caches.layers}
         self._missing = dict.fromkeys(moves.caches.layers, 0)
         self.has_begun = False
 
@@ -138,21 +138,17 @@ class P2PLoad:
 
     def end(self) -> None:
         """Nothing more will come, and nothing is copied: nobody waits. Never waits."""
-        self._is_over = True
         self._scratch.drop()
-        for future in self._waiting.values():
-            _set_done(future)
+        for event in (self._over, *self._there.values()):
+            event.set()
 
     async def wait_for(self, layer: str) -> None:
         """Wait until the layer is there, or never will be.
 
-        A cancelled call leaves no trace.
+        One without a cache of its own is there when all are. A cancelled call leaves no
+        trace.
         """
-        if self._is_over or (self.has_begun and not self._missing.get(layer)):
-            return
-        loop = asyncio.get_running_loop()
-        future = self._waiting.setdefault(layer, loop.create_future())
-        await asyncio.wait({future})
+        await self._there.get(layer, self._over).wait()
 
     async def _read(self, rank: int, source: Source, read: RankRead | None) -> None:
         find, entry_id = source
@@ -219,13 +215,8 @@ class P2PLoad:
 
     def _landed(self, layer: str) -> None:
         self._missing[layer] -= 1
-        if not self._missing[layer] and layer in self._waiting:
-            _set_done(self._waiting.pop(layer))
-
-
-def _set_done(future: asyncio.Future[None]) -> None:
-    if not future.done():
-        future.set_result(None)
+        if not self._missing[layer]:
+            self._there[layer].set()
 
 
 class P2PLoading(Loading):

@@ -113,6 +113,21 @@ async def test_a_layer_is_there_before_the_next_has_come() -> None:
         assert load.untaken_sources == ()
 
 
+async def test_a_layer_without_a_cache_of_its_own_is_there_when_all_is() -> None:
+    load, _ = load_of()
+    async with LookupBuffer("16MiB") as buffer:
+        loading = asyncio.create_task(run(load, buffer))
+        async with buffer.open_insert(TOKENS, None, SPECS, entry_id="t") as writer:
+            await writer.put(HEADER, header_of())
+            await until(lambda: load.has_begun)
+            waiting = asyncio.create_task(load.wait_for("c"))
+            await writer.put("a.key", torch.ones(2, 5))
+            await load.wait_for("a")
+            assert not waiting.done()
+            await writer.put("b.key", torch.ones(2, 5))
+        await asyncio.gather(waiting, loading)
+
+
 @pytest.mark.parametrize(
     ("tokens", "block_size", "shape", "salt"),
     [
