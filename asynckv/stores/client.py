@@ -30,8 +30,7 @@ from asynckv.observability.latencies import LatencyHistogram
 from asynckv.stores.clearings import TierClearing
 from asynckv.stores.health import Moving, TierCall, TierHealth, TierStatistics
 from asynckv.stores.write_behind import TierChange, WriteBehind
-from asynckv.waits.own_tasks import OwnTasks
-from asynckv.waits.waiting import Watchers
+from asynckv.waits.waiting import OwnTasks, Watchers
 
 __all__ = ("Quarantine", "TierClient", "Written")
 

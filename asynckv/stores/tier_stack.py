@@ -36,7 +36,7 @@ from asynckv.stores.header import (
 )
 from asynckv.stores.health import TierStatistics
 from asynckv.stores.memory import tier_memory
-from asynckv.waits.own_tasks import OwnTasks
+from asynckv.waits.waiting import OwnTasks
 
 __all__ = ("FlushResult", "TierStack")
 

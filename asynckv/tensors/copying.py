@@ -20,7 +20,7 @@ from typing import Final, NamedTuple, TypeAlias, TypeVar
 import numpy
 import torch
 
-from asynckv.processes import ProcessBound
+from asynckv.affinity import ProcessBound
 from asynckv.protocol.wire import Digester
 from asynckv.tensors.blocks import KVMemory, memory_of
 from asynckv.tensors.jobs import CopyJob

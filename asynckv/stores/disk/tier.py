@@ -27,8 +27,8 @@ from asynckv.abc.tiers import (
     TierValue,
     WantedValue,
 )
+from asynckv.affinity import LoopBound
 from asynckv.errors import ConfigError
-from asynckv.loops import LoopBound
 from asynckv.stores.disk import slot_io
 from asynckv.stores.disk.calls import PAGE_NBYTES, FileCalls
 from asynckv.stores.disk.directory import NO_ROOM, OpenSlotFile, SlotDirectory

@@ -46,8 +46,8 @@ from asynckv.abc.tiers import (
     TierValue,
     WantedValue,
 )
+from asynckv.affinity import LoopBound
 from asynckv.errors import ConfigError
-from asynckv.loops import LoopBound
 from asynckv.stores.objects.calls import ObstoreCalls, Stopped
 from asynckv.stores.objects.known import KnownKeys
 from asynckv.stores.objects.url import PATIENCE_S, ObjectPlace, parse_object_url

@@ -31,7 +31,7 @@ from asynckv.abc.tiers import (
     TierValue,
     WantedValue,
 )
-from asynckv.loops import LoopBound
+from asynckv.affinity import LoopBound
 from asynckv.stores.redis.lane import Lane, NotRedis, Reply, ServerError, command
 from asynckv.stores.redis.lanes import Lanes, process_lanes
 from asynckv.stores.redis.server import Address, Credentials, RedisServer
