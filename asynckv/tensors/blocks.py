@@ -31,7 +31,6 @@ __all__ = (
     "check_landing",
     "extent_of",
     "landing_of",
-    "memory_of",
     "rows_of",
     "spec_in",
     "tensor_at",
@@ -198,16 +197,6 @@ def check_landing(memory: KVMemory, spec: TensorSpec, name: str) -> None:
             f"into[{name!r}] is blocks of {found.dtype} {found.shape}, "
             f"the tensor is {spec.dtype} {spec.shape}"
         )
-
-
-def memory_of(memory: KVMemory | Runs) -> Memory:
-    """Return where the bytes of it lie, not copied.
-
-    :raises ValueError: it has none that are its elements in order
-    """
-    if isinstance(memory, Runs):
-        return memory
-    return memory.memory() if isinstance(memory, KVBlocks) else bytes_of(memory)
 
 
 def tensor_in(memory: Memory, spec: TensorSpec) -> torch.Tensor | Runs:

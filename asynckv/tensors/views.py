@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Final, TypeAlias
+from typing import Final, Protocol, TypeAlias
 
 import numpy
 import numpy.typing
 import torch
 
 from asynckv.errors import EntryTooLarge
+from asynckv.tensors.runs import Memory
 from asynckv.types import DTYPE_NBYTES, MAX_TENSOR_DIMENSIONS, TensorSpec
 
 __all__ = (
@@ -24,6 +25,7 @@ __all__ = (
     "check_sendable",
     "dtype_of",
     "empty_tensor",
+    "memory_of",
     "no_memory",
     "packed",
     "spec_like",
@@ -154,6 +156,21 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
     elements = tensor.detach().as_strided((tensor.numel(),), (1,))
     flat: _Bytes = elements.view(torch.uint8).numpy()
     return flat.data
+
+
+class InPlaces(Protocol):
+    """Bytes that are no tensor's."""
+
+    def memory(self) -> Memory:
+        """Return where they lie."""
+
+
+def memory_of(memory: torch.Tensor | InPlaces) -> Memory:
+    """Return where the bytes of it lie, not copied.
+
+    :raises ValueError: it has none that are its elements in order
+    """
+    return bytes_of(memory) if isinstance(memory, torch.Tensor) else memory.memory()
 
 
 def packed(tensor: torch.Tensor, max_nbytes: int) -> tuple[TensorSpec, bytes] | None:

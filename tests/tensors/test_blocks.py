@@ -15,7 +15,6 @@ from asynckv.tensors.blocks import (
     check_apart,
     check_landing,
     landing_of,
-    memory_of,
     rows_of,
     spec_in,
     tensor_at,
@@ -32,7 +31,7 @@ from asynckv.tensors.runs import (
     runs_at,
     runs_in,
 )
-from asynckv.tensors.views import bytes_of, spec_of
+from asynckv.tensors.views import bytes_of, memory_of, spec_of
 from asynckv.types import TensorSpec
 
 _IDS = [5, 0, 1, 2, 7]
