@@ -30,8 +30,8 @@ from asynckv.stores.header import (
     ShortHeader,
     ValueHeader,
     ValueName,
+    hashed_key,
     pack_header,
-    shortened,
     unpack_header,
 )
 from asynckv.stores.health import TierStatistics
@@ -332,7 +332,7 @@ class TierStack(LowerTiers):
             if start:
                 await asyncio.sleep(0)
             some = keys[start : start + _NAMES_A_TURN]
-            tier_keys += [prefix + shortened(key) for key in some]
+            tier_keys += [prefix + hashed_key(key) for key in some]
         return tier_keys
 
     async def reserve(self, name: Name, header: ValueHeader) -> PendingPut | None:

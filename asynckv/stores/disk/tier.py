@@ -43,6 +43,7 @@ from asynckv.stores.disk.slots import (
     fits_page,
 )
 from asynckv.stores.disk.url import LEAST_MAX_BYTES, parse_disk_url
+from asynckv.stores.header import find_place
 from asynckv.stores.threads import READ, SCAN, WRITE, Stopped, TierThreads, ask
 from asynckv.types import as_count, as_timeout
 
@@ -537,7 +538,7 @@ class DiskTier(LoopBound, StoreTier):
         if header.key != wanted.key:  # two keys with one hash
             return TierResult.MISSING
         try:
-            memory = await _place(wanted, header)
+            memory = await find_place(wanted, header.header)
         except ValueError:  # it was all that there is of the header
             return TierResult.MISSING
         if memory is None:
@@ -584,15 +585,6 @@ def _key_in(file: OpenSlotFile, slot: int, bounce: Bounce) -> str | None:
     except OSError:
         return None
     return "" if header is None else header.key
-
-
-async def _place(wanted: WantedValue, found: SlotHeader) -> TierMemory | None:
-    try:
-        return await wanted.place(found.header)
-    except ValueError:
-        if wanted.header_nbytes > len(found.header):
-            raise
-        return await wanted.place(found.header)
 
 
 def _is_failed(result: TierResult) -> bool:

@@ -32,6 +32,7 @@ from asynckv.abc.tiers import (
     WantedValue,
 )
 from asynckv.affinity import LoopBound
+from asynckv.stores.header import find_place
 from asynckv.stores.redis.lane import Lane, NotRedis, Reply, ServerError, command
 from asynckv.stores.redis.lanes import Lanes, process_lanes
 from asynckv.stores.redis.server import Address, Credentials, RedisServer
@@ -320,7 +321,7 @@ class RedisTier(LoopBound, StoreTier):
         if not head:
             return TierResult.MISSING
         try:
-            memory = await _place(wanted, head)
+            memory = await find_place(wanted, head)
             if memory is None:
                 return TierResult.REFUSED
             total = wanted.header_nbytes + memory.nbytes
@@ -416,7 +417,7 @@ class RedisTier(LoopBound, StoreTier):
         try:
             if nbytes < 0:
                 return TierResult.MISSING
-            memory = await _place(wanted, head)
+            memory = await find_place(wanted, head)
             if memory is None:
                 return TierResult.REFUSED
             if wanted.header_nbytes + memory.nbytes != nbytes:
@@ -561,15 +562,6 @@ def _forget(looked: asyncio.Future[set[str]]) -> None:
     """Perhaps nobody waits for it: what it has found is used all the same."""
     if not looked.cancelled():
         looked.exception()
-
-
-async def _place(wanted: WantedValue, head: bytes) -> TierMemory | None:
-    try:
-        return await wanted.place(head)
-    except ValueError:
-        if wanted.header_nbytes > len(head):
-            raise
-        return await wanted.place(head)
 
 
 def _fill(memory: TierMemory, data: bytes) -> int:
