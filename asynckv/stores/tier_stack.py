@@ -35,10 +35,11 @@ from asynckv.stores.header import (
     unpack_header,
 )
 from asynckv.stores.health import TierStatistics
-from asynckv.stores.memory import tier_memory
+from asynckv.tensors.arena import Region
+from asynckv.tensors.runs import pieces_of
 from asynckv.waits.waiting import OwnTasks
 
-__all__ = ("FlushResult", "TierStack")
+__all__ = ("FlushResult", "TierStack", "tier_memory")
 
 logger = logging.getLogger(__name__)
 
@@ -74,18 +75,16 @@ class _HeldValue:
         return TierValue(key, self.header, memory, self.pinned.expires_at_s)
 
 
+@dataclasses.dataclass(slots=True, eq=False)
 class _Fetch:
     """A key that is looked for, once for all who want it: ``wanted`` of them."""
 
-    __slots__ = ("done", "held", "is_void", "name", "wanted")
-
-    def __init__(self, name: Name, loop: asyncio.AbstractEventLoop) -> None:
-        self.name = name
-        self.wanted = 0
-        self.held: PinnedValue | None = None
-        """What was found, until all who want it have seen it."""
-        self.is_void = False
-        self.done: asyncio.Future[None] = loop.create_future()
+    name: Name
+    done: asyncio.Future[None]
+    wanted: int = 0
+    held: PinnedValue | None = None
+    """What was found, until all who want it have seen it."""
+    is_void: bool = False
 
     def end(self) -> None:
         """Who waits for it waits no more. Again is nothing."""
@@ -97,9 +96,11 @@ class _Wanted(WantedValue):
     """One value as one tier is asked for it, and where it lands."""
 
     __slots__ = (
-        *("_stack", "_client", "_is_held", "_valid_from"),
-        *("fetch", "header", "is_left", "pending"),
+        *("_stack", "_client", "_valid_from"),
+        *("fetch", "header", "is_held", "is_left", "pending"),
     )
+
+    is_held: bool
 
     def __init__(
         self, stack: TierStack, client: TierClient[_HeldValue], fetch: _Fetch
@@ -107,17 +108,13 @@ class _Wanted(WantedValue):
         super().__init__(stack.key_of(fetch.name))
         self._stack = stack
         self._client = client
-        self._is_held = False
+        self.is_held = False
         self._valid_from = client.behind.valid_from(self.key)
         self.fetch = fetch
         self.is_left = False
         """Nobody waits for it any more: it is given no memory."""
         self.header: ValueHeader | None = None
         self.pending: PendingPut | None = None
-
-    @property
-    def is_held(self) -> bool:
-        return self._is_held
 
     @property
     def lent_nbytes(self) -> int:
@@ -136,11 +133,11 @@ class _Wanted(WantedValue):
         self.discard()
         if not self.is_right(found):
             return None
-        self._is_held = True
+        self.is_held = True
         try:
             self.pending = await self._stack.reserve(self.fetch.name, found)
         finally:
-            self._is_held = False
+            self.is_held = False
         if self.pending is None:
             return None
         if self.fetch.is_void or self.is_left:
@@ -209,7 +206,7 @@ class TierStack(LowerTiers):
         self.clients = [
             TierClient(
                 *(name, tier, self._quarantine, self._quarantine.max_bytes),
-                self._release,
+                lambda held: self.values.release(held.pinned),
             )
             for name, tier in tiers.items()
         ]
@@ -428,9 +425,6 @@ class TierStack(LowerTiers):
             pinned.expires_at_s,
         )
 
-    def _release(self, held: _HeldValue) -> None:
-        self.values.release(held.pinned)
-
     def _fetch_of(self, name: Name, begun: list[_Fetch]) -> _Fetch:
         """Return who looks for ``name``, for one more who wants it.
 
@@ -438,7 +432,7 @@ class TierStack(LowerTiers):
         """
         fetch = self._fetches.get(name)
         if fetch is None:
-            fetch = self._fetches[name] = _Fetch(name, self._loop)
+            fetch = self._fetches[name] = _Fetch(name, self._loop.create_future())
             begun.append(fetch)
         fetch.wanted += 1
         return fetch
@@ -545,6 +539,22 @@ class TierStack(LowerTiers):
         elif client.behind.is_sure(key):
             del self._suspects[suspect]
             client.delete(key, header.epoch + 1)
+
+
+def tier_memory(region: Region) -> TierMemory:
+    """Return where the bytes of ``region`` lie, in order; also as pages if it has any.
+
+    A region of 64 KiB or more in the slabs of an arena has pages of its own.
+    """
+    pages = region.page_memory()
+    if pages is None:
+        pieces = pieces_of(region.memory(), 0, region.nbytes)
+        return TierMemory(region.nbytes, pieces)
+    return TierMemory(
+        region.nbytes,
+        pieces_of(pages, 0, region.nbytes),
+        pieces_of(pages, 0, pages.nbytes),
+    )
 
 
 def _identity_of(header: ValueHeader) -> Hashable:
