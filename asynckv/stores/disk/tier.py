@@ -499,9 +499,8 @@ class DiskTier(LoopBound, StoreTier):
         file, at = self._file_of(slot)
 
         def look(bounce: Bounce) -> SlotHeader | None:
-            if space is None:
-                return slot_io.read_header(file, at, bounce)
-            return slot_io.read_whole(file, at, space[: file.slot_nbytes])
+            there = bounce.head if space is None else space[: file.slot_nbytes]
+            return slot_io.read_header(file, at, there)
 
         def moved(nbytes: int) -> None:
             wanted.moved_nbytes += nbytes
@@ -581,7 +580,7 @@ class DiskTier(LoopBound, StoreTier):
 def _key_in(file: OpenSlotFile, slot: int, bounce: Bounce) -> str | None:
     """Return the key of a value, or ``""``: there is none; ``None``: who knows."""
     try:
-        header = slot_io.read_header(file, slot, bounce)
+        header = slot_io.read_header(file, slot, bounce.head)
     except OSError:
         return None
     return "" if header is None else header.key
