@@ -148,19 +148,11 @@ class SlotIndex:
         """
         segment, at = self._place(slot)
         hashed = hash_of(key)
-        before = self._table.find(hashed)
-        if before >= 0 and self._sequence_of(before) > sequence:
-            return slot
-        if before >= 0 and not self._forget(before):
-            before = -1
         segment.low[at], segment.high[at] = hashed
         segment.sequences[at] = sequence
-        segment.expires[at] = expires = _whole_seconds(expires_at_s)
-        self._expiring += expires != _NEVER
-        self._table.put(hashed, slot)
+        segment.expires[at] = _whole_seconds(expires_at_s)
         self._turn += 1
-        segment.keep(at, self._turn)
-        return before if before >= 0 else None
+        return self._keep_newer(slot, hashed, self._turn)
 
     def remove(self, key: str, slot: int | None = None) -> int | None:
         """Forget a key (if it is in ``slot``), and return its slot, which is taken.
@@ -306,17 +298,24 @@ class SlotIndex:
         """Add one that may be there already; return what is to be overwritten."""
         slot = _slot_at(segment, at)
         hashed = (int(segment.low[at]), int(segment.high[at]))
-        before = self._table.find(hashed)
         if self._hidden and hashed in self._hidden:
             return slot
+        return self._keep_newer(slot, hashed, int(segment.sequences[at]))
+
+    def _keep_newer(self, slot: int, hashed: KeyHash, turn: int) -> int | None:
+        """The key's value is in that slot, unless a newer one is there already.
+
+        Return what is to be overwritten: where it was, or that slot.
+        """
+        segment, at = self._place(slot)
+        before = self._table.find(hashed)
         if before >= 0 and self._sequence_of(before) > segment.sequences[at]:
             return slot
-        if before >= 0:
-            self._forget(before)
+        is_vacated = before >= 0 and self._forget(before)
         self._table.put(hashed, slot)
         self._expiring += bool(segment.expires[at] != _NEVER)
-        segment.keep(at, int(segment.sequences[at]))
-        return before if before >= 0 else None
+        segment.keep(at, turn)
+        return before if is_vacated else None
 
     def _forget(self, slot: int) -> bool:
         """Take a slot that had a value; ``False`` if it goes with its whole file."""

@@ -193,18 +193,12 @@ class SlotClass:
 
     def oldest(self, is_read: Callable[[Segment, int], bool]) -> OldestSlot | None:
         """Return the slot whose value is to go; ``None`` while all are being read."""
-        oldest = OldestSlot(_NEVER, *_NOWHERE)
+        oldest, oldest_turn = None, _NEVER
         for segment in sorted(self.segments, key=lambda segment: segment.first_used):
-            if segment.first_used >= oldest.turn:
+            if segment.first_used >= oldest_turn:
                 break
             if not segment.is_leaving:
                 turn, at = segment.oldest(is_read)
-                oldest = min(oldest, OldestSlot(turn, segment, at), key=_turn_of)
-        return None if oldest.turn == _NEVER else oldest
-
-
-_NOWHERE: Final = (Segment(-1, 0, 0), 0)
-
-
-def _turn_of(slot: OldestSlot) -> int:
-    return slot.turn
+                if turn < oldest_turn:
+                    oldest, oldest_turn = OldestSlot(turn, segment, at), turn
+        return oldest
