@@ -95,7 +95,7 @@ class Room:
                 return slot
             if self._changing is not None:
                 await self.settled()
-            elif self._can_grow(pages):
+            elif self._index.file_nbytes + pages * PAGE_NBYTES <= self._limit:
                 await self._change(self._add_file, pages)
             elif not self.is_known:
                 return TierResult.REFUSED
@@ -108,9 +108,6 @@ class Room:
             else:
                 return TierResult.REFUSED
         return TierResult.FAILED
-
-    def _can_grow(self, pages: int) -> bool:
-        return self._index.file_nbytes + pages * PAGE_NBYTES <= self._limit
 
     async def _change(
         self, change: Callable[[_T], Coroutine[None, None, None]], what: _T

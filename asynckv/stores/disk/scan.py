@@ -47,7 +47,7 @@ class Scan:
         self._found = found
         self._ended = ended
         self._running = 0
-        self._unread = 0
+        self._has_unread = False
 
     def start(self, threads: int) -> None:
         """Begin. Never waits."""
@@ -70,8 +70,13 @@ class Scan:
                 return
             if error is not None or result is None:
                 raise RuntimeError("a scan of slots ended by itself") from error
-            self._note_unread(file, result[1])
-            self._found(file, slots, *result)
+            found, unread = result
+            if unread and not self._has_unread:
+                self._has_unread = True
+                logger.warning(
+                    "slots of %s cannot be read: they are left out", file.path
+                )
+            self._found(file, slots, found, unread)
             self._next()
             self._end_if_over()
 
@@ -80,11 +85,6 @@ class Scan:
     def _end_if_over(self) -> None:
         if not self._running:
             self._ended()
-
-    def _note_unread(self, file: OpenSlotFile, unread: list[int]) -> None:
-        if unread and not self._unread:
-            logger.warning("slots of %s cannot be read: they are left out", file.path)
-        self._unread += len(unread)
 
     def _read(
         self, file: OpenSlotFile, slots: range, bounce: Bounce

@@ -132,13 +132,13 @@ class DiskTier(LoopBound, StoreTier):
         self._full_retry_s = as_timeout(full_retry_s, "full_retry_s")
         self._calls = calls or FileCalls()
         self._index = SlotIndex(self._off_loop)
-        self._is_closed = self._is_scanning = False
+        self._is_closed = False
         self._opening = asyncio.Lock()
         self._scanned = asyncio.Event()
         self._sequence = 0
         self._unverified = 0
-        self._scan_erases = 0
-        self._is_read_through = False
+        self._scan_steps = 0
+        """Of the scan under way: to read all slots, and to erase those it has found."""
         self._said: set[str] = set()
         self._spare: list[memoryview] = []
         self._spaces = 0
@@ -169,7 +169,7 @@ class DiskTier(LoopBound, StoreTier):
             lost_slots=self._index.lost,
             evictions=self._index.evictions,
             unverified=self._unverified,
-            is_scanning=self._is_scanning,
+            is_scanning=self._scan_steps > 0,
             is_direct=self._directory.is_direct,
         )
 
@@ -240,7 +240,7 @@ class DiskTier(LoopBound, StoreTier):
         self._check_loop()
         if self._room is None:
             return [TierResult.FAILED] * len(keys)
-        was_scanning = self._is_scanning
+        was_scanning = self._scan_steps > 0
         slots = [(self._index.remove(k), *self._index.retake_lost(k)) for k in keys]
         results = await asyncio.gather(*map(self._erase_all, slots))
         if was_scanning:
@@ -354,11 +354,13 @@ class DiskTier(LoopBound, StoreTier):
             )
             if self._is_closed:
                 self._room.close()
-            self._is_scanning = True
-            files = list(directory.files.values())
-            Scan(files, threads, found=self._found, ended=self._end_scan).start(
-                self._count
+            self._scan_steps = 1
+            scan = Scan(
+                *(list(directory.files.values()), threads),
+                found=self._found,
+                ended=lambda: self._end_scan_step(TierResult.DONE),
             )
+            scan.start(self._count)
 
     def _open_directory(self, bounce: Bounce) -> tuple[int, list[Segment]]:
         opened = self._directory.open()
@@ -375,20 +377,12 @@ class DiskTier(LoopBound, StoreTier):
         self, file: OpenSlotFile, slots: range, found: FoundSlots, unread: list[int]
     ) -> None:
         for slot in self._index.add_found(file.number, slots, found, unread):
-            self._scan_erases += 1
-            self._erase_soon(slot, self._end_scan_erase)
+            self._scan_steps += 1
+            self._erase_soon(slot, self._end_scan_step)
 
-    def _end_scan_erase(self, result: TierResult) -> None:
-        self._scan_erases -= 1
-        self._end_scan_if_over()
-
-    def _end_scan(self) -> None:
-        self._is_read_through = True
-        self._end_scan_if_over()
-
-    def _end_scan_if_over(self) -> None:
-        if self._is_read_through and not self._scan_erases and self._is_scanning:
-            self._is_scanning = False
+    def _end_scan_step(self, result: TierResult) -> None:
+        self._scan_steps -= 1
+        if not self._scan_steps:
             # Only if somebody has taken the lock file away: else it is less already.
             self._sequence = max(self._sequence, self._index.end_scan())
             if self._room is not None:
