@@ -86,9 +86,7 @@ class RedisServer:
 
         :raises OSError: nobody knows
         """
-        client = self._client
-        if client is None:
-            raise OSError(f"{self._place.shown} was never there")
+        client = self._read_client
         if not self._place.is_cluster:
             return client.address
         address: Address | None = None
@@ -103,9 +101,7 @@ class RedisServer:
 
         :raises OSError: nobody knows who has some of them
         """
-        client = self._client
-        if client is None:
-            raise OSError(f"{self._place.shown} was never there")
+        client = self._read_client
         if not self._place.is_cluster:
             return [client.address]
         if not self._slots or None in self._slots:
@@ -126,9 +122,7 @@ class RedisServer:
         :raises ServerError: the server does not want us
         :raises OSError: it is not there
         """
-        client = self._client
-        if client is None:
-            raise OSError(f"{self._place.shown} was never there")
+        client = self._read_client
         sock = _open_socket(address, client.tls)
         try:
             lane = Lane(sock, self._is_stopping, self._stall_s)
@@ -144,6 +138,12 @@ class RedisServer:
         if cluster is not None:
             with contextlib.suppress(Exception):
                 cluster.close()
+
+    @property
+    def _read_client(self) -> _Client:
+        if self._client is None:
+            raise OSError(f"{self._place.shown} was never there")
+        return self._client
 
     def _greet(self, lane: Lane, client: _Client) -> None:
         commands = []

@@ -10,7 +10,6 @@ it does not answer as it should is a miss.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import dataclasses
 import functools
 import logging
@@ -107,7 +106,6 @@ class RedisTier(LoopBound, StoreTier):
         self._lanes = Lanes(self._server.connect)
         self._threads: dict[str, TierThreads[None]] = {}
         self._left = 0
-        self._is_over = asyncio.Event()
         self._counting = threading.Lock()
         self._looking: asyncio.Future[set[str]] | None = None
         self._looked_s = 0.0
@@ -224,11 +222,11 @@ class RedisTier(LoopBound, StoreTier):
 
     async def aclose(self) -> None:
         self.abort()
-        if self._left:
-            with anyio.move_on_after(_STALL_S, shield=True) as scope:
-                await self._is_over.wait()
-            if scope.cancelled_caught:
-                logger.warning("a thread of %s hangs", self._place.shown)
+        with anyio.move_on_after(_STALL_S, shield=True) as scope:
+            for threads in self._threads.values():
+                await threads.is_over.wait()
+        if scope.cancelled_caught:
+            logger.warning("a thread of %s hangs", self._place.shown)
 
     def abort(self) -> None:
         self._is_closed = True
@@ -257,9 +255,6 @@ class RedisTier(LoopBound, StoreTier):
         self._lanes.close()
         self._server.close()
         process_lanes.give_back(self._place.lanes)
-        if self._loop is not None:
-            with contextlib.suppress(RuntimeError):  # the loop may be closed
-                self._loop.call_soon_threadsafe(self._is_over.set)
 
     def _look(self) -> asyncio.Future[set[str]]:
         """See where keys are; once for all who ask for it meanwhile."""
