@@ -237,7 +237,7 @@ class TierStack(LowerTiers):
         if self._admits_at_once:
             self._write(name, epoch, self.clients)
             return
-        (pinned,) = self.values.hold_names([name])
+        pinned = self.values.hold_name(name)
         if pinned is not None:
             header = self._header_of(name, pinned, epoch)
             for client in self.clients:
@@ -402,7 +402,7 @@ class TierStack(LowerTiers):
     def _write(
         self, name: Name, epoch: int, clients: Sequence[TierClient[_HeldValue]]
     ) -> None:
-        pinned = self.values.hold_names([name] * len(clients))
+        pinned = [self.values.hold_name(name) for _ in clients]
         if not pinned or pinned[0] is None:
             return
         header, key = self._header_of(name, pinned[0], epoch), self.key_of(name)
@@ -521,7 +521,7 @@ class TierStack(LowerTiers):
         except BufferClosed:
             return False
         if one.fetch.wanted:
-            [one.fetch.held] = self.values.hold_names([one.fetch.name])
+            one.fetch.held = self.values.hold_name(one.fetch.name)
         self._forget(one.fetch)
         return True
 
