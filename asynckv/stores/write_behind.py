@@ -34,18 +34,15 @@ _FORGOTTEN_AT_ONCE: Final = 256
 
 @dataclasses.dataclass(slots=True, eq=False)
 class TierChange(Generic[T]):
-    """One change of a key: ``value`` is to be written, or, if ``None``, deleted."""
+    """One change of a key: ``value`` is to be written, or the key deleted."""
 
     key: str
     epoch: int
     value: T | None = None
     nbytes: int = 0
-    is_delete: bool = dataclasses.field(init=False)
+    is_delete: bool = True
     is_late: bool = False
     """Nobody waits for its call, which may never end: no clearing does, either."""
-
-    def __post_init__(self) -> None:
-        self.is_delete = self.value is None
 
 
 _Line: TypeAlias = "OrderedDict[str, TierChange[T]]"
@@ -155,7 +152,7 @@ class WriteBehind(Generic[T]):
             return False
         self.nbytes += nbytes
         self._writes[key] = None
-        self._queue(state, TierChange(key, epoch, value, nbytes))
+        self._queue(state, TierChange(key, epoch, value, nbytes, is_delete=False))
         return True
 
     def skip(self, key: str, epoch: int, identity: Hashable) -> None:
@@ -185,23 +182,20 @@ class WriteBehind(Generic[T]):
                 return False
             self._unseen = list(self._keys)
         for key in self._unseen[-_FORGOTTEN_AT_ONCE:]:
-            self._forget_cleared_of(key)
+            state = self._keys.get(key)
+            cleared = self.clearings.pending_epoch(_prefix_of(key))
+            if state is None or cleared is None or state.epoch >= cleared:
+                continue
+            if key not in self._running and not state.is_in_doubt:
+                self._drop(key)
+                continue
+            self._change(key, cleared, None)
+            if key not in self._running:
+                self._unsure[key] = None
         del self._unseen[-_FORGOTTEN_AT_ONCE:]
         if not self._unseen:
             self.clearings.forgotten()
         return True
-
-    def _forget_cleared_of(self, key: str) -> None:
-        state = self._keys.get(key)
-        cleared = self.clearings.pending_epoch(_prefix_of(key))
-        if state is None or cleared is None or state.epoch >= cleared:
-            return
-        if key not in self._running and not state.is_in_doubt:
-            self._drop(key)
-            return
-        self._change(key, cleared, None)
-        if key not in self._running:
-            self._unsure[key] = None
 
     def take_clearing(self) -> TierClearing | None:
         """Begin a clearing, if one can begin now. The clearings are told of its end."""
