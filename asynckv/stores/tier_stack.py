@@ -232,16 +232,14 @@ class TierStack(LowerTiers):
 
     def stored(self, name: Name) -> None:
         self._void(name)
-        self._later.pop(name, None)
         epoch = self._next_epoch()
         if self._admits_at_once:
             self._write(name, epoch, self.clients)
             return
         pinned = self.values.hold_name(name)
         if pinned is not None:
-            header = self._header_of(name, pinned, epoch)
             for client in self.clients:
-                client.note(self.key_of(name), epoch, _identity_of(header))
+                client.note(self.key_of(name), epoch, _identity_of(pinned))
             self.values.release(pinned)
         self._write_later(name, self.clients)
 
@@ -271,7 +269,6 @@ class TierStack(LowerTiers):
 
     def deleted(self, name: Name) -> None:
         self._void(name)
-        self._later.pop(name, None)
         epoch = self._next_epoch()
         for client in self.clients:
             client.delete(self.key_of(name), epoch)
@@ -393,7 +390,8 @@ class TierStack(LowerTiers):
         return self._epoch
 
     def _void(self, name: Name) -> None:
-        """What is looked for under that name has changed: what is found is void."""
+        """It has changed: what is looked for, or was to be written, is void."""
+        self._later.pop(name, None)
         fetch = self._fetches.pop(name, None)
         if fetch is not None:
             fetch.is_void = True
@@ -405,8 +403,12 @@ class TierStack(LowerTiers):
         pinned = [self.values.hold_name(name) for _ in clients]
         if not pinned or pinned[0] is None:
             return
-        header, key = self._header_of(name, pinned[0], epoch), self.key_of(name)
-        packed, identity = pack_header(header), _identity_of(header)
+        full_name, first = self.full_name(name), pinned[0]
+        header = ValueHeader(
+            *(full_name, first.spec, first.digest, epoch), first.expires_at_s
+        )
+        key, packed = full_name.tier_key, pack_header(header)
+        identity = _identity_of(header)
         dropped = []
         for client, one in zip(clients, pinned, strict=True):
             if one is None or len(packed) > MAX_HEADER_NBYTES:
@@ -418,12 +420,6 @@ class TierStack(LowerTiers):
             if not client.write(key, epoch, held, nbytes, identity):
                 dropped += [client] if client.fits(nbytes) else []
         self._write_later(name, dropped)
-
-    def _header_of(self, name: Name, pinned: PinnedValue, epoch: int) -> ValueHeader:
-        return ValueHeader(
-            *(self.full_name(name), pinned.spec, pinned.digest, epoch),
-            pinned.expires_at_s,
-        )
 
     def _fetch_of(self, name: Name, begun: list[_Fetch]) -> _Fetch:
         """Return who looks for ``name``, for one more who wants it.
@@ -472,9 +468,7 @@ class TierStack(LowerTiers):
             for fetch in fetches
             if not fetch.is_void and client.may_have(self.key_of(fetch.name))
         ]
-        found: set[_Fetch] = set()
-        if wanted:
-            found = await self._take(client, wanted)
+        found = await self._take(client, wanted) if wanted else set()
         return [one for one in fetches if one not in found and not one.is_void]
 
     async def _take(
@@ -557,5 +551,5 @@ def tier_memory(region: Region) -> TierMemory:
     )
 
 
-def _identity_of(header: ValueHeader) -> Hashable:
-    return header.digest, header.spec, header.expires_at_s
+def _identity_of(value: ValueHeader | PinnedValue) -> Hashable:
+    return value.digest, value.spec, value.expires_at_s
