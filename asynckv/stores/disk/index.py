@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Final
 
@@ -47,7 +48,7 @@ class SlotIndex:
         self.unread = 0
         """Slots that may have a value that nobody knows: they could not be read."""
         self.file_nbytes = 0
-        self._classes: dict[int, SlotClass] = {}
+        self._classes: defaultdict[int, SlotClass] = defaultdict(SlotClass)
         self._table = SlotTable(off_loop)
         self._lost: dict[int, KeyHash] = {}
         """Slots that could not be overwritten, and which keys they may have."""
@@ -120,7 +121,7 @@ class SlotIndex:
 
     def take(self, pages: int) -> int | None:
         """Take a free slot of that size."""
-        found = self._class_of(pages).take()
+        found = self._classes[pages].take()
         return None if found is None else _slot_at(*found)
 
     def begin_write(self, key: str, slot: int) -> None:
@@ -130,7 +131,7 @@ class SlotIndex:
 
     def evict(self, pages: int) -> int | None:
         """Take the slot of that size that nobody has wanted for longest."""
-        oldest = self._class_of(pages).oldest(self._is_read)
+        oldest = self._classes[pages].oldest(self._is_read)
         if oldest is None:
             return None
         slot = _slot_at(oldest.segment, oldest.at)
@@ -198,7 +199,7 @@ class SlotIndex:
     def add_segment(self, segment: Segment, *, is_free: bool) -> None:
         """Here is a file, all its slots free, or none of them looked at yet."""
         self.segments[segment.number] = segment
-        self._class_of(segment.pages).segments.append(segment)
+        self._classes[segment.pages].segments.append(segment)
         self.file_nbytes += segment.nbytes
         if is_free:
             segment.note_looked_at(range(segment.count), [], [])
@@ -209,7 +210,7 @@ class SlotIndex:
         All in it was last wanted before any of ``pages``. ``is_needed``: there is none
         of these to compare with, or that does not help.
         """
-        own = self._class_of(pages).oldest(self._is_read)
+        own = self._classes[pages].oldest(self._is_read)
         if own is None and not is_needed:
             return None
         others = [
@@ -235,7 +236,7 @@ class SlotIndex:
             self._table.remove_many(segment.low[kept], segment.high[kept], slots)
             self.evictions += len(kept)
             yield
-        self._class_of(segment.pages).segments.remove(segment)
+        self._classes[segment.pages].segments.remove(segment)
         del self.segments[segment.number]
         self._leaving -= 1
 
@@ -348,11 +349,6 @@ class SlotIndex:
 
     def _place(self, slot: int) -> tuple[Segment, int]:
         return self.segments[slot >> SLOT_BITS], slot & _SLOT_MASK
-
-    def _class_of(self, pages: int) -> SlotClass:
-        if pages not in self._classes:
-            self._classes[pages] = SlotClass()
-        return self._classes[pages]
 
 
 def _slot_at(segment: Segment, at: int) -> int:

@@ -152,8 +152,7 @@ class DiskTier(LoopBound, StoreTier):
 
         :raises ConfigError: it names none
         """
-        place = parse_disk_url(url)
-        return cls(place.path, place.max_bytes)
+        return cls(*parse_disk_url(url))
 
     def statistics(self) -> DiskStatistics:
         """Say what it has. Never waits."""
