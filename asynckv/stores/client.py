@@ -106,9 +106,9 @@ class TierClient(Generic[W]):
         self._asking = asyncio.Semaphore(_QUESTIONS_AT_ONCE)
         self._late: dict[TierCall, asyncio.Future[None]] = {}
         self._watch: asyncio.TimerHandle | None = None
-        self._retry: asyncio.TimerHandle | None = None
         self._dropping: asyncio.Handle | None = None
-        self._clear_again: dict[str, asyncio.TimerHandle] = {}
+        self._again: dict[str, asyncio.TimerHandle] = {}
+        """By prefix: what is to be cleared again; with none, what is to be deleted."""
         self._has_given_up = self._is_silent = self._has_miscounted = False
         self._is_closed = False
 
@@ -322,7 +322,7 @@ class TierClient(Generic[W]):
         self._is_closed = True
         self.behind.close()
         self._tasks.cancel()
-        for timer in (self._watch, self._retry, *self._clear_again.values()):
+        for timer in (self._watch, *self._again.values()):
             if timer is not None:
                 timer.cancel()
         for late in self._late.values():
@@ -444,7 +444,7 @@ class TierClient(Generic[W]):
                 is_done = result is TierResult.DONE
                 self.behind.ended(change, is_done=is_done)
                 if change.is_delete and not is_done:
-                    self._retry_later()
+                    self._try_later("", _RETRY_S)
 
         if changes[0].is_delete:
             delete = partial(self.tier.delete, [change.key for change in changes])
@@ -485,7 +485,7 @@ class TierClient(Generic[W]):
             self.behind.clearings.ended(clearing, result)
             if result is TierResult.FAILED:
                 took_s = self._loop.time() - began_s
-                self._clear_later(prefix.prefix, max(_RETRY_S, _RESTS * took_s))
+                self._try_later(prefix.prefix, max(_RETRY_S, _RESTS * took_s))
             elif result is TierResult.REFUSED:
                 logger.warning("%s cannot delete all of a model: it stays", self.name)
 
@@ -493,27 +493,18 @@ class TierClient(Generic[W]):
         self.behind.clearings.late(clearing)
         self._changed.wake()
 
-    def _clear_later(self, prefix: str, after_s: float) -> None:
-        if prefix not in self._clear_again and not self._is_closed:
-            timer = self._loop.call_later(after_s, self._clear_now, prefix)
-            self._clear_again[prefix] = timer
+    def _try_later(self, prefix: str, after_s: float) -> None:
+        if prefix not in self._again and not self._is_closed:
+            timer = self._loop.call_later(after_s, self._try_now, prefix)
+            self._again[prefix] = timer
 
-    def _clear_now(self, *prefixes: str) -> None:
+    def _try_now(self, *prefixes: str) -> None:
         for prefix in prefixes:
-            self._clear_again.pop(prefix).cancel()
-            self.behind.clearings.retry(prefix)
-        self._changed.wake()
-
-    def _retry_later(self) -> None:
-        if self._retry is None and not self._is_closed:
-            self._retry = self._loop.call_later(_RETRY_S, self._retry_now)
-
-    def _retry_now(self) -> None:
-        if self._retry is not None:
-            self._retry.cancel()
-            self._retry = None
-        if self.behind.retry():
-            self._retry_later()
+            self._again.pop(prefix).cancel()
+            if prefix:
+                self.behind.clearings.retry(prefix)
+            elif self.behind.retry():
+                self._try_later("", _RETRY_S)
         self._changed.wake()
 
     async def _probe_forever(self) -> None:
@@ -545,8 +536,7 @@ class TierClient(Generic[W]):
         if is_there:
             self._take_facts(found[0])
             self._absent.clear()
-            self._retry_now()
-            self._clear_now(*self._clear_again)
+            self._try_now(*self._again)
             self._is_silent = False
             logger.info("%s is there again", self.name)
         else:
