@@ -7,7 +7,7 @@ loop takes in what each chunk has found.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Final, TypeAlias
 
 from asynckv.stores.disk.calls import PAGE_NBYTES
@@ -36,13 +36,13 @@ class Scan:
 
     def __init__(
         self,
-        files: Iterable[OpenSlotFile],
+        files: Sequence[OpenSlotFile],
         threads: TierThreads[Bounce],
         *,
         found: Found,
         ended: Callable[[], None],
     ) -> None:
-        self._chunks = _chunks_of(list(files))
+        self._chunks = _chunks_of(files)
         self._threads = threads
         self._found = found
         self._ended = ended
@@ -107,7 +107,7 @@ class Scan:
         return FoundSlots.of(found), unread
 
 
-def _chunks_of(files: list[OpenSlotFile]) -> Iterator[tuple[OpenSlotFile, range]]:
+def _chunks_of(files: Sequence[OpenSlotFile]) -> Iterator[tuple[OpenSlotFile, range]]:
     for file in files:
         for start in range(0, file.count, _CHUNK_SLOTS):
             yield file, range(start, min(start + _CHUNK_SLOTS, file.count))

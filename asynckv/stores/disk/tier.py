@@ -543,10 +543,6 @@ class DiskTier(LoopBound, StoreTier):
 
     def _failed(self, what: str, error: Exception) -> TierResult:
         """Say what has failed: once for each kind."""
-        if isinstance(error, OSError) and error.errno in NO_ROOM:
-            result = TierResult.REFUSED
-        else:
-            result = TierResult.FAILED
         if not isinstance(error, Stopped) and what not in self._said:
             self._said.add(what)
             unforeseen = None if isinstance(error, OSError) else error
@@ -557,7 +553,8 @@ class DiskTier(LoopBound, StoreTier):
                 error,
                 exc_info=unforeseen,
             )
-        return result
+        is_full = isinstance(error, OSError) and error.errno in NO_ROOM
+        return TierResult.REFUSED if is_full else TierResult.FAILED
 
     def _disbelieve(self, key: str, slot: int) -> None:
         """What is in the slot is not what was written, and was not twice."""
