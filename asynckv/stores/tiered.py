@@ -160,11 +160,8 @@ class TieredStore(StoreBuffer):
         return await self._lower.flush()
 
     def statistics(self) -> TieredStatistics:
-        told = super().statistics()
-        return TieredStatistics(
-            **{one.name: getattr(told, one.name) for one in dataclasses.fields(told)},
-            tiers=self._lower.statistics(),
-        )
+        of_memory = vars(super().statistics())
+        return TieredStatistics(**of_memory, tiers=self._lower.statistics())
 
     async def aclose(self) -> None:
         """Let tiers take what waits for them, for ``drain_s``; then close everything.

@@ -111,15 +111,14 @@ def write(
     pack_slot(header, bounce.head)
     offset = header.slot * file.slot_nbytes
     surplus = memory.nbytes % PAGE_NBYTES
+    pieces = collections.deque(memory.pieces)
     if not file.is_direct or memory.pages or not memory.nbytes:
-        pieces = collections.deque(memory.pieces)
         whole = _take(pieces, memory.nbytes - surplus, at_most=None)
         if surplus:  # what is behind it in its page is not ours to write
             _join(pieces, bounce.tail)
             whole.append(bounce.tail)
         _move(file, file.calls.pwritev, [bounce.head, *whole], offset, moved)
         return
-    pieces = collections.deque(memory.pieces)
     left = memory.nbytes
     head = [bounce.head]
     while left:
