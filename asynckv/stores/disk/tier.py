@@ -34,7 +34,7 @@ from asynckv.stores.disk.calls import PAGE_NBYTES, FileCalls
 from asynckv.stores.disk.directory import NO_ROOM, OpenSlotFile, SlotDirectory
 from asynckv.stores.disk.index import SlotIndex, place_of
 from asynckv.stores.disk.room import Room
-from asynckv.stores.disk.scan import Scan
+from asynckv.stores.disk.scan import scan
 from asynckv.stores.disk.segments import Segment
 from asynckv.stores.disk.slot_io import BOUNCE_NBYTES, Bounce
 from asynckv.stores.disk.slots import (
@@ -46,6 +46,7 @@ from asynckv.stores.disk.url import LEAST_MAX_BYTES, parse_disk_url
 from asynckv.stores.header import find_place
 from asynckv.stores.threads import READ, SCAN, WRITE, Stopped, TierThreads, ask
 from asynckv.types import as_count, as_timeout
+from asynckv.waits.waiting import OwnTasks
 
 __all__ = ("DiskStatistics", "DiskTier")
 
@@ -134,6 +135,7 @@ class DiskTier(LoopBound, StoreTier):
         self._index = SlotIndex(self._off_loop)
         self._is_closed = False
         self._opening = asyncio.Lock()
+        self._tasks = OwnTasks()
         self._scanned = asyncio.Event()
         self._sequence = 0
         self._unverified = 0
@@ -309,6 +311,7 @@ class DiskTier(LoopBound, StoreTier):
 
     async def aclose(self) -> None:
         self.abort()
+        await self._tasks.quiesce()
         if self._threads is not None:
             with anyio.move_on_after(self._close_grace_s, shield=True) as scope:
                 await self._threads.is_over.wait()
@@ -321,6 +324,7 @@ class DiskTier(LoopBound, StoreTier):
 
     def abort(self) -> None:
         self._is_closed = True
+        self._tasks.cancel()
         if self._threads is not None:
             self._threads.stop()
         if self._room is not None:
@@ -354,12 +358,17 @@ class DiskTier(LoopBound, StoreTier):
             if self._is_closed:
                 self._room.close()
             self._scan_steps = 1
-            scan = Scan(
-                *(list(directory.files.values()), threads),
-                found=self._found,
-                ended=lambda: self._end_scan_step(TierResult.DONE),
-            )
-            scan.start(self._count)
+            # Now: files that are added later have no slots to look at.
+            files = list(directory.files.values())
+            look = partial(self._scan, threads, files)
+            self._tasks.start(look, f"scan of {self.path}")
+
+    async def _scan(
+        self, threads: TierThreads[Bounce], files: Sequence[OpenSlotFile]
+    ) -> None:
+        with contextlib.suppress(Stopped):
+            await scan(files, threads, self._count, self._found)
+            self._end_scan_step(TierResult.DONE)
 
     def _open_directory(self, bounce: Bounce) -> tuple[int, list[Segment]]:
         opened = self._directory.open()
