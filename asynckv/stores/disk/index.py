@@ -16,7 +16,7 @@ from typing import Final
 import numpy
 import numpy.typing
 
-from asynckv.stores.disk.segments import SLOT_BITS, Segment, SlotClass
+from asynckv.stores.disk.segments import SLOT_BITS, Segment, oldest_of, take_free
 from asynckv.stores.disk.slots import FoundSlots, KeyHash, hash_of, hashes_of
 from asynckv.stores.disk.table import OffLoop, Places, SlotTable
 
@@ -48,7 +48,7 @@ class SlotIndex:
         self.unread = 0
         """Slots that may have a value that nobody knows: they could not be read."""
         self.file_nbytes = 0
-        self._classes: defaultdict[int, SlotClass] = defaultdict(SlotClass)
+        self._by_pages: defaultdict[int, list[Segment]] = defaultdict(list)
         self._table = SlotTable(off_loop)
         self._lost: dict[int, KeyHash] = {}
         """Slots that could not be overwritten, and which keys they may have."""
@@ -121,7 +121,7 @@ class SlotIndex:
 
     def take(self, pages: int) -> int | None:
         """Take a free slot of that size."""
-        found = self._classes[pages].take()
+        found = take_free(self._by_pages[pages])
         return None if found is None else _slot_at(*found)
 
     def begin_write(self, key: str, slot: int) -> None:
@@ -131,7 +131,7 @@ class SlotIndex:
 
     def evict(self, pages: int) -> int | None:
         """Take the slot of that size that nobody has wanted for longest."""
-        oldest = self._classes[pages].oldest(self._is_read)
+        oldest = oldest_of(self._by_pages[pages], self._is_read)
         if oldest is None:
             return None
         slot = _slot_at(oldest.segment, oldest.at)
@@ -199,7 +199,7 @@ class SlotIndex:
     def add_segment(self, segment: Segment, *, is_free: bool) -> None:
         """Here is a file, all its slots free, or none of them looked at yet."""
         self.segments[segment.number] = segment
-        self._classes[segment.pages].segments.append(segment)
+        self._by_pages[segment.pages].append(segment)
         self.file_nbytes += segment.nbytes
         if is_free:
             segment.note_looked_at(range(segment.count), [], [])
@@ -210,7 +210,7 @@ class SlotIndex:
         All in it was last wanted before any of ``pages``. ``is_needed``: there is none
         of these to compare with, or that does not help.
         """
-        own = self._classes[pages].oldest(self._is_read)
+        own = oldest_of(self._by_pages[pages], self._is_read)
         if own is None and not is_needed:
             return None
         others = [
@@ -236,7 +236,7 @@ class SlotIndex:
             self._table.remove_many(segment.low[kept], segment.high[kept], slots)
             self.evictions += len(kept)
             yield
-        self._classes[segment.pages].segments.remove(segment)
+        self._by_pages[segment.pages].remove(segment)
         del self.segments[segment.number]
         self._leaving -= 1
 
