@@ -29,7 +29,7 @@ __all__ = ("TierChange", "ValidFrom", "WriteBehind")
 T = TypeVar("T")
 
 _MAX_KEYS: Final = 65_536
-_FORGOTTEN_AT_ONCE: Final = 256
+_AT_ONCE: Final = 256
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -164,7 +164,7 @@ class WriteBehind(Generic[T]):
         """The key has a value that is not to be written, or not yet."""
         self._leave_old(key, self._change(key, epoch, identity))
 
-    def drop_writes(self, most: int = 256) -> bool:
+    def drop_writes(self, most: int = _AT_ONCE) -> bool:
         """Some of what waits is not to be written any more. Is there more of it?"""
         for key in list(itertools.islice(self._writes, most)):
             self._withdraw(key)
@@ -181,7 +181,7 @@ class WriteBehind(Generic[T]):
             if not self.clearings.begin_forgetting():
                 return False
             self._unseen = list(self._keys)
-        for key in self._unseen[-_FORGOTTEN_AT_ONCE:]:
+        for key in self._unseen[-_AT_ONCE:]:
             state = self._keys.get(key)
             cleared = self.clearings.pending_epoch(_prefix_of(key))
             if state is None or cleared is None or state.epoch >= cleared:
@@ -192,7 +192,7 @@ class WriteBehind(Generic[T]):
             self._change(key, cleared, None)
             if key not in self._running:
                 self._unsure[key] = None
-        del self._unseen[-_FORGOTTEN_AT_ONCE:]
+        del self._unseen[-_AT_ONCE:]
         if not self._unseen:
             self.clearings.forgotten()
         return True
@@ -266,9 +266,9 @@ class WriteBehind(Generic[T]):
         else:
             self._leave_old(key, state)
 
-    def retry(self, most: int = 256) -> bool:
+    def retry(self) -> bool:
         """What the tier has not deleted is to be deleted now. Is there more of it?"""
-        for key in list(itertools.islice(self._undeleted, most)):
+        for key in list(itertools.islice(self._undeleted, _AT_ONCE)):
             del self._undeleted[key]
             state = self._keys[key]
             self._queue(state, TierChange(key, state.epoch))
