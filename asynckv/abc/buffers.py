@@ -21,7 +21,7 @@ from asynckv.abc.closing import AsyncWithOnly, Closable
 from asynckv.abc.entries import KVEntry, KVSource, Match, TokenIds
 from asynckv.errors import EntryTooLarge
 from asynckv.types import TensorSpec
-from asynckv.waits.own_tasks import PlainTaskGroup
+from asynckv.waits.waiting import PlainTaskGroup
 
 if TYPE_CHECKING:
     import torch

@@ -6,9 +6,9 @@ from collections.abc import Callable
 from typing import Self
 
 from asynckv.abc import KVCacheBuffer
+from asynckv.affinity import LoopBound
 from asynckv.devices.growth import Growth
 from asynckv.devices.names import DeviceName, device_named
-from asynckv.loops import LoopBound
 from asynckv.sharing.exporter import Exporter
 from asynckv.types import parse_bytes
 

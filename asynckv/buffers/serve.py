@@ -11,6 +11,7 @@ from typing import Final, Literal, Self
 import anyio
 
 from asynckv.abc.closing import AsyncWithOnly
+from asynckv.affinity import LoopBound
 from asynckv.buffers.lookup import LookupBuffer
 from asynckv.buffers.serving.devices import DeviceService
 from asynckv.buffers.serving.lookup import LookupService
@@ -36,7 +37,6 @@ from asynckv.links.options import (
     new_identity,
     payload_digest,
 )
-from asynckv.loops import LoopBound
 from asynckv.observability.latencies import Latencies
 from asynckv.observability.lines import as_line
 from asynckv.protocol.handshake import ONE_FINGERPRINT, DigestMode

@@ -17,7 +17,7 @@ from asynckv.buffers.values import StoredValues
 from asynckv.devices.arena import place_of
 from asynckv.tensors.views import check_into, check_landing_place, spec_of
 from asynckv.transfers.tokens import as_keys
-from asynckv.types import KVFingerprint, as_seconds
+from asynckv.types import KVFingerprint, TensorSpec, as_seconds
 
 __all__ = ("StoreBuffer", "check_place", "check_value", "expiry_of")
 
@@ -65,9 +65,8 @@ class StoreBuffer(InMemoryBuffer, KVStoreBuffer):
             await self.delete(key)
             return
         self.values.check_usable(key)
-        check_value(value)
+        spec = check_value(value)
         expires_at_s = expiry_of(ttl_s)
-        spec = spec_of(value)
         pending = await self.values.reserve(key, spec, self.fingerprint)
         try:
             # No variable: an error's traceback would keep the memory in use.
@@ -159,15 +158,15 @@ class StoreBuffer(InMemoryBuffer, KVStoreBuffer):
         self._close_memory()
 
 
-def check_value(value: torch.Tensor) -> None:
-    """Refuse what cannot be stored.
+def check_value(value: torch.Tensor) -> TensorSpec:
+    """Refuse what cannot be stored; return the shape and dtype of what can.
 
     :raises TypeError: it is no tensor
     :raises ValueError: it has no plain bytes
     """
     if not isinstance(value, torch.Tensor):
         raise TypeError(f"a value is a tensor, not {type(value).__name__}")
-    spec_of(value)
+    return spec_of(value)
 
 
 def expiry_of(ttl_s: float | None) -> float | None:

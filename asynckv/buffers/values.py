@@ -279,15 +279,25 @@ class StoredValues:
 
     def release_all(self, held: Sequence[PinnedValue | None]) -> None:
         """End the holds on all that there are."""
-        for one in held:
-            if one is not None:
-                self._release(one)
+        for pinned in held:
+            if pinned is None or not pinned.is_held:
+                continue
+            pinned.is_held = False
+            value = pinned._value
+            value.readers -= 1
+            if value.readers:
+                continue
+            if value.is_stored:
+                # What was fetched for somebody who has not read it is the first to go.
+                self._now_idle(value, is_used=not value.is_unread)
+            else:
+                value.region.release()
         self.room.change()
 
-    def hold_names(self, names: Sequence[Name]) -> list[PinnedValue | None]:
-        """As :meth:`hold`, and that is no use of them."""
-        values = map(self._find, names)
-        return [None if value is None else self._hold(value) for value in values]
+    def hold_name(self, name: Name) -> PinnedValue | None:
+        """As :meth:`hold`, and that is no use of it."""
+        value = self._find(name)
+        return None if value is None else self._hold(value)
 
     def has_name(self, name: Name) -> bool:
         """Is a value stored under ``name``?"""
@@ -295,22 +305,7 @@ class StoredValues:
 
     def release(self, pinned: PinnedValue) -> None:
         """End one reader's hold; a second call does nothing."""
-        self._release(pinned)
-        self.room.change()
-
-    def _release(self, pinned: PinnedValue) -> None:
-        if not pinned.is_held:
-            return
-        pinned.is_held = False
-        value = pinned._value
-        value.readers -= 1
-        if value.readers:
-            return
-        if value.is_stored:
-            # What was fetched for somebody who has not read it is the first to go.
-            self._now_idle(value, is_used=not value.is_unread)
-        else:
-            value.region.release()
+        self.release_all([pinned])
 
     def remove(self, key: str, owner: Owner) -> bool:
         """Forget ``key``; ``True`` if it was there."""
@@ -357,11 +352,6 @@ class StoredValues:
         self._check_open()
         values = self._values.get(owner, {})
         return tuple([key in values and self._is_valid(values[key]) for key in keys])
-
-    def has_all(self, keys: Sequence[str], owner: Owner) -> bool:
-        """Has their ``owner`` all of these keys?"""
-        self._check_open()
-        return all(self._live((key, owner)) is not None for key in keys)
 
     async def nearest(self, keys: Sequence[str], owner: Owner) -> list[str | None]:
         """Tell of each key where it is: in ``"memory"``, in which tier, or nowhere.

@@ -13,6 +13,7 @@ from typing import Final
 import anyio
 
 from asynckv.abc import KVStoreBuffer
+from asynckv.affinity import LoopBound
 from asynckv.buffers.remote.peer import Peer, connect
 from asynckv.config import KVTransferConfig
 from asynckv.connectors.engine import KVEngine
@@ -26,9 +27,8 @@ from asynckv.errors import (
     PeerLost,
     PeerRestarted,
 )
-from asynckv.loops import LoopBound
 from asynckv.observability.lines import as_line
-from asynckv.waits.own_tasks import OwnTasks
+from asynckv.waits.waiting import OwnTasks
 
 __all__ = (
     "FINGERPRINT_HINT",

@@ -17,6 +17,7 @@ from asynckv.abc import (
     SupportsCrossLayerCaches,
     SupportsStreams,
 )
+from asynckv.affinity import LoopBound
 from asynckv.config import KVTransferConfig
 from asynckv.connectors.caches import BlockMoves, PagedCaches
 from asynckv.connectors.engine import KVEngine
@@ -29,7 +30,6 @@ from asynckv.connectors.transfers import Transfers, reason_of
 from asynckv.devices.copying import CopyPool
 from asynckv.devices.cuda import Event
 from asynckv.devices.lanes import DeviceLanes
-from asynckv.loops import LoopBound
 from asynckv.observability.lines import as_line
 
 __all__ = ("CacheWorker", "Loading")

@@ -21,9 +21,10 @@ from asynckv.devices.copying import CopyPool, DeviceCopy
 from asynckv.devices.cuda import Event
 from asynckv.devices.lanes import DeviceLanes, DeviceRows
 from asynckv.devices.tensors import at_once, gpu_of
+from asynckv.tensors.blocks import whole_numbers
 from asynckv.tensors.jobs import CopyJob, Pace, run_jobs
 from asynckv.tensors.runs import Memory, runs_in
-from asynckv.tensors.views import bytes_of
+from asynckv.tensors.views import bytes_of, check_plain
 
 __all__ = (
     "BlockCopier",
@@ -56,6 +57,8 @@ _PIECE_NBYTES: Final = 2**20
 _LEAST_RUN_NBYTES: Final = 16 * 1024
 """Shorter runs are rather gathered together than copied one by one."""
 
+_INTEGERS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
 _Ids: TypeAlias = numpy.typing.NDArray[numpy.int64]
 
 
@@ -80,7 +83,9 @@ def copy_kv_blocks(
     It blocks; on an event loop use :class:`~asynckv.devices.block_copies.BlockCopier`.
 
     :raises ValueError: layers, lengths, shapes or dtypes differ, a block is written
-        twice, or the direction is not what the devices say; nothing was copied then
+        twice, a cache is no plain memory, or the direction is not what the devices say;
+        nothing was copied then
+    :raises TypeError: a cache is no tensor
     :raises IndexError: there is no block of that id; nothing was copied then
     """
     run_jobs(
@@ -114,7 +119,7 @@ def block_copy_jobs(
     :raises ValueError: as that does
     :raises IndexError: as that does
     """
-    sources, targets = _ids(src_block_ids), _ids(dst_block_ids)
+    sources, targets = whole_numbers(src_block_ids), whole_numbers(dst_block_ids)
     if len(sources) != len(targets):
         raise ValueError(f"{len(sources)} blocks cannot go into {len(targets)}")
     if missing := src_kv_caches.keys() ^ dst_kv_caches.keys():
@@ -193,20 +198,28 @@ def _may_use_lanes(ends: Sequence[tuple[_LayerBlocks, _LayerBlocks]]) -> bool:
     if any(gpu_of(layer.cache) is None for layer in layers):
         return True
     read, written = (_places_of(side) for side in zip(*ends, strict=True))
-    return not len(numpy.intersect1d(read, written))
+    return not _meet(read, written)
 
 
-def _places_of(layers: Sequence[_LayerBlocks]) -> _Ids:
-    return numpy.concatenate(
-        [one.cache.data_ptr() + one.pieces() * one.piece_nbytes for one in layers]
-    )
+def _places_of(layers: Sequence[_LayerBlocks]) -> tuple[_Ids, _Ids]:
+    """Return where each piece begins and ends, in the order of their beginnings."""
+    pieces = [
+        (one.cache.data_ptr() + one.pieces() * one.piece_nbytes, one.piece_nbytes)
+        for one in layers
+    ]
+    starts = numpy.concatenate([some for some, _ in pieces])
+    ends = numpy.concatenate([some + nbytes for some, nbytes in pieces])
+    order = numpy.argsort(starts)
+    return starts[order], ends[order]
 
 
-def _ids(block_ids: BlockIds) -> _Ids:
-    ids = numpy.asarray(block_ids)
-    if ids.ndim != 1 or (len(ids) and ids.dtype.kind not in "iu"):
-        raise ValueError("block ids are one list of whole numbers")
-    return ids.astype(numpy.int64)
+def _meet(read: tuple[_Ids, _Ids], written: tuple[_Ids, _Ids]) -> bool:
+    """Is a byte both read and written?"""
+    starts, ends = written
+    reach = numpy.maximum.accumulate(ends)
+    before = numpy.searchsorted(starts, read[1])  # so many begin before it ends
+    is_near = before > 0
+    return bool((reach[before[is_near] - 1] > read[0][is_near]).any())
 
 
 def _check_direction(
@@ -216,6 +229,9 @@ def _check_direction(
 ) -> None:
     if direction not in (None, "h2d", "d2h", "d2d"):
         raise ValueError(f"direction={direction!r} is none of 'h2d', 'd2h', 'd2d'")
+    for layer, cache in (*sources.items(), *targets.items()):
+        if not isinstance(cache, torch.Tensor):
+            raise TypeError(f"{layer} is a {type(cache).__name__}, not a tensor")
     places = [
         {"h" if tensor.device.type == "cpu" else "d" for tensor in caches.values()}
         for caches in (sources, targets)
@@ -234,6 +250,7 @@ def _check_layer(
 ) -> None:
     shapes = []
     for cache in (source, target):
+        check_plain(cache)
         if not 0 <= block_dim < cache.dim():
             raise ValueError(f"{layer} has no dimension {block_dim}")
         shapes.append((cache.shape[:block_dim], cache.shape[block_dim + 1 :]))
@@ -279,7 +296,7 @@ class _LayerCopy(CopyJob):
         targets: _Ids,
         runs: Sequence[tuple[int, int, int]],
     ) -> None:
-        self._source, self._target = source, target
+        self._source, self._target = _as_integers(source), _as_integers(target)
         self._sources, self._targets = sources, targets
         self._runs = runs
         self._block_nbytes = source.element_size() * source.shape[1:].numel()
@@ -300,8 +317,8 @@ class _LayerCopy(CopyJob):
             yield from self._gathered()
 
     def _overlaps(self) -> bool:
-        ours, theirs = self._source.untyped_storage(), self._target.untyped_storage()
-        return ours.data_ptr() == theirs.data_ptr()
+        (first, end), (start, stop) = map(_extent_of, (self._source, self._target))
+        return first < stop and start < end
 
     def _across_devices(self) -> Iterator[None]:
         moved = self._take(self._sources).to(self._target.device)
@@ -338,6 +355,23 @@ class _LayerCopy(CopyJob):
             self._target.narrow(0, int(ids[0]), len(ids)).copy_(values)
         else:
             self._target.index_copy_(0, _index(ids, self._target), values)
+
+
+def _as_integers(cache: torch.Tensor) -> torch.Tensor:
+    """Return it as what torch can index in any case, which not every dtype is."""
+    dtype = _INTEGERS.get(cache.element_size())
+    if dtype is None or cache.is_conj() or cache.is_neg():
+        return cache
+    return cache.detach().view(dtype)
+
+
+def _extent_of(cache: torch.Tensor) -> tuple[int, int]:
+    """Return where it begins, and where its last element ends."""
+    if not cache.numel():
+        return 0, 0
+    steps = zip(cache.shape, cache.stride(), strict=True)
+    count = 1 + sum((length - 1) * step for length, step in steps)
+    return cache.data_ptr(), cache.data_ptr() + count * cache.element_size()
 
 
 def _index(ids: _Ids, tensor: torch.Tensor) -> torch.Tensor:

@@ -26,11 +26,11 @@ from asynckv.devices.names import Device
 from asynckv.devices.tensors import KVOnGpu
 from asynckv.errors import GPUFailed
 from asynckv.protocol.wire import Digester, digest_of
-from asynckv.tensors.blocks import KVBlocks, KVMemory, memory_of
+from asynckv.tensors.blocks import KVBlocks, KVMemory
 from asynckv.tensors.copying import HostCopyPool
 from asynckv.tensors.jobs import CopyJob
 from asynckv.tensors.runs import Memory, Runs, put_at
-from asynckv.tensors.views import empty_tensor, spec_of
+from asynckv.tensors.views import empty_tensor, memory_of, spec_of
 from asynckv.types import TensorSpec
 
 __all__ = (

@@ -12,6 +12,7 @@ from typing import Final, ParamSpec, TypeAlias, TypedDict
 
 import torch
 
+from asynckv.affinity import watch_forks
 from asynckv.devices.arena import (
     DeviceAllocation,
     DeviceArena,
@@ -22,7 +23,6 @@ from asynckv.devices.copying import CopyPool
 from asynckv.devices.lanes import DeviceLanes
 from asynckv.devices.names import Device
 from asynckv.devices.tensors import KVOnGpu
-from asynckv.processes import watch_forks
 from asynckv.tensors.arena import Arena, HeapArena, Region
 from asynckv.tensors.blocks import KVMemory
 from asynckv.tensors.late_views import LateViews

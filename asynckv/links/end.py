@@ -13,10 +13,10 @@ from collections.abc import Callable
 from typing import Final
 
 from asynckv.abc import PayloadTransport
+from asynckv.affinity import ProcessBound
 from asynckv.errors import PeerLost, ProtocolError
 from asynckv.links.streams import ControlStream, LinkWriter, StreamHandler
 from asynckv.observability.lines import as_line
-from asynckv.processes import ProcessBound
 from asynckv.protocol.session import Session
 
 __all__ = (

@@ -16,9 +16,9 @@ import secrets
 import socket
 from typing import Final, Protocol
 
+from asynckv.affinity import ProcessBound
 from asynckv.errors import AuthError, PeerLost, RemoteProtocolError
 from asynckv.links.sockets import check_peer, wait_readable
-from asynckv.processes import ProcessBound
 
 __all__ = (
     "FdConnection",

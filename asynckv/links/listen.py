@@ -19,6 +19,7 @@ from typing import Final
 
 import anyio
 
+from asynckv.affinity import ProcessBound
 from asynckv.errors import (
     AsyncKVError,
     ConfigError,
@@ -33,7 +34,6 @@ from asynckv.links.options import keys_of, make_terms
 from asynckv.links.reader import Turns
 from asynckv.links.sockets import bind, remove_place
 from asynckv.links.streams import MemoryStream
-from asynckv.processes import ProcessBound
 from asynckv.protocol.codec import encode_frame, max_unfinished_bytes
 from asynckv.protocol.failures import to_refuse
 from asynckv.protocol.handshake import Agreement, DigestMode, Terms

@@ -21,9 +21,9 @@ import socket
 from collections.abc import Callable
 from typing import Final, Protocol
 
+from asynckv.affinity import ProcessBound
 from asynckv.errors import PeerLost
 from asynckv.links.address import host_in
-from asynckv.processes import ProcessBound
 from asynckv.protocol.frames import Frame
 from asynckv.protocol.outbox import Outbox
 from asynckv.security.tls_socket import Connection, TlsSocket

@@ -88,6 +88,8 @@ class Callers:
             end.abort()
 
 
+_LEFT: Final = "the group was closed on this side"
+
 _FIRST_PAUSE_S: Final = 0.05
 _LONGEST_PAUSE_S: Final = 1.0
 
@@ -122,6 +124,7 @@ class Joining:
         self._ends: dict[int, PipeEnd] = {}
         self._callers = Callers(max_bytes, has_gpu=device is not None)
         self._awaited: int | None = None
+        self._has_left = False
 
     async def join(self) -> dict[int, Pipe]:
         """Return a pipe to each other rank, once all ranks have come and are ready.
@@ -151,13 +154,16 @@ class Joining:
     async def barrier(self) -> None:
         """Wait at the group's next barrier.
 
-        :raises PeerLost: a rank is gone
+        :raises PeerLost: a rank is gone, or this one has left
         """
+        if self._has_left:
+            raise PeerLost(_LEFT)
         if self._rendezvous is not None:
             await self._rendezvous.barrier.wait()
 
     async def aclose(self) -> None:
         """Leave the group; the pipes are not touched. Bounded and shielded."""
+        self._leave()
         try:
             if self._link is not None:
                 await self._link.aclose()
@@ -167,6 +173,7 @@ class Joining:
 
     def abort(self) -> None:
         """Leave now, without a word. Never waits."""
+        self._leave()
         for end in self._ends.values():
             end.abort()
         self._callers.abort()
@@ -174,6 +181,11 @@ class Joining:
             self._link.abort()
         if self._listener is not None:
             self._listener.abort()
+
+    def _leave(self) -> None:
+        self._has_left = True
+        if self._rendezvous is not None:
+            self._rendezvous.barrier.end(PeerLost(_LEFT))
 
     def open(
         self, stream: LinkStream, frame: OpeningFrame, body: bytes

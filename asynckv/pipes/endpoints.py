@@ -11,6 +11,7 @@ from types import TracebackType
 from typing import Final, Self
 
 from asynckv.abc.closing import AsyncWithOnly, async_with_only
+from asynckv.affinity import LoopBound
 from asynckv.devices.names import Device, DeviceName, device_named
 from asynckv.devices.opening import OpenDevice, open_device
 from asynckv.errors import ConfigError, EndOfStream
@@ -26,7 +27,6 @@ from asynckv.links.options import (
     payload_digest,
 )
 from asynckv.links.streams import StreamHandler
-from asynckv.loops import LoopBound
 from asynckv.pipes.end import PipeEnd
 from asynckv.pipes.pipe import Pipe
 from asynckv.protocol.frames import OpeningFrame, OpenPipe

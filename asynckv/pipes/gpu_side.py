@@ -36,7 +36,7 @@ from asynckv.transfers.host_copies import D2HCopier, HostCopies
 from asynckv.transfers.incoming import Route
 from asynckv.transfers.source import GpuStaging, StagedTensor
 from asynckv.types import TensorSpec
-from asynckv.waits.own_tasks import OwnTasks
+from asynckv.waits.waiting import OwnTasks
 
 __all__ = (
     "GpuOpening",

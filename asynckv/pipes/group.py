@@ -10,9 +10,9 @@ from types import TracebackType
 from typing import Final, Self
 
 from asynckv.abc.closing import async_with_only
+from asynckv.affinity import LoopBound
 from asynckv.devices.names import DeviceName, device_named
 from asynckv.links.options import make_keyring
-from asynckv.loops import LoopBound
 from asynckv.pipes.callers import Joining
 from asynckv.pipes.pipe import Pipe
 from asynckv.security.tls import TLS

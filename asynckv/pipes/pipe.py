@@ -11,11 +11,11 @@ from typing import Final
 import torch
 
 from asynckv.abc import KVPipe
+from asynckv.affinity import LoopBound
 from asynckv.devices.copying import CopyPool
 from asynckv.devices.opening import OpenDevice
 from asynckv.devices.tensors import KVOnGpu
 from asynckv.errors import ChecksumError, EndOfStream, PeerLost, PipeBroken
-from asynckv.loops import LoopBound
 from asynckv.pipes.arrivals import Arrival, SmallArrival
 from asynckv.pipes.end import PipeEnd
 from asynckv.pipes.gpu_side import Placement

@@ -121,15 +121,19 @@ class Leader:
         self._ended = ended
         self._scheme: Literal["tcp", "tls"] = scheme
         self._seats: dict[int, _Seat] = {}
+        self._never_came = set(range(1, size))
         self._members: asyncio.Future[Members] = (
             asyncio.get_running_loop().create_future()
         )
 
     @property
     def missing(self) -> tuple[int, ...]:
-        """Who has not come yet; later, who is not at the barrier."""
+        """Who has never come, or has left again if all have; later, who is not at the
+        barrier.
+        """
         if not self._members.done():
-            return tuple(r for r in range(1, self.size) if r not in self._seats)
+            away = set(range(1, self.size)) - self._seats.keys()
+            return tuple(sorted(away & self._never_came or away))
         return tuple(
             seat.rank
             for seat in self._seats.values()
@@ -163,6 +167,7 @@ class Leader:
                 hint="open the group again on every rank",
             )
         seat = self._seats[frame.rank] = _Seat(self, stream, frame)
+        self._never_came.discard(frame.rank)
         asyncio.get_running_loop().call_soon(self._notify)
         return seat
 

@@ -57,7 +57,7 @@ from asynckv.transfers.outgoing import Outgoing
 from asynckv.transfers.read_route import IpcRoute, MapRoute, ReadRoute
 from asynckv.transfers.source import Source
 from asynckv.types import TensorSpec
-from asynckv.waits.own_tasks import OwnTasks
+from asynckv.waits.waiting import OwnTasks
 
 __all__ = ("AGREE_S", "GpuSharing", "MapSharing", "Opening", "Sharing", "why_not")
 

@@ -44,8 +44,7 @@ from asynckv.transports.nccl.connecting import DeviceDescription, check_peer
 from asynckv.transports.nccl.directions import NcclSettings
 from asynckv.transports.nccl.transport import NcclTransport
 from asynckv.transports.nccl.worker import WorkerUse, worker_of
-from asynckv.waits.own_tasks import OwnTasks
-from asynckv.waits.waiting import wait_shielded
+from asynckv.waits.waiting import OwnTasks, wait_shielded
 
 __all__ = (
     "MAX_UNHEARD",

@@ -16,6 +16,7 @@ import socket
 from collections.abc import Awaitable, Callable
 from typing import Final, TypeAlias
 
+from asynckv.affinity import ProcessBound
 from asynckv.devices.arena import MARK_NBYTES, DeviceAllocation
 from asynckv.devices.cuda import IPC_HANDLE_NBYTES, DeviceMemory, Event
 from asynckv.devices.imports import (
@@ -27,7 +28,6 @@ from asynckv.devices.imports import (
 from asynckv.devices.tensors import Gpus
 from asynckv.errors import ChecksumError, GPUFailed, PeerLost, RemoteProtocolError
 from asynckv.links.fd_socket import fetch_file, hang_up
-from asynckv.processes import ProcessBound
 from asynckv.protocol.handshake import DigestMode, strictest
 from asynckv.protocol.transfer_frames import Exposed
 from asynckv.protocol.values import Place
@@ -35,8 +35,7 @@ from asynckv.sharing.mappings import MappedMemory, MappedPin
 from asynckv.tensors.pages import ALIGNMENT_NBYTES
 from asynckv.tensors.slabs import PAGE_NBYTES
 from asynckv.tensors.stitching import Claim
-from asynckv.waits.own_tasks import OwnTasks
-from asynckv.waits.waiting import clear_all_frames
+from asynckv.waits.waiting import OwnTasks, clear_all_frames
 
 __all__ = ("GpuImport", "ImportedMemory", "PeerMemory", "Read", "import_gpu")
 

@@ -25,10 +25,10 @@ from typing import Final, TypeAlias
 import numpy
 import numpy.typing
 
+from asynckv.affinity import ProcessBound, watch_forks
 from asynckv.devices.imports import in_thread, set_done
 from asynckv.errors import PeerLost, RemoteProtocolError
 from asynckv.links.fd_socket import fetch_file, hang_up
-from asynckv.processes import ProcessBound, watch_forks
 from asynckv.protocol.handshake import DigestMode
 from asynckv.protocol.transfer_frames import Exposed
 from asynckv.protocol.values import Place

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import logging
 import math
 import time
@@ -30,8 +29,7 @@ from asynckv.observability.latencies import LatencyHistogram
 from asynckv.stores.clearings import TierClearing
 from asynckv.stores.health import Moving, TierCall, TierHealth, TierStatistics
 from asynckv.stores.write_behind import TierChange, WriteBehind
-from asynckv.waits.own_tasks import OwnTasks
-from asynckv.waits.waiting import Watchers
+from asynckv.waits.waiting import OwnTasks, Watchers
 
 __all__ = ("Quarantine", "TierClient", "Written")
 
@@ -76,15 +74,6 @@ class Quarantine:
         return self.nbytes >= self.max_bytes
 
 
-@dataclasses.dataclass(slots=True, eq=False)
-class _NoBytes:
-    """An item of a call by which nothing moves."""
-
-    moved_nbytes: int = 0
-    lent_nbytes: int = 0
-    is_held: bool = False
-
-
 class TierClient(Generic[W]):
     """``tier`` as the store sees it: it never fails, it only does not have things.
 
@@ -117,9 +106,9 @@ class TierClient(Generic[W]):
         self._asking = asyncio.Semaphore(_QUESTIONS_AT_ONCE)
         self._late: dict[TierCall, asyncio.Future[None]] = {}
         self._watch: asyncio.TimerHandle | None = None
-        self._retry: asyncio.TimerHandle | None = None
         self._dropping: asyncio.Handle | None = None
-        self._clear_again: dict[str, asyncio.TimerHandle] = {}
+        self._again: dict[str, asyncio.TimerHandle] = {}
+        """By prefix: what is to be cleared again; with none, what is to be deleted."""
         self._has_given_up = self._is_silent = self._has_miscounted = False
         self._is_closed = False
 
@@ -131,18 +120,16 @@ class TierClient(Generic[W]):
         :raises ConfigError: it cannot be used as it was configured
         """
         self._loop = asyncio.get_running_loop()
-        is_there = False
         try:
-            self.facts = await self.tier.probe()
-            is_there = True
+            facts = await self.tier.probe()
         except ConfigError:
             raise
         except Exception as exc:  # noqa: BLE001 - whatever an engine does is a miss
             logger.warning("%s is not there: %s", self.name, exc)
-        self._take_facts(self.facts)
-        if not is_there:
             self._loads.open(self._loop.time())
             self._stores.open(self._loop.time())
+        else:
+            self._take_facts(facts)
         self._tasks.start(self._write_forever, f"writer to {self.name}")
         self._tasks.start(self._clear_forever, f"clearing of {self.name}")
         self._tasks.start(self._probe_forever, f"probe of {self.name}")
@@ -182,7 +169,7 @@ class TierClient(Generic[W]):
                     break
                 some = asked[start : start + _KEYS_AT_ONCE]
                 ask = partial(self.tier.contains, some)
-                results = await self._call(self._loads, ask, [_NoBytes()])
+                results = await self._call(self._loads, ask)
             for key, one in zip(some, results or (), strict=False):
                 if one is TierResult.DONE:
                     has.add(key)
@@ -197,10 +184,8 @@ class TierClient(Generic[W]):
         returns, or later.
         """
         began_s = time.perf_counter()
-        results = await self._call(
-            *(self._loads, lambda: self.tier.fetch(wanted), wanted),
-            ended=lambda results: ended(),
-        )
+        fetch = partial(self.tier.fetch, wanted)
+        results = await self._call(self._loads, fetch, wanted, lambda results: ended())
         self._fetch_times.observe(time.perf_counter() - began_s)
         if results is None:
             return [TierResult.FAILED] * len(wanted)
@@ -227,7 +212,7 @@ class TierClient(Generic[W]):
                 await self.tier.touch(some)
                 return ()
 
-            await self._call(self._loads, touch, [_NoBytes()])
+            await self._call(self._loads, touch)
 
     def write(
         self, key: str, epoch: int, value: W, nbytes: int, identity: object
@@ -337,7 +322,7 @@ class TierClient(Generic[W]):
         self._is_closed = True
         self.behind.close()
         self._tasks.cancel()
-        for timer in (self._watch, self._retry, *self._clear_again.values()):
+        for timer in (self._watch, *self._again.values()):
             if timer is not None:
                 timer.cancel()
         for late in self._late.values():
@@ -349,13 +334,14 @@ class TierClient(Generic[W]):
         self,
         health: TierHealth,
         make: Callable[[], Awaitable[Sequence[TierResult]]],
-        items: Sequence[Moving],
+        items: Sequence[Moving] = (),
         ended: Callable[[Sequence[TierResult] | None], None] = lambda results: None,
     ) -> Sequence[TierResult] | None:
         """Make a call, and return what came of it; ``None``: it failed, or was late.
 
-        ``ended`` is called with that when the call is over, however late that is. A
-        cancelled wait leaves the call to itself, as a late one.
+        ``ended`` is called with that when the call is over, however late that is. Bytes
+        of ``items`` move, if any do. A cancelled wait leaves the call to itself, as a
+        late one.
         """
         found: list[Sequence[TierResult] | None] = []
         call = health.begin(items, self._loop.time())
@@ -419,15 +405,14 @@ class TierClient(Generic[W]):
         for health in (self._loads, self._stores):
             for call in health.look(self._loop.time()):
                 self._late[call].set_result(None)
-                self._say_silent()
+                if not self._is_silent:
+                    self._is_silent = True
+                    logger.warning(
+                        "%s is silent: it is asked again once it answers", self.name
+                    )
         self._drop_if_away()
         self._look_soon()
         self._changed.wake()
-
-    def _say_silent(self) -> None:
-        if not self._is_silent:
-            self._is_silent = True
-            logger.warning("%s is silent: it is asked again once it answers", self.name)
 
     def _drop_if_away(self) -> None:
         """What waits for a tier that does not answer keeps memory from others."""
@@ -453,36 +438,29 @@ class TierClient(Generic[W]):
             await self._tell(changes)
 
     async def _tell(self, changes: Sequence[TierChange[W]]) -> None:
-        await self._tell_until_late(changes)
-        for change in changes:
-            change.is_late = True  # or has ended
-
-    async def _tell_until_late(self, changes: Sequence[TierChange[W]]) -> None:
         def ended(results: Sequence[TierResult] | None) -> None:
             told = results or [TierResult.FAILED] * len(changes)
             for change, result in zip(changes, told, strict=True):
                 is_done = result is TierResult.DONE
                 self.behind.ended(change, is_done=is_done)
                 if change.is_delete and not is_done:
-                    self._retry_later()
+                    self._try_later("", _RETRY_S)
 
         if changes[0].is_delete:
-            keys = [change.key for change in changes]
-            items: list[Moving] = [_NoBytes()]
-            await self._call(
-                *(self._stores, lambda: self.tier.delete(keys), items, ended)
-            )
-            return
-        values = [
-            change.value.tier_value(change.key)
-            for change in changes
-            if change.value is not None
-        ]
-        began_s = time.perf_counter()
-        await self._call(
-            *(self._stores, lambda: self.tier.store(values), values, ended)
-        )
-        self._store_times.observe(time.perf_counter() - began_s)
+            delete = partial(self.tier.delete, [change.key for change in changes])
+            await self._call(self._stores, delete, ended=ended)
+        else:
+            values = [
+                change.value.tier_value(change.key)
+                for change in changes
+                if change.value is not None
+            ]
+            began_s = time.perf_counter()
+            store = partial(self.tier.store, values)
+            await self._call(self._stores, store, values, ended)
+            self._store_times.observe(time.perf_counter() - began_s)
+        for change in changes:
+            change.is_late = True  # or has ended
 
     async def _clear_forever(self) -> None:
         while True:
@@ -507,7 +485,7 @@ class TierClient(Generic[W]):
             self.behind.clearings.ended(clearing, result)
             if result is TierResult.FAILED:
                 took_s = self._loop.time() - began_s
-                self._clear_later(prefix.prefix, max(_RETRY_S, _RESTS * took_s))
+                self._try_later(prefix.prefix, max(_RETRY_S, _RESTS * took_s))
             elif result is TierResult.REFUSED:
                 logger.warning("%s cannot delete all of a model: it stays", self.name)
 
@@ -515,27 +493,18 @@ class TierClient(Generic[W]):
         self.behind.clearings.late(clearing)
         self._changed.wake()
 
-    def _clear_later(self, prefix: str, after_s: float) -> None:
-        if prefix not in self._clear_again and not self._is_closed:
-            timer = self._loop.call_later(after_s, self._clear_now, prefix)
-            self._clear_again[prefix] = timer
+    def _try_later(self, prefix: str, after_s: float) -> None:
+        if prefix not in self._again and not self._is_closed:
+            timer = self._loop.call_later(after_s, self._try_now, prefix)
+            self._again[prefix] = timer
 
-    def _clear_now(self, *prefixes: str) -> None:
+    def _try_now(self, *prefixes: str) -> None:
         for prefix in prefixes:
-            self._clear_again.pop(prefix).cancel()
-            self.behind.clearings.retry(prefix)
-        self._changed.wake()
-
-    def _retry_later(self) -> None:
-        if self._retry is None and not self._is_closed:
-            self._retry = self._loop.call_later(_RETRY_S, self._retry_now)
-
-    def _retry_now(self) -> None:
-        if self._retry is not None:
-            self._retry.cancel()
-            self._retry = None
-        if self.behind.retry():
-            self._retry_later()
+            self._again.pop(prefix).cancel()
+            if prefix:
+                self.behind.clearings.retry(prefix)
+            elif self.behind.retry():
+                self._try_later("", _RETRY_S)
         self._changed.wake()
 
     async def _probe_forever(self) -> None:
@@ -567,8 +536,7 @@ class TierClient(Generic[W]):
         if is_there:
             self._take_facts(found[0])
             self._absent.clear()
-            self._retry_now()
-            self._clear_now(*self._clear_again)
+            self._try_now(*self._again)
             self._is_silent = False
             logger.info("%s is there again", self.name)
         else:

@@ -20,6 +20,7 @@ from typing import Final
 
 import msgspec
 
+from asynckv.abc.tiers import TierMemory, WantedValue
 from asynckv.protocol.wire import digest_of
 from asynckv.types import KVFingerprint, TensorSpec
 
@@ -29,8 +30,9 @@ __all__ = (
     "ShortHeader",
     "ValueHeader",
     "ValueName",
+    "find_place",
+    "hashed_key",
     "pack_header",
-    "shortened",
     "unpack_header",
 )
 
@@ -71,7 +73,7 @@ class ValueName(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         fingerprint's, so that those of one can be listed together, and 256 of the
         key's. The whole name is in the header.
         """
-        return self.tier_prefix + shortened(self.key)
+        return self.tier_prefix + hashed_key(self.key)
 
     @property
     def tier_prefix(self) -> str:
@@ -97,7 +99,7 @@ _encoder: Final = msgspec.msgpack.Encoder()
 _decoder: Final = msgspec.msgpack.Decoder(ValueHeader)
 
 
-def shortened(key: str) -> str:
+def hashed_key(key: str) -> str:
     """Return the last part of what tiers call a key."""
     return hashlib.blake2b(key.encode(), digest_size=32).hexdigest()
 
@@ -134,12 +136,25 @@ def unpack_header(data: bytes | memoryview) -> tuple[ValueHeader, int]:
         raise ForeignHeader(f"a header that says nothing of use: {exc}") from exc
 
 
+async def find_place(
+    wanted: WantedValue, data: bytes | memoryview
+) -> TierMemory | None:
+    """Ask where what follows the header goes that ``data`` begins with.
+
+    Again, if it was first said to be too short, and is long enough for that.
+
+    :raises ValueError: it is too short
+    """
+    try:
+        return await wanted.place(data)
+    except ValueError:
+        if wanted.header_nbytes > len(data):
+            raise
+    return await wanted.place(data)
+
+
 @functools.lru_cache(maxsize=64)
 def _prefix_of(namespace: str, fingerprint: KVFingerprint | None) -> str:
     parts = (namespace.encode(), msgspec.msgpack.encode(fingerprint))
-    cut = [_hexadecimal(part, _NAME_NBYTES) for part in parts]
-    return "/".join(("k1", *cut, ""))
-
-
-def _hexadecimal(data: bytes, nbytes: int) -> str:
-    return hashlib.blake2b(data, digest_size=nbytes).hexdigest()
+    digests = [hashlib.blake2b(one, digest_size=_NAME_NBYTES) for one in parts]
+    return "/".join(("k1", *[one.hexdigest() for one in digests], ""))

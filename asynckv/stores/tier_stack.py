@@ -30,15 +30,16 @@ from asynckv.stores.header import (
     ShortHeader,
     ValueHeader,
     ValueName,
+    hashed_key,
     pack_header,
-    shortened,
     unpack_header,
 )
 from asynckv.stores.health import TierStatistics
-from asynckv.stores.memory import tier_memory
-from asynckv.waits.own_tasks import OwnTasks
+from asynckv.tensors.arena import Region
+from asynckv.tensors.runs import pieces_of
+from asynckv.waits.waiting import OwnTasks
 
-__all__ = ("FlushResult", "TierStack")
+__all__ = ("FlushResult", "TierStack", "tier_memory")
 
 logger = logging.getLogger(__name__)
 
@@ -74,18 +75,16 @@ class _HeldValue:
         return TierValue(key, self.header, memory, self.pinned.expires_at_s)
 
 
+@dataclasses.dataclass(slots=True, eq=False)
 class _Fetch:
     """A key that is looked for, once for all who want it: ``wanted`` of them."""
 
-    __slots__ = ("done", "held", "is_void", "name", "wanted")
-
-    def __init__(self, name: Name, loop: asyncio.AbstractEventLoop) -> None:
-        self.name = name
-        self.wanted = 0
-        self.held: PinnedValue | None = None
-        """What was found, until all who want it have seen it."""
-        self.is_void = False
-        self.done: asyncio.Future[None] = loop.create_future()
+    name: Name
+    done: asyncio.Future[None]
+    wanted: int = 0
+    held: PinnedValue | None = None
+    """What was found, until all who want it have seen it."""
+    is_void: bool = False
 
     def end(self) -> None:
         """Who waits for it waits no more. Again is nothing."""
@@ -97,9 +96,11 @@ class _Wanted(WantedValue):
     """One value as one tier is asked for it, and where it lands."""
 
     __slots__ = (
-        *("_stack", "_client", "_is_held", "_valid_from"),
-        *("fetch", "header", "is_left", "pending"),
+        *("_stack", "_client", "_valid_from"),
+        *("fetch", "header", "is_held", "is_left", "pending"),
     )
+
+    is_held: bool
 
     def __init__(
         self, stack: TierStack, client: TierClient[_HeldValue], fetch: _Fetch
@@ -107,17 +108,13 @@ class _Wanted(WantedValue):
         super().__init__(stack.key_of(fetch.name))
         self._stack = stack
         self._client = client
-        self._is_held = False
+        self.is_held = False
         self._valid_from = client.behind.valid_from(self.key)
         self.fetch = fetch
         self.is_left = False
         """Nobody waits for it any more: it is given no memory."""
         self.header: ValueHeader | None = None
         self.pending: PendingPut | None = None
-
-    @property
-    def is_held(self) -> bool:
-        return self._is_held
 
     @property
     def lent_nbytes(self) -> int:
@@ -136,11 +133,11 @@ class _Wanted(WantedValue):
         self.discard()
         if not self.is_right(found):
             return None
-        self._is_held = True
+        self.is_held = True
         try:
             self.pending = await self._stack.reserve(self.fetch.name, found)
         finally:
-            self._is_held = False
+            self.is_held = False
         if self.pending is None:
             return None
         if self.fetch.is_void or self.is_left:
@@ -209,7 +206,7 @@ class TierStack(LowerTiers):
         self.clients = [
             TierClient(
                 *(name, tier, self._quarantine, self._quarantine.max_bytes),
-                self._release,
+                lambda held: self.values.release(held.pinned),
             )
             for name, tier in tiers.items()
         ]
@@ -235,16 +232,14 @@ class TierStack(LowerTiers):
 
     def stored(self, name: Name) -> None:
         self._void(name)
-        self._later.pop(name, None)
         epoch = self._next_epoch()
         if self._admits_at_once:
             self._write(name, epoch, self.clients)
             return
-        (pinned,) = self.values.hold_names([name])
+        pinned = self.values.hold_name(name)
         if pinned is not None:
-            header = self._header_of(name, pinned, epoch)
             for client in self.clients:
-                client.note(self.key_of(name), epoch, _identity_of(header))
+                client.note(self.key_of(name), epoch, _identity_of(pinned))
             self.values.release(pinned)
         self._write_later(name, self.clients)
 
@@ -274,7 +269,6 @@ class TierStack(LowerTiers):
 
     def deleted(self, name: Name) -> None:
         self._void(name)
-        self._later.pop(name, None)
         epoch = self._next_epoch()
         for client in self.clients:
             client.delete(self.key_of(name), epoch)
@@ -332,7 +326,7 @@ class TierStack(LowerTiers):
             if start:
                 await asyncio.sleep(0)
             some = keys[start : start + _NAMES_A_TURN]
-            tier_keys += [prefix + shortened(key) for key in some]
+            tier_keys += [prefix + hashed_key(key) for key in some]
         return tier_keys
 
     async def reserve(self, name: Name, header: ValueHeader) -> PendingPut | None:
@@ -396,7 +390,8 @@ class TierStack(LowerTiers):
         return self._epoch
 
     def _void(self, name: Name) -> None:
-        """What is looked for under that name has changed: what is found is void."""
+        """It has changed: what is looked for, or was to be written, is void."""
+        self._later.pop(name, None)
         fetch = self._fetches.pop(name, None)
         if fetch is not None:
             fetch.is_void = True
@@ -405,11 +400,15 @@ class TierStack(LowerTiers):
     def _write(
         self, name: Name, epoch: int, clients: Sequence[TierClient[_HeldValue]]
     ) -> None:
-        pinned = self.values.hold_names([name] * len(clients))
+        pinned = [self.values.hold_name(name) for _ in clients]
         if not pinned or pinned[0] is None:
             return
-        header, key = self._header_of(name, pinned[0], epoch), self.key_of(name)
-        packed, identity = pack_header(header), _identity_of(header)
+        full_name, first = self.full_name(name), pinned[0]
+        header = ValueHeader(
+            *(full_name, first.spec, first.digest, epoch), first.expires_at_s
+        )
+        key, packed = full_name.tier_key, pack_header(header)
+        identity = _identity_of(header)
         dropped = []
         for client, one in zip(clients, pinned, strict=True):
             if one is None or len(packed) > MAX_HEADER_NBYTES:
@@ -422,15 +421,6 @@ class TierStack(LowerTiers):
                 dropped += [client] if client.fits(nbytes) else []
         self._write_later(name, dropped)
 
-    def _header_of(self, name: Name, pinned: PinnedValue, epoch: int) -> ValueHeader:
-        return ValueHeader(
-            *(self.full_name(name), pinned.spec, pinned.digest, epoch),
-            pinned.expires_at_s,
-        )
-
-    def _release(self, held: _HeldValue) -> None:
-        self.values.release(held.pinned)
-
     def _fetch_of(self, name: Name, begun: list[_Fetch]) -> _Fetch:
         """Return who looks for ``name``, for one more who wants it.
 
@@ -438,7 +428,7 @@ class TierStack(LowerTiers):
         """
         fetch = self._fetches.get(name)
         if fetch is None:
-            fetch = self._fetches[name] = _Fetch(name, self._loop)
+            fetch = self._fetches[name] = _Fetch(name, self._loop.create_future())
             begun.append(fetch)
         fetch.wanted += 1
         return fetch
@@ -478,9 +468,7 @@ class TierStack(LowerTiers):
             for fetch in fetches
             if not fetch.is_void and client.may_have(self.key_of(fetch.name))
         ]
-        found: set[_Fetch] = set()
-        if wanted:
-            found = await self._take(client, wanted)
+        found = await self._take(client, wanted) if wanted else set()
         return [one for one in fetches if one not in found and not one.is_void]
 
     async def _take(
@@ -527,7 +515,7 @@ class TierStack(LowerTiers):
         except BufferClosed:
             return False
         if one.fetch.wanted:
-            [one.fetch.held] = self.values.hold_names([one.fetch.name])
+            one.fetch.held = self.values.hold_name(one.fetch.name)
         self._forget(one.fetch)
         return True
 
@@ -547,5 +535,21 @@ class TierStack(LowerTiers):
             client.delete(key, header.epoch + 1)
 
 
-def _identity_of(header: ValueHeader) -> Hashable:
-    return header.digest, header.spec, header.expires_at_s
+def tier_memory(region: Region) -> TierMemory:
+    """Return where the bytes of ``region`` lie, in order; also as pages if it has any.
+
+    A region of 64 KiB or more in the slabs of an arena has pages of its own.
+    """
+    pages = region.page_memory()
+    if pages is None:
+        pieces = pieces_of(region.memory(), 0, region.nbytes)
+        return TierMemory(region.nbytes, pieces)
+    return TierMemory(
+        region.nbytes,
+        pieces_of(pages, 0, region.nbytes),
+        pieces_of(pages, 0, pages.nbytes),
+    )
+
+
+def _identity_of(value: ValueHeader | PinnedValue) -> Hashable:
+    return value.digest, value.spec, value.expires_at_s

@@ -7,7 +7,7 @@ import dataclasses
 import importlib.metadata
 import importlib.util
 import urllib.parse
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Final, Literal
 
@@ -28,36 +28,8 @@ __all__ = ("TieredStatistics", "TieredStore", "open_tier")
 _GROUP: Final = "asynckv.tiers"
 
 
-def _open_disk(url: str) -> StoreTier:
-    from asynckv.stores.disk import DiskTier
-
-    return DiskTier.from_url(url)
-
-
-def _open_redis(url: str) -> StoreTier:
-    from asynckv.stores.redis import RedisTier
-
-    return RedisTier.from_url(url)
-
-
-def _open_objects(url: str) -> StoreTier:
-    if importlib.util.find_spec("obstore") is None:
-        raise ConfigError(
-            "obstore is not installed",
-            hint='in a checkout of asynckv: python -m pip install ".[objects]"',
-        )
-    from asynckv.stores.objects import ObjectTier
-
-    return ObjectTier.from_url(url)
-
-
 _REDIS: Final = ("redis", "rediss", "redis+unix", "redis+cluster", "rediss+cluster")
-_OWN: Final[Mapping[str, Callable[[str], StoreTier]]] = {
-    "disk": _open_disk,
-    **dict.fromkeys(_REDIS, _open_redis),
-    "file": _open_objects,
-    "s3": _open_objects,
-}
+_OBJECTS: Final = ("file", "s3")
 
 
 def open_tier(url: str) -> StoreTier:
@@ -74,13 +46,28 @@ def open_tier(url: str) -> StoreTier:
         scheme = urllib.parse.urlsplit(url).scheme
     except ValueError:  # its words may have the password
         raise ConfigError(f"{redacted(url)!r} is no URL") from None
-    if scheme in _OWN:
-        return _OWN[scheme](url)
+    if scheme == "disk":
+        from asynckv.stores.disk import DiskTier
+
+        return DiskTier.from_url(url)
+    if scheme in _REDIS:
+        from asynckv.stores.redis import RedisTier
+
+        return RedisTier.from_url(url)
+    if scheme in _OBJECTS:
+        if importlib.util.find_spec("obstore") is None:
+            raise ConfigError(
+                "obstore is not installed",
+                hint='in a checkout of asynckv: python -m pip install ".[objects]"',
+            )
+        from asynckv.stores.objects import ObjectTier
+
+        return ObjectTier.from_url(url)
     others = importlib.metadata.entry_points(group=_GROUP)
     for entry in others.select(name=scheme):
         made: StoreTier = entry.load()(url)
         return made
-    known = ", ".join(sorted({*_OWN, *others.names}))
+    known = ", ".join(sorted({"disk", *_REDIS, *_OBJECTS, *others.names}))
     raise ConfigError(f"no tier is called {scheme!r}", hint=f"there are: {known}")
 
 
@@ -173,11 +160,8 @@ class TieredStore(StoreBuffer):
         return await self._lower.flush()
 
     def statistics(self) -> TieredStatistics:
-        told = super().statistics()
-        return TieredStatistics(
-            **{one.name: getattr(told, one.name) for one in dataclasses.fields(told)},
-            tiers=self._lower.statistics(),
-        )
+        of_memory = vars(super().statistics())
+        return TieredStatistics(**of_memory, tiers=self._lower.statistics())
 
     async def aclose(self) -> None:
         """Let tiers take what waits for them, for ``drain_s``; then close everything.

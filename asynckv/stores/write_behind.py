@@ -29,23 +29,20 @@ __all__ = ("TierChange", "ValidFrom", "WriteBehind")
 T = TypeVar("T")
 
 _MAX_KEYS: Final = 65_536
-_FORGOTTEN_AT_ONCE: Final = 256
+_AT_ONCE: Final = 256
 
 
 @dataclasses.dataclass(slots=True, eq=False)
 class TierChange(Generic[T]):
-    """One change of a key: ``value`` is to be written, or, if ``None``, deleted."""
+    """One change of a key: ``value`` is to be written, or the key deleted."""
 
     key: str
     epoch: int
     value: T | None = None
     nbytes: int = 0
-    is_delete: bool = dataclasses.field(init=False)
+    is_delete: bool = True
     is_late: bool = False
     """Nobody waits for its call, which may never end: no clearing does, either."""
-
-    def __post_init__(self) -> None:
-        self.is_delete = self.value is None
 
 
 _Line: TypeAlias = "OrderedDict[str, TierChange[T]]"
@@ -155,7 +152,7 @@ class WriteBehind(Generic[T]):
             return False
         self.nbytes += nbytes
         self._writes[key] = None
-        self._queue(state, TierChange(key, epoch, value, nbytes))
+        self._queue(state, TierChange(key, epoch, value, nbytes, is_delete=False))
         return True
 
     def skip(self, key: str, epoch: int, identity: Hashable) -> None:
@@ -167,7 +164,7 @@ class WriteBehind(Generic[T]):
         """The key has a value that is not to be written, or not yet."""
         self._leave_old(key, self._change(key, epoch, identity))
 
-    def drop_writes(self, most: int = 256) -> bool:
+    def drop_writes(self, most: int = _AT_ONCE) -> bool:
         """Some of what waits is not to be written any more. Is there more of it?"""
         for key in list(itertools.islice(self._writes, most)):
             self._withdraw(key)
@@ -184,24 +181,21 @@ class WriteBehind(Generic[T]):
             if not self.clearings.begin_forgetting():
                 return False
             self._unseen = list(self._keys)
-        for key in self._unseen[-_FORGOTTEN_AT_ONCE:]:
-            self._forget_cleared_of(key)
-        del self._unseen[-_FORGOTTEN_AT_ONCE:]
+        for key in self._unseen[-_AT_ONCE:]:
+            state = self._keys.get(key)
+            cleared = self.clearings.pending_epoch(_prefix_of(key))
+            if state is None or cleared is None or state.epoch >= cleared:
+                continue
+            if key not in self._running and not state.is_in_doubt:
+                self._drop(key)
+                continue
+            self._change(key, cleared, None)
+            if key not in self._running:
+                self._unsure[key] = None
+        del self._unseen[-_AT_ONCE:]
         if not self._unseen:
             self.clearings.forgotten()
         return True
-
-    def _forget_cleared_of(self, key: str) -> None:
-        state = self._keys.get(key)
-        cleared = self.clearings.pending_epoch(_prefix_of(key))
-        if state is None or cleared is None or state.epoch >= cleared:
-            return
-        if key not in self._running and not state.is_in_doubt:
-            self._drop(key)
-            return
-        self._change(key, cleared, None)
-        if key not in self._running:
-            self._unsure[key] = None
 
     def take_clearing(self) -> TierClearing | None:
         """Begin a clearing, if one can begin now. The clearings are told of its end."""
@@ -272,9 +266,9 @@ class WriteBehind(Generic[T]):
         else:
             self._leave_old(key, state)
 
-    def retry(self, most: int = 256) -> bool:
+    def retry(self) -> bool:
         """What the tier has not deleted is to be deleted now. Is there more of it?"""
-        for key in list(itertools.islice(self._undeleted, most)):
+        for key in list(itertools.islice(self._undeleted, _AT_ONCE)):
             del self._undeleted[key]
             state = self._keys[key]
             self._queue(state, TierChange(key, state.epoch))

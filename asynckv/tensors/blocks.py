@@ -31,11 +31,11 @@ __all__ = (
     "check_landing",
     "extent_of",
     "landing_of",
-    "memory_of",
     "rows_of",
     "spec_in",
     "tensor_at",
     "tensor_in",
+    "whole_numbers",
 )
 
 _ONLY_BLOCK: Final = numpy.zeros(1, numpy.int64)
@@ -53,7 +53,9 @@ class KVBlocks:
     ``kv_cache[0]`` and ``kv_cache[:, 1]`` are pools too. Blocks that follow each
     other in memory move together, so sorted ids are cheaper than shuffled ones.
 
-    :raises ValueError: a block is not plain contiguous CPU memory
+    :raises ValueError: a block is not plain contiguous CPU memory, or ids are no whole
+        numbers
+    :raises TypeError: the pool is no tensor
     :raises IndexError: there is no block of that id
     """
 
@@ -62,29 +64,31 @@ class KVBlocks:
     def __init__(
         self, pool: torch.Tensor, block_ids: Sequence[int] | torch.Tensor
     ) -> None:
-        ids = numpy.asarray(block_ids)
-        if ids.ndim != 1 or (len(ids) and ids.dtype.kind not in "iu"):
-            raise ValueError("block_ids is one list of whole numbers")
+        if not isinstance(pool, torch.Tensor):
+            raise TypeError(
+                f"a pool of blocks is a tensor, not a {type(pool).__name__}"
+            )
         if pool.dim() < 1 or not _has_contiguous_rows(pool):
             raise ValueError("the blocks of the pool are not contiguous")
-        if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < len(pool):
-            raise IndexError(f"a block id is outside of the pool's {len(pool)}")
-        self.pool = pool
-        self.block_ids: numpy.typing.NDArray[numpy.int64] = ids.astype(numpy.int64)
-        self.shape = torch.Size((len(ids), *pool.shape[1:]))
+        self._set(pool, block_ids)
 
     def at(self, block_ids: Sequence[int]) -> KVBlocks:
         """Return blocks of the same pool, which is not looked at again.
 
+        :raises ValueError: they are no whole numbers
         :raises IndexError: there is no block of that id
         """
-        if block_ids and not 0 <= min(block_ids) <= max(block_ids) < len(self.pool):
-            raise IndexError(f"a block id is outside of the pool's {len(self.pool)}")
         found = KVBlocks.__new__(KVBlocks)
-        found.pool = self.pool
-        found.block_ids = numpy.array(block_ids, numpy.int64)
-        found.shape = torch.Size((len(block_ids), *self.shape[1:]))
+        found._set(self.pool, block_ids)
         return found
+
+    def _set(self, pool: torch.Tensor, block_ids: Sequence[int] | torch.Tensor) -> None:
+        ids = whole_numbers(block_ids)
+        if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < len(pool):
+            raise IndexError(f"a block id is outside of the pool's {len(pool)}")
+        self.pool = pool
+        self.block_ids = ids
+        self.shape = torch.Size((len(ids), *pool.shape[1:]))
 
     def __repr__(self) -> str:
         return f"<KVBlocks {tuple(self.shape)} of {len(self.pool)}>"
@@ -129,6 +133,19 @@ class KVBlocks:
         return runs_in(extent_of(self.pool), self.block_ids * step, self.block_nbytes)
 
 
+def whole_numbers(
+    block_ids: Sequence[int] | torch.Tensor,
+) -> numpy.typing.NDArray[numpy.int64]:
+    """Return ids of blocks, copied.
+
+    :raises ValueError: they are not one list of whole numbers
+    """
+    ids = numpy.asarray(block_ids)
+    if ids.ndim != 1 or (len(ids) and ids.dtype.kind not in "iu"):
+        raise ValueError("block ids are one list of whole numbers")
+    return ids.astype(numpy.int64)
+
+
 class Specified(Protocol):
     """What can be moved in a tensor's place."""
 
@@ -143,11 +160,13 @@ KVMemory: TypeAlias = torch.Tensor | KVBlocks
 
 def rows_of(tensor: torch.Tensor) -> KVBlocks | None:
     """Return a strided tensor as its rows, if these can be moved as they lie."""
-    if tensor.is_contiguous() or not tensor.dim() or not _has_contiguous_rows(tensor):
+    if tensor.layout is not torch.strided or tensor.is_contiguous():
+        return None
+    if not tensor.dim() or not _has_contiguous_rows(tensor):
         return None
     if tensor.element_size() * tensor.shape[1:].numel() < _LEAST_ROW_NBYTES:
         return None
-    return KVBlocks(tensor, range(len(tensor)))
+    return KVBlocks(tensor, torch.arange(len(tensor)))
 
 
 def landing_of(memory: KVMemory) -> KVMemory:
@@ -198,16 +217,6 @@ def check_landing(memory: KVMemory, spec: TensorSpec, name: str) -> None:
             f"into[{name!r}] is blocks of {found.dtype} {found.shape}, "
             f"the tensor is {spec.dtype} {spec.shape}"
         )
-
-
-def memory_of(memory: KVMemory | Runs) -> Memory:
-    """Return where the bytes of it lie, not copied.
-
-    :raises ValueError: it has none that are its elements in order
-    """
-    if isinstance(memory, Runs):
-        return memory
-    return memory.memory() if isinstance(memory, KVBlocks) else bytes_of(memory)
 
 
 def tensor_in(memory: Memory, spec: TensorSpec) -> torch.Tensor | Runs:

@@ -20,12 +20,12 @@ from typing import Final, NamedTuple, TypeAlias, TypeVar
 import numpy
 import torch
 
-from asynckv.processes import ProcessBound
+from asynckv.affinity import ProcessBound
 from asynckv.protocol.wire import Digester
-from asynckv.tensors.blocks import KVMemory, memory_of
+from asynckv.tensors.blocks import KVMemory
 from asynckv.tensors.jobs import CopyJob
 from asynckv.tensors.runs import Runs, copied, landed, pieces_of
-from asynckv.tensors.views import bytes_of, check_sendable, empty_tensor
+from asynckv.tensors.views import bytes_of, check_sendable, empty_tensor, memory_of
 from asynckv.types import TensorSpec
 from asynckv.waits.waiting import wait_or_stop
 

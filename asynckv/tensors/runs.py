@@ -116,6 +116,10 @@ class Runs:
         self._ends = ends
         self.nbytes = int(ends[-1]) if len(ends) else 0
 
+    def memory(self) -> Runs:
+        """Return where the bytes lie: itself."""
+        return self
+
     def __len__(self) -> int:
         """How many runs there are."""
         return len(self._starts)

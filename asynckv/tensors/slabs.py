@@ -21,7 +21,7 @@ from typing import Final, TypeAlias
 import numpy
 import numpy.typing
 
-from asynckv.processes import ProcessBound
+from asynckv.affinity import ProcessBound
 from asynckv.tensors.stitching import stitch
 
 __all__ = (

@@ -7,23 +7,27 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Final, TypeAlias
+from typing import Final, Protocol, TypeAlias
 
 import numpy
 import numpy.typing
 import torch
 
 from asynckv.errors import EntryTooLarge
+from asynckv.tensors.runs import Memory
 from asynckv.types import DTYPE_NBYTES, MAX_TENSOR_DIMENSIONS, TensorSpec
 
 __all__ = (
     "MISSING_DTYPES",
+    "InPlaces",
     "bytes_of",
     "check_into",
     "check_landing_place",
+    "check_plain",
     "check_sendable",
     "dtype_of",
     "empty_tensor",
+    "memory_of",
     "no_memory",
     "packed",
     "spec_like",
@@ -90,7 +94,7 @@ def spec_of(tensor: torch.Tensor) -> TensorSpec:
 
     :raises ValueError: if it has no plain bytes in either
     """
-    _check_plain(tensor)
+    check_plain(tensor)
     if tensor.device.type not in ("cpu", "cuda"):
         raise _nowhere_to_send_from(tensor)
     name = _NAMES.get(tensor.dtype)
@@ -112,7 +116,7 @@ def check_sendable(tensor: torch.Tensor) -> None:
     :raises ValueError: for sparse, quantised and nested tensors, and for
         tensors on any device but the CPU
     """
-    _check_plain(tensor)
+    check_plain(tensor)
     if tensor.device.type != "cpu":
         raise _nowhere_to_send_from(tensor)
 
@@ -121,7 +125,12 @@ def _nowhere_to_send_from(tensor: torch.Tensor) -> ValueError:
     return ValueError(f"a tensor on {tensor.device} cannot be sent: use .cpu()")
 
 
-def _check_plain(tensor: torch.Tensor) -> None:
+def check_plain(tensor: torch.Tensor) -> None:
+    """Refuse what has no plain bytes, on whatever device; any strides will do.
+
+    :raises ValueError: for sparse, quantised and nested tensors, and for those whose
+        memory was freed
+    """
     if tensor.layout is not torch.strided or tensor.is_nested:
         raise ValueError(f"a {tensor.layout} tensor cannot be sent: make it dense")
     is_plain = type(tensor).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
@@ -129,6 +138,13 @@ def _check_plain(tensor: torch.Tensor) -> None:
         raise ValueError(f"a {type(tensor).__name__} has no bytes of its own to send")
     if tensor.is_quantized:
         raise ValueError("a quantised tensor cannot be sent: send its int_repr()")
+    if _is_freed(tensor):
+        raise ValueError("the memory of a tensor was freed: its storage has no bytes")
+
+
+def _is_freed(tensor: torch.Tensor) -> bool:
+    # As FSDP does with parameters, of which torch still shows the address.
+    return not tensor.untyped_storage().nbytes() and tensor.numel() > 0
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
@@ -143,7 +159,7 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
         except (RuntimeError, TypeError):
             pass  # the checks below say what is wrong
         else:
-            if array.flags.c_contiguous:
+            if array.flags.c_contiguous and not _is_freed(tensor):
                 return array.reshape(-1).view(numpy.uint8).data
     check_sendable(tensor)
     if not tensor.is_contiguous():
@@ -154,6 +170,21 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
     elements = tensor.detach().as_strided((tensor.numel(),), (1,))
     flat: _Bytes = elements.view(torch.uint8).numpy()
     return flat.data
+
+
+class InPlaces(Protocol):
+    """Bytes that are no tensor's."""
+
+    def memory(self) -> Memory:
+        """Return where they lie."""
+
+
+def memory_of(memory: torch.Tensor | InPlaces) -> Memory:
+    """Return where the bytes of it lie, not copied.
+
+    :raises ValueError: it has none that are its elements in order
+    """
+    return bytes_of(memory) if isinstance(memory, torch.Tensor) else memory.memory()
 
 
 def packed(tensor: torch.Tensor, max_nbytes: int) -> tuple[TensorSpec, bytes] | None:
@@ -172,6 +203,8 @@ def packed(tensor: torch.Tensor, max_nbytes: int) -> tuple[TensorSpec, bytes] | 
     except (RuntimeError, TypeError):
         return None
     if array.nbytes > max_nbytes or array.ndim > MAX_TENSOR_DIMENSIONS:
+        return None
+    if _is_freed(tensor):
         return None
     return _spec_of_shape(array.shape, name), array.tobytes()
 
@@ -252,7 +285,7 @@ def check_landing_place(into: torch.Tensor) -> None:
     :raises ValueError: it is not plain memory, or not contiguous
     """
     if into.device.type == "cuda":
-        _check_plain(into)
+        check_plain(into)
         if not into.is_contiguous() or into.is_conj() or into.is_neg():
             raise ValueError("the tensor is not contiguous")
     else:

@@ -20,9 +20,9 @@ from asynckv.protocol.frames import Offer
 from asynckv.protocol.values import Place
 from asynckv.protocol.wire import digest_of
 from asynckv.sharing.mappings import MappedPin
-from asynckv.tensors.blocks import KVBlocks, KVMemory, memory_of, tensor_at
+from asynckv.tensors.blocks import KVBlocks, KVMemory, tensor_at
 from asynckv.tensors.runs import fill
-from asynckv.tensors.views import tensor_from, tensor_in
+from asynckv.tensors.views import memory_of, tensor_from, tensor_in
 from asynckv.transfers.incoming import Incoming
 from asynckv.transfers.manifest import INLINE_NBYTES, Manifest, unflatten, verify
 from asynckv.transfers.targets import match_targets

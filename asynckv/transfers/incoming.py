@@ -26,8 +26,7 @@ from asynckv.protocol.wire import digest_of
 from asynckv.sharing.gpu_channel import RouteLost, other_bytes
 from asynckv.tensors.runs import Memory, fill
 from asynckv.transfers.targets import DeviceTarget, Target, copy_to_device
-from asynckv.waits.own_tasks import OwnTasks
-from asynckv.waits.waiting import wait_shielded
+from asynckv.waits.waiting import OwnTasks, wait_shielded
 
 __all__ = ("Incoming", "Route", "receive_frame")
 

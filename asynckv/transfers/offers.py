@@ -17,8 +17,8 @@ from asynckv.errors import RemoteProtocolError
 from asynckv.links.link import Link, LinkStream
 from asynckv.protocol.frames import Offer
 from asynckv.protocol.transfer import is_eager
-from asynckv.tensors.blocks import KVBlocks, KVMemory, memory_of, tensor_at
-from asynckv.tensors.views import bytes_of
+from asynckv.tensors.blocks import KVBlocks, KVMemory, tensor_at
+from asynckv.tensors.views import bytes_of, memory_of
 from asynckv.transfers.delivery import Delivery, goes_to_gpu, is_on_gpu
 from asynckv.transfers.incoming import Incoming, Route
 from asynckv.transfers.manifest import unpack

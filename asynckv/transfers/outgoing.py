@@ -41,7 +41,7 @@ from asynckv.tensors.runs import Memory, joined
 from asynckv.transfers.host_copies import D2HCopier, HostCopy
 from asynckv.transfers.source import Source
 from asynckv.transfers.targets import device_memory
-from asynckv.waits.own_tasks import OwnTasks
+from asynckv.waits.waiting import OwnTasks
 
 __all__ = (
     "EagerParts",

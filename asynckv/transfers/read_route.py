@@ -23,8 +23,7 @@ from asynckv.protocol.transfer_frames import Grant, Sent
 from asynckv.sharing.gpu_channel import RouteLost, other_bytes
 from asynckv.sharing.imports import PeerMemory
 from asynckv.tensors.runs import Memory
-from asynckv.waits.own_tasks import OwnTasks
-from asynckv.waits.waiting import clear_all_frames
+from asynckv.waits.waiting import OwnTasks, clear_all_frames
 
 __all__ = ("DoneCallback", "IpcRoute", "MapRoute", "ReadRoute")
 

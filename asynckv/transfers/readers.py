@@ -27,12 +27,12 @@ from asynckv.sharing.exporter import edges_in
 from asynckv.sharing.gpu_channel import RouteLost, other_bytes
 from asynckv.sharing.imports import ImportedMemory
 from asynckv.sharing.mappings import MappedMemory, MappedPin
-from asynckv.tensors.blocks import KVMemory, memory_of, tensor_at
+from asynckv.tensors.blocks import KVMemory, tensor_at
 from asynckv.tensors.jobs import CopyJob, RunsCopy, long_copies
 from asynckv.tensors.pages import SHARED_PAGES_BELOW
 from asynckv.tensors.runs import Memory, Runs, fill
 from asynckv.tensors.shared_file import MappedFile, check_place, edges_of
-from asynckv.tensors.views import tensor_from, tensor_over
+from asynckv.tensors.views import memory_of, tensor_from, tensor_over
 from asynckv.transfers.delivery import Delivery, MappedParts, ReceiveBudget, on_host
 from asynckv.transfers.manifest import Manifest, unpack_mapped, verify
 from asynckv.transfers.read_route import DoneCallback, ReadRoute

@@ -20,9 +20,9 @@ from asynckv.devices.tensors import KVOnGpu, gpu_of
 from asynckv.protocol.transfer import is_eager
 from asynckv.protocol.wire import digest_of
 from asynckv.tensors.arena import Region
-from asynckv.tensors.blocks import KVBlocks, KVMemory, memory_of, rows_of, spec_in
+from asynckv.tensors.blocks import KVBlocks, KVMemory, rows_of, spec_in
 from asynckv.tensors.runs import Memory, Runs
-from asynckv.tensors.views import empty_tensor, packed, tensor_over
+from asynckv.tensors.views import empty_tensor, memory_of, packed, tensor_over
 from asynckv.transfers.manifest import INLINE_NBYTES
 from asynckv.transfers.targets import device_memory
 from asynckv.types import TensorSpec

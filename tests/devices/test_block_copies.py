@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, TypeAlias
 
+import numpy
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
@@ -18,8 +19,9 @@ from asynckv.devices.block_copies import (
     block_copy_jobs,
     copy_kv_blocks,
 )
-from asynckv.devices.copying import CopyPool
+from asynckv.devices.copying import CopyPool, DeviceCopy
 from asynckv.testing.blocked import until
+from asynckv.types import DTYPE_NBYTES
 from harness.fake_gpus import FakeProcess
 from harness.fake_gpus.gates import Gate
 from harness.fake_gpus.tensors import FakeTensors
@@ -88,6 +90,44 @@ def test_one_cache_may_be_both_sides(
 ) -> None:
     cache = _caches(4, width)
     _check_copied(cache, cache, *ids)
+
+
+@pytest.mark.parametrize("width", [16, 2**14])
+@pytest.mark.parametrize("ids", [([0, 1, 2], [1, 2, 3]), ([0, 3], [3, 0]), ([2], [2])])
+def test_two_storages_may_be_one_memory(
+    ids: tuple[list[int], list[int]], width: int
+) -> None:
+    memory = numpy.arange(5 * width, dtype=numpy.int32).reshape(5, width)
+    whole, rest = torch.from_numpy(memory), torch.from_numpy(memory[1:])
+    _check_copied({"layer": whole}, {"layer": rest}, *ids)
+
+
+@pytest.mark.parametrize("name", sorted(DTYPE_NBYTES))
+@pytest.mark.parametrize("is_shared", [False, True])
+def test_blocks_of_every_dtype_are_copied(name: str, is_shared: bool) -> None:
+    if (dtype := getattr(torch, name, None)) is None:
+        pytest.skip(f"this torch has no {name}")
+    width = 16 * DTYPE_NBYTES[name]
+    source = torch.randint(0, 2, (6, width), dtype=torch.uint8)
+    target = source if is_shared else torch.zeros(6, width, dtype=torch.uint8)
+    expected = target.clone()
+    expected[[0, 5, 2]] = source[[4, 1, 0]]
+    src, dst = ({"layer": cache.view(dtype)} for cache in (source, target))
+    copy_kv_blocks(src, dst, [4, 1, 0], [0, 5, 2])
+    assert torch.equal(target, expected)
+
+
+@pytest.mark.parametrize(
+    ("cache", "error"),
+    [
+        (torch.eye(4).to_sparse(), ValueError),
+        (torch.eye(4).to_mkldnn(), ValueError),
+        ([[1.0]], TypeError),
+    ],
+)
+def test_what_is_no_plain_tensor_is_refused(cache: Any, error: type[Exception]) -> None:
+    with pytest.raises(error, match=r"dense|layers\.0 is a list, not a tensor"):
+        copy_kv_blocks({"layers.0": cache}, {"layers.0": cache}, [0], [1])
 
 
 def test_keys_may_come_before_values() -> None:
@@ -416,6 +456,20 @@ async def test_blocks_of_all_layers_go_where_torch_would_put_them(
     await copier.copy(source, target, ids, places, direction)
     for layer, cache in target.items():
         assert torch.equal(cache.cpu(), expected[layer])
+
+
+@pytest.mark.parametrize(
+    ("begin", "is_apart"),
+    [(0, True), (8, False), (32, False), (64, False), (256, True)],
+)
+async def test_only_blocks_that_lie_apart_are_gathered_and_scattered_on_a_gpu(
+    gpu_pool: CopyPool, tensors: FakeTensors, begin: int, is_apart: bool
+) -> None:
+    memory = tensors.on_gpu(torch.zeros(20 * 32, dtype=torch.uint8))
+    source = {"layer": memory[: 8 * 32].view(8, 32)}
+    target = {"layer": memory[begin : begin + 8 * 32].view(8, 32)}
+    jobs = block_copy_jobs(source, target, [1, 4], [0, 2], "d2d", lanes=gpu_pool.lanes)
+    assert [isinstance(job, DeviceCopy) for job in jobs] == [is_apart]
 
 
 class Fill:

@@ -175,6 +175,17 @@ async def test_a_rank_that_gives_up_early_knows_who_is_missing() -> None:
 
 
 @pytest.mark.both_loops
+async def test_who_has_given_up_waiting_is_not_blamed_for_who_never_came() -> None:
+    port = free_port()
+    waiting = asyncio.create_task(joining(0, 3, port, 1.0).join())
+    await until_blocked(waiting)
+    with pytest.raises(PeerLost, match="rank 1: rank 2 of 3 did not come"):
+        await joining(1, 3, port, 0.3).join()
+    with pytest.raises(PeerLost, match="rank 0: rank 2 of 3 did not come"):
+        await waiting
+
+
+@pytest.mark.both_loops
 async def test_ranks_that_do_not_agree_on_the_size_are_told() -> None:
     port = free_port()
     task, leader = await come_early(port)

@@ -174,6 +174,33 @@ async def test_a_rank_that_leaves_ends_its_pipes_and_is_named_at_the_barrier() -
         assert await zero.pipe_to(1).recv_tensor() is None
 
 
+@pytest.mark.both_loops
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("end", ["abort", "aclose"])
+async def test_a_rank_that_leaves_blames_no_other_at_its_own_barrier(
+    rank: int, end: str
+) -> None:
+    async with open_group(2) as groups:
+        waiting = asyncio.create_task(groups[rank].barrier())
+        await until_blocked(waiting)
+        if end == "abort":
+            groups[rank].abort()
+        else:
+            await groups[rank].aclose()
+        for call in (waiting, groups[rank].barrier()):
+            with pytest.raises(PeerLost, match="closed on this side"):
+                await call
+        groups[1 - rank].abort()
+
+
+async def test_a_group_of_one_that_was_closed_passes_no_barrier() -> None:
+    async with open_group(1) as (group,):
+        await group.barrier()
+        await group.aclose()
+        with pytest.raises(PeerLost, match="closed on this side"):
+            await group.barrier()
+
+
 async def test_who_comes_to_a_group_that_has_broken_up_is_told_at_once() -> None:
     port = free_port()
     async with open_group(3, port=port) as (*_, two):

@@ -15,7 +15,6 @@ from asynckv.tensors.blocks import (
     check_apart,
     check_landing,
     landing_of,
-    memory_of,
     rows_of,
     spec_in,
     tensor_at,
@@ -32,7 +31,7 @@ from asynckv.tensors.runs import (
     runs_at,
     runs_in,
 )
-from asynckv.tensors.views import bytes_of, spec_of
+from asynckv.tensors.views import bytes_of, memory_of, spec_of
 from asynckv.types import TensorSpec
 
 _IDS = [5, 0, 1, 2, 7]
@@ -105,6 +104,21 @@ def test_a_block_that_is_not_there_is_an_error(ids: Sequence[int]) -> None:
 def test_ids_are_whole_numbers(ids: Sequence[int]) -> None:
     with pytest.raises(ValueError, match="whole numbers"):
         KVBlocks(torch.zeros(8, 2), ids)
+    with pytest.raises(ValueError, match="whole numbers"):
+        KVBlocks(torch.zeros(8, 2), [0]).at(ids)
+
+
+def test_a_pool_is_a_tensor() -> None:
+    with pytest.raises(TypeError, match="is a tensor, not a list"):
+        KVBlocks([1, 2], [0])  # type: ignore[arg-type]
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # one layout is in beta state
+@pytest.mark.parametrize("layout", ["to_sparse", "to_sparse_csr", "to_mkldnn"])
+def test_nothing_lands_in_what_is_not_dense(layout: str) -> None:
+    tensor = getattr(torch.eye(4), layout)()
+    with pytest.raises(ValueError, match="make it dense"):
+        landing_of(tensor)
 
 
 @pytest.mark.parametrize(

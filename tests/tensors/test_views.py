@@ -88,6 +88,16 @@ def test_what_is_not_plain_is_not_packed(tensor: torch.Tensor) -> None:
     assert packed(tensor, 1000) is None
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_memory_that_was_freed_is_not_read(dtype: torch.dtype) -> None:
+    tensor = torch.ones(1000, dtype=dtype)
+    tensor.untyped_storage().resize_(0)
+    assert packed(tensor, 10_000) is None
+    for look in (spec_of, bytes_of):
+        with pytest.raises(ValueError, match="memory of a tensor was freed"):
+            look(tensor)
+
+
 def test_bytes_of_is_the_tensors_own_memory() -> None:
     tensor = torch.zeros(4, dtype=torch.bfloat16)
     bytes_of(tensor)[:2] = b"\x80\x3f"

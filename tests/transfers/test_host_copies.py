@@ -23,7 +23,7 @@ from asynckv.testing.lookup_checks.values import MIB, noise
 from asynckv.transfers.host_copies import D2HCopier, HostCopies, HostCopy
 from asynckv.transfers.source import HostSource, RegionSource
 from asynckv.types import TensorSpec
-from asynckv.waits.own_tasks import OwnTasks
+from asynckv.waits.waiting import OwnTasks
 from harness.device_memory import (
     filled_region,
     open_device_arena,

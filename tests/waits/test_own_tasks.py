@@ -6,8 +6,7 @@ import weakref
 import pytest
 
 from asynckv.testing.blocked import until_blocked
-from asynckv.waits.own_tasks import OwnTasks, PlainTaskGroup
-from asynckv.waits.waiting import wait_shielded
+from asynckv.waits.waiting import OwnTasks, PlainTaskGroup, wait_shielded
 
 
 async def test_what_a_task_fails_of_is_told() -> None:

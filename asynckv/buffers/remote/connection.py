@@ -11,12 +11,12 @@ from typing import Final, Literal
 
 import anyio
 
+from asynckv.affinity import LoopBound
 from asynckv.devices.growth import Growth
 from asynckv.devices.names import Device
 from asynckv.errors import AsyncKVError, PeerLost, PeerRestarted
 from asynckv.links.dial import dial
 from asynckv.links.link import Link
-from asynckv.loops import LoopBound
 from asynckv.protocol.failures import fail_by
 from asynckv.protocol.frames import Cancel, Frame, OpeningFrame, Result
 from asynckv.protocol.values import Limits, PeerIdentity

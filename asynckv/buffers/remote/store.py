@@ -53,8 +53,7 @@ from asynckv.transfers.routes import PeerRoutes
 from asynckv.transfers.source import Source, source_of, until_made
 from asynckv.transfers.tokens import as_key, as_keys
 from asynckv.types import as_seconds
-from asynckv.waits.own_tasks import PlainTaskGroup
-from asynckv.waits.waiting import Reply
+from asynckv.waits.waiting import PlainTaskGroup, Reply
 
 __all__ = (
     "RemoteGet",

@@ -53,7 +53,7 @@ from asynckv.transfers.manifest import INLINE_NBYTES, check_body
 from asynckv.transfers.outgoing import Outgoing, Routes, ignore_grant
 from asynckv.transfers.source import RegionSource, are_on_gpu
 from asynckv.transfers.tokens import TOKEN_NBYTES, Query
-from asynckv.waits.own_tasks import OwnTasks
+from asynckv.waits.waiting import OwnTasks
 
 __all__ = (
     "SentOffer",

@@ -31,7 +31,7 @@ from asynckv.protocol.frames import (
     Result,
     Stat,
 )
-from asynckv.waits.own_tasks import OwnTasks
+from asynckv.waits.waiting import OwnTasks
 
 __all__ = (
     "REQUEST_NBYTES",

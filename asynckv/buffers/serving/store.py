@@ -325,7 +325,7 @@ class StoreService(Service):
         # Of many keys: others have their turn in between.
         is_far = isinstance(frame, Pin) and len(keys) > _HELD_AT_ONCE
         if not is_far and self.values.lower is not None:
-            is_far = not self.values.has_all(keys, owner)
+            is_far = not all(self.values.has(keys, owner))
         if not (is_far or isinstance(frame, Stat)):
             return self._answer(stream, frame)
         return ServedFromTiers(

@@ -34,7 +34,7 @@ import numpy
 import torch
 
 from asynckv.protocol.handshake import MAX_LANES
-from asynckv.waits.own_tasks import OwnTasks
+from asynckv.waits.waiting import OwnTasks
 
 __all__ = (
     "MAX_NBYTES",

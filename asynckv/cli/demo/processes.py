@@ -122,7 +122,8 @@ class Worker:
     def kill(self) -> None:
         """Kill the process now, as ``kill -9`` does."""
         if self._process.returncode is None:
-            os.kill(self._process.pid, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):  # it has just ended
+                os.kill(self._process.pid, signal.SIGKILL)
 
     async def stop(self) -> None:
         """Ask the process to end, kill it if it does not, and wait until it has."""

@@ -45,8 +45,7 @@ from asynckv.tensors.jobs import CopyJob
 from asynckv.tensors.resharding import reshard_jobs
 from asynckv.tensors.views import dtype_of
 from asynckv.types import TensorSpec
-from asynckv.waits.own_tasks import PlainTaskGroup
-from asynckv.waits.waiting import clear_all_frames
+from asynckv.waits.waiting import PlainTaskGroup, clear_all_frames
 
 __all__ = (
     "Assembly",

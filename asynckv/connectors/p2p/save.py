@@ -25,8 +25,7 @@ from asynckv.tensors.blocks import KVBlocks
 from asynckv.transfers.routes import StagingWriter
 from asynckv.transfers.source import StagedTensor, release_staged
 from asynckv.types import TensorSpec
-from asynckv.waits.own_tasks import PlainTaskGroup
-from asynckv.waits.waiting import clear_all_frames
+from asynckv.waits.waiting import PlainTaskGroup, clear_all_frames
 
 __all__ = ("HostCopies", "P2PSave", "SavePath")
 

@@ -22,6 +22,7 @@ from asynckv.abc import (
     SupportsHMA,
     TakesHandshakes,
 )
+from asynckv.affinity import ThreadBound
 from asynckv.config import KVLoadFailurePolicy, KVTransferConfig
 from asynckv.connectors.engine import KVEngine, prompt_digest, salt_digest
 from asynckv.connectors.options import ConnectorOptions
@@ -36,7 +37,6 @@ from asynckv.connectors.requests import (
     refusal_of_blocks,
 )
 from asynckv.connectors.transfers import ExpectedLoads, TransferCounters
-from asynckv.loops import ThreadBound
 from asynckv.observability.lines import as_line
 
 __all__ = ("P2PScheduler", "P2PSchedulerStatistics")

@@ -26,8 +26,7 @@ from asynckv.connectors.engine import (
 )
 from asynckv.connectors.options import ConnectorOptions
 from asynckv.errors import AsyncKVError, PeerLost
-from asynckv.waits.own_tasks import PlainTaskGroup
-from asynckv.waits.waiting import wait_shielded
+from asynckv.waits.waiting import PlainTaskGroup, wait_shielded
 
 __all__ = ("PrefixLookup", "StorePins")
 

@@ -24,6 +24,7 @@ from asynckv.abc import (
     KVTransferResults,
     SupportsHMA,
 )
+from asynckv.affinity import LoopBound, ThreadBound
 from asynckv.config import KVLoadFailurePolicy, KVTransferConfig
 from asynckv.connectors.engine import (
     KVEngine,
@@ -38,7 +39,6 @@ from asynckv.connectors.requests import (
 from asynckv.connectors.store.lookup import PrefixLookup
 from asynckv.connectors.transfers import ExpectedLoads, TransferCounters
 from asynckv.errors import AsyncKVError
-from asynckv.loops import LoopBound, ThreadBound
 
 __all__ = (
     "StoreScheduler",

@@ -38,7 +38,7 @@ from asynckv.devices.cuda import Event
 from asynckv.devices.lanes import DeviceLanes
 from asynckv.errors import ConfigError, EntryAborted, EntryTooLarge, PeerLost
 from asynckv.observability.lines import as_line
-from asynckv.waits.own_tasks import PlainTaskGroup
+from asynckv.waits.waiting import PlainTaskGroup
 
 __all__ = (
     "StoreLoading",

@@ -139,9 +139,9 @@ class SlotDirectory:
         return opened
 
     def _open_files(self) -> None:
-        found = [(_NAME.fullmatch(name), name) for name in os.listdir(self.path)]
         left = self._max_bytes
-        for match, name in sorted(found, key=lambda one: one[1]):
+        for name in sorted(os.listdir(self.path)):
+            match = _NAME.fullmatch(name)
             if match is None:
                 continue
             number, pages = int(match[1]), int(match[2])

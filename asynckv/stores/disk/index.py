@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import math
 import time
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Final
 
 import numpy
 import numpy.typing
 
-from asynckv.stores.disk.segments import SLOT_BITS, Segment, SlotClass
+from asynckv.stores.disk.segments import SLOT_BITS, Segment, oldest_of, take_free
 from asynckv.stores.disk.slots import FoundSlots, KeyHash, hash_of, hashes_of
 from asynckv.stores.disk.table import OffLoop, Places, SlotTable
 
@@ -47,7 +48,7 @@ class SlotIndex:
         self.unread = 0
         """Slots that may have a value that nobody knows: they could not be read."""
         self.file_nbytes = 0
-        self._classes: dict[int, SlotClass] = {}
+        self._by_pages: defaultdict[int, list[Segment]] = defaultdict(list)
         self._table = SlotTable(off_loop)
         self._lost: dict[int, KeyHash] = {}
         """Slots that could not be overwritten, and which keys they may have."""
@@ -120,7 +121,7 @@ class SlotIndex:
 
     def take(self, pages: int) -> int | None:
         """Take a free slot of that size."""
-        found = self._class_of(pages).take()
+        found = take_free(self._by_pages[pages])
         return None if found is None else _slot_at(*found)
 
     def begin_write(self, key: str, slot: int) -> None:
@@ -130,7 +131,7 @@ class SlotIndex:
 
     def evict(self, pages: int) -> int | None:
         """Take the slot of that size that nobody has wanted for longest."""
-        oldest = self._class_of(pages).oldest(self._is_read)
+        oldest = oldest_of(self._by_pages[pages], self._is_read)
         if oldest is None:
             return None
         slot = _slot_at(oldest.segment, oldest.at)
@@ -148,19 +149,11 @@ class SlotIndex:
         """
         segment, at = self._place(slot)
         hashed = hash_of(key)
-        before = self._table.find(hashed)
-        if before >= 0 and self._sequence_of(before) > sequence:
-            return slot
-        if before >= 0 and not self._forget(before):
-            before = -1
         segment.low[at], segment.high[at] = hashed
         segment.sequences[at] = sequence
-        segment.expires[at] = expires = _whole_seconds(expires_at_s)
-        self._expiring += expires != _NEVER
-        self._table.put(hashed, slot)
+        segment.expires[at] = _whole_seconds(expires_at_s)
         self._turn += 1
-        segment.keep(at, self._turn)
-        return before if before >= 0 else None
+        return self._keep_newer(slot, hashed, self._turn)
 
     def remove(self, key: str, slot: int | None = None) -> int | None:
         """Forget a key (if it is in ``slot``), and return its slot, which is taken.
@@ -206,7 +199,7 @@ class SlotIndex:
     def add_segment(self, segment: Segment, *, is_free: bool) -> None:
         """Here is a file, all its slots free, or none of them looked at yet."""
         self.segments[segment.number] = segment
-        self._class_of(segment.pages).segments.append(segment)
+        self._by_pages[segment.pages].append(segment)
         self.file_nbytes += segment.nbytes
         if is_free:
             segment.note_looked_at(range(segment.count), [], [])
@@ -217,7 +210,7 @@ class SlotIndex:
         All in it was last wanted before any of ``pages``. ``is_needed``: there is none
         of these to compare with, or that does not help.
         """
-        own = self._class_of(pages).oldest(self._is_read)
+        own = oldest_of(self._by_pages[pages], self._is_read)
         if own is None and not is_needed:
             return None
         others = [
@@ -243,7 +236,7 @@ class SlotIndex:
             self._table.remove_many(segment.low[kept], segment.high[kept], slots)
             self.evictions += len(kept)
             yield
-        self._class_of(segment.pages).segments.remove(segment)
+        self._by_pages[segment.pages].remove(segment)
         del self.segments[segment.number]
         self._leaving -= 1
 
@@ -306,17 +299,24 @@ class SlotIndex:
         """Add one that may be there already; return what is to be overwritten."""
         slot = _slot_at(segment, at)
         hashed = (int(segment.low[at]), int(segment.high[at]))
-        before = self._table.find(hashed)
         if self._hidden and hashed in self._hidden:
             return slot
+        return self._keep_newer(slot, hashed, int(segment.sequences[at]))
+
+    def _keep_newer(self, slot: int, hashed: KeyHash, turn: int) -> int | None:
+        """The key's value is in that slot, unless a newer one is there already.
+
+        Return what is to be overwritten: where it was, or that slot.
+        """
+        segment, at = self._place(slot)
+        before = self._table.find(hashed)
         if before >= 0 and self._sequence_of(before) > segment.sequences[at]:
             return slot
-        if before >= 0:
-            self._forget(before)
+        is_vacated = before >= 0 and self._forget(before)
         self._table.put(hashed, slot)
         self._expiring += bool(segment.expires[at] != _NEVER)
-        segment.keep(at, int(segment.sequences[at]))
-        return before if before >= 0 else None
+        segment.keep(at, turn)
+        return before if is_vacated else None
 
     def _forget(self, slot: int) -> bool:
         """Take a slot that had a value; ``False`` if it goes with its whole file."""
@@ -349,11 +349,6 @@ class SlotIndex:
 
     def _place(self, slot: int) -> tuple[Segment, int]:
         return self.segments[slot >> SLOT_BITS], slot & _SLOT_MASK
-
-    def _class_of(self, pages: int) -> SlotClass:
-        if pages not in self._classes:
-            self._classes[pages] = SlotClass()
-        return self._classes[pages]
 
 
 def _slot_at(segment: Segment, at: int) -> int:

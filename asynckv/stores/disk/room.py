@@ -9,8 +9,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Coroutine
-from typing import Final, TypeVar
+from collections.abc import Coroutine
+from typing import Any, Final
 
 from asynckv.abc.tiers import TierResult
 from asynckv.stores.disk.calls import PAGE_NBYTES
@@ -24,8 +24,6 @@ from asynckv.stores.threads import WRITE, Stopped, TierThreads, ask
 __all__ = ("Room",)
 
 logger = logging.getLogger(__name__)
-
-_T = TypeVar("_T")
 
 _FILES: Final = 64
 _LARGE_FILE_NBYTES: Final = 32 * 2**20
@@ -95,29 +93,24 @@ class Room:
                 return slot
             if self._changing is not None:
                 await self.settled()
-            elif self._can_grow(pages):
-                await self._change(self._add_file, pages)
+            elif self._index.file_nbytes + pages * PAGE_NBYTES <= self._limit:
+                await self._change(self._add_file(pages))
             elif not self.is_known:
                 return TierResult.REFUSED
             elif colder := self._index.coldest_segment(pages, is_needed=False):
-                await self._change(self._remove_file, colder)
+                await self._change(self._remove_file(colder))
             elif (slot := self._index.evict(pages)) is not None:
                 return slot
             elif colder := self._index.coldest_segment(pages, is_needed=True):
-                await self._change(self._remove_file, colder)
+                await self._change(self._remove_file(colder))
             else:
                 return TierResult.REFUSED
         return TierResult.FAILED
 
-    def _can_grow(self, pages: int) -> bool:
-        return self._index.file_nbytes + pages * PAGE_NBYTES <= self._limit
-
-    async def _change(
-        self, change: Callable[[_T], Coroutine[None, None, None]], what: _T
-    ) -> None:
+    async def _change(self, change: Coroutine[Any, Any, None]) -> None:
         self._changing = asyncio.get_running_loop().create_future()
         try:
-            await change(what)
+            await change
         except Stopped:
             self._is_closed = True
         finally:

@@ -14,7 +14,7 @@ import numpy.typing
 from asynckv.stores.disk.calls import PAGE_NBYTES
 from asynckv.stores.disk.table import Hashes
 
-__all__ = ("SLOT_BITS", "OldestSlot", "Segment", "SlotClass")
+__all__ = ("SLOT_BITS", "OldestSlot", "Segment", "oldest_of", "take_free")
 
 SLOT_BITS: Final = 32
 """A slot's number is its segment's, then so many bits for its own there."""
@@ -85,10 +85,8 @@ class Segment:
         self.busy -= len(slots) - len(found)
         self._free_at = min(self._free_at, slots.start)
 
-    def take(self) -> int | None:
-        """Take a free slot."""
-        if not self.free:
-            return None
+    def take(self) -> int:
+        """Take a free slot, of which there is one."""
         at = self._marks.find(_FREE, self._free_at)
         self.free -= 1
         self.busy += 1
@@ -172,39 +170,28 @@ class OldestSlot(NamedTuple):
     at: int
 
 
-class SlotClass:
-    """The segments whose slots have one size, and who leaves when they are full.
+def take_free(segments: Sequence[Segment]) -> tuple[Segment, int] | None:
+    """Take a free slot of one of ``segments``, whose slots have one size."""
+    for segment in segments:
+        if segment.free and not segment.is_leaving:
+            return segment, segment.take()
+    return None
+
+
+def oldest_of(
+    segments: Sequence[Segment], is_read: Callable[[Segment, int], bool]
+) -> OldestSlot | None:
+    """Return the slot whose value is to go; ``None`` while all are being read.
 
     That is the least recently used. When each one was is in an array, where thousands
-    are noted together; whoever looks for the oldest looks through the few segments that
-    may have it.
+    are noted together; this looks through the few segments that may have the oldest.
     """
-
-    def __init__(self) -> None:
-        self.segments: list[Segment] = []
-
-    def take(self) -> tuple[Segment, int] | None:
-        """Take a free slot."""
-        for segment in self.segments:
-            if segment.free and not segment.is_leaving:
-                at = segment.take()
-                return None if at is None else (segment, at)
-        return None
-
-    def oldest(self, is_read: Callable[[Segment, int], bool]) -> OldestSlot | None:
-        """Return the slot whose value is to go; ``None`` while all are being read."""
-        oldest = OldestSlot(_NEVER, *_NOWHERE)
-        for segment in sorted(self.segments, key=lambda segment: segment.first_used):
-            if segment.first_used >= oldest.turn:
-                break
-            if not segment.is_leaving:
-                turn, at = segment.oldest(is_read)
-                oldest = min(oldest, OldestSlot(turn, segment, at), key=_turn_of)
-        return None if oldest.turn == _NEVER else oldest
-
-
-_NOWHERE: Final = (Segment(-1, 0, 0), 0)
-
-
-def _turn_of(slot: OldestSlot) -> int:
-    return slot.turn
+    oldest, oldest_turn = None, _NEVER
+    for segment in sorted(segments, key=lambda segment: segment.first_used):
+        if segment.first_used >= oldest_turn:
+            break
+        if not segment.is_leaving:
+            turn, at = segment.oldest(is_read)
+            if turn < oldest_turn:
+                oldest, oldest_turn = OldestSlot(turn, segment, at), turn
+    return oldest

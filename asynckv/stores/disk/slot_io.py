@@ -12,24 +12,23 @@ import collections
 import errno
 import mmap
 from collections.abc import Callable, Iterable
-from typing import Final, Protocol, TypeAlias
+from typing import Final, TypeAlias
 
 import numpy
 
 from asynckv.abc.tiers import TierMemory
-from asynckv.stores.disk.calls import PAGE_NBYTES, FileCalls
-from asynckv.stores.disk.slots import BadSlot, SlotHeader, pack_slot, unpack_slot
+from asynckv.stores.disk.calls import PAGE_NBYTES
+from asynckv.stores.disk.directory import OpenSlotFile
+from asynckv.stores.disk.slots import SlotHeader, pack_slot, unpack_slot
 
 __all__ = (
     "BOUNCE_NBYTES",
     "Bounce",
     "Moved",
-    "SlotFile",
     "copy_body",
     "erase",
     "read_body",
     "read_header",
-    "read_whole",
     "write",
 )
 
@@ -45,16 +44,6 @@ _MAX_CALL_NBYTES: Final = 4 * 2**20
 BOUNCE_NBYTES: Final = 2**20 + 2 * PAGE_NBYTES
 
 
-class SlotFile(Protocol):
-    """An open file of slots of ``slot_nbytes``."""
-
-    fd: int
-    number: int
-    slot_nbytes: int
-    is_direct: bool
-    calls: FileCalls
-
-
 class Bounce:
     """Memory of one thread that direct I/O may use."""
 
@@ -65,37 +54,28 @@ class Bounce:
         self.space = memory[2 * PAGE_NBYTES :]
 
 
-def read_header(file: SlotFile, slot: int, bounce: Bounce) -> SlotHeader | None:
-    """Return what the slot says that it has; ``None``: nothing that can be believed.
-
-    :raises OSError: it cannot be read
-    """
-    return read_whole(file, slot, bounce.head)
-
-
-def read_whole(file: SlotFile, slot: int, space: memoryview) -> SlotHeader | None:
+def read_header(file: OpenSlotFile, slot: int, space: memoryview) -> SlotHeader | None:
     """Fill ``space`` with what the slot begins with; return what it says that it has.
+
+    ``None``: nothing that can be believed.
 
     :raises OSError: it cannot be read
     """
     for _ in range(2):  # what is wrong has to be so twice
         _move(file, file.calls.preadv, [space], slot * file.slot_nbytes, _nobody)
-        try:
-            header = unpack_slot(space[:PAGE_NBYTES])
-        except BadSlot:
-            continue
-        if (header.file, header.slot) == (file.number, slot):
+        header = unpack_slot(space[:PAGE_NBYTES])
+        if header is not None and (header.file, header.slot) == (file.number, slot):
             return header
     return None
 
 
 def copy_body(space: memoryview, memory: TierMemory) -> None:
-    """Copy the value from what :func:`read_whole` has read."""
+    """Copy the value from what :func:`read_header` has read."""
     _spread(space[PAGE_NBYTES : PAGE_NBYTES + memory.nbytes], memory.pieces)
 
 
 def read_body(
-    file: SlotFile, slot: int, memory: TierMemory, bounce: Bounce, moved: Moved
+    file: OpenSlotFile, slot: int, memory: TierMemory, bounce: Bounce, moved: Moved
 ) -> None:
     """Fill the memory with the value in a slot.
 
@@ -118,7 +98,7 @@ def read_body(
 
 
 def write(
-    file: SlotFile,
+    file: OpenSlotFile,
     header: SlotHeader,
     memory: TierMemory,
     bounce: Bounce,
@@ -131,15 +111,14 @@ def write(
     pack_slot(header, bounce.head)
     offset = header.slot * file.slot_nbytes
     surplus = memory.nbytes % PAGE_NBYTES
+    pieces = collections.deque(memory.pieces)
     if not file.is_direct or memory.pages or not memory.nbytes:
-        pieces = collections.deque(memory.pieces)
         whole = _take(pieces, memory.nbytes - surplus, at_most=None)
         if surplus:  # what is behind it in its page is not ours to write
             _join(pieces, bounce.tail)
             whole.append(bounce.tail)
         _move(file, file.calls.pwritev, [bounce.head, *whole], offset, moved)
         return
-    pieces = collections.deque(memory.pieces)
     left = memory.nbytes
     head = [bounce.head]
     while left:
@@ -152,7 +131,7 @@ def write(
         head = []
 
 
-def erase(file: SlotFile, slot: int, bounce: Bounce) -> None:
+def erase(file: OpenSlotFile, slot: int, bounce: Bounce) -> None:
     """Overwrite the header of a slot, so that nobody finds its value again.
 
     :raises OSError: it cannot be written
@@ -162,7 +141,7 @@ def erase(file: SlotFile, slot: int, bounce: Bounce) -> None:
 
 
 def _move(
-    file: SlotFile,
+    file: OpenSlotFile,
     call: Callable[[int, list[memoryview], int], int],
     buffers: Iterable[memoryview],
     offset: int,

@@ -18,7 +18,7 @@ import dataclasses
 import math
 import struct
 from collections.abc import Sequence
-from typing import Final, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import numpy
 import numpy.typing
@@ -28,7 +28,6 @@ from asynckv.stores.disk.calls import PAGE_NBYTES
 
 __all__ = (
     "MAX_NAMES_NBYTES",
-    "BadSlot",
     "FoundSlot",
     "FoundSlots",
     "KeyHash",
@@ -64,10 +63,6 @@ MAX_NAMES_NBYTES: Final = PAGE_NBYTES - _NAMES_AT
 
 _STEPS: Final = 3
 """Bits of a slot's size that count: four sizes between one and twice as much."""
-
-
-class BadSlot(ValueError):
-    """A page that does not say what is in its slot: empty, torn, moved, or foreign."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -141,17 +136,13 @@ def pack_slot(header: SlotHeader, page: memoryview) -> None:
     page[:] = _BEGIN.pack(_MAGIC, _VERSION, digest) + fields + names + rest
 
 
-def unpack_slot(page: memoryview) -> SlotHeader:
-    """Return what a first page says.
-
-    :raises BadSlot: nothing that can be believed
-    """
-    used = _used(page)
-    if not used:
-        raise BadSlot("a page that is not as it was written")
-    fields = _FIELDS.unpack_from(page, _BEGIN.size)
-    sequence, file, slot, body_nbytes, expires, _, _, key_nbytes, _ = fields
-    names = page[_NAMES_AT:used].tobytes()
+def unpack_slot(page: memoryview) -> SlotHeader | None:
+    """Return what a first page says; ``None``: nothing that can be believed."""
+    fields = _fields_of(page)
+    if fields is None:
+        return None
+    sequence, file, slot, body_nbytes, expires, _, _, key_nbytes, header_nbytes = fields
+    names = page[_NAMES_AT : _NAMES_AT + key_nbytes + header_nbytes].tobytes()
     return SlotHeader(
         names[:key_nbytes].decode(errors="surrogatepass"),
         names[key_nbytes:],
@@ -194,29 +185,22 @@ def find_slot(page: memoryview, file: int, slot: int) -> FoundSlot | None:
 
     As little as there has to be: it is called for millions of slots.
     """
-    magic, version, digest, *fields = _ALL.unpack_from(page)
-    if magic != _MAGIC or version != _VERSION:
+    fields = _fields_of(page)
+    if fields is None or fields[1] != file or fields[2] != slot:
         return None
-    sequence, in_file, in_slot, _, expires, low, high, key_nbytes, header_nbytes = (
-        fields
-    )
-    used = _NAMES_AT + key_nbytes + header_nbytes
-    is_here = in_file == file and in_slot == slot and used <= PAGE_NBYTES
-    if not is_here or digest_of(page[_BEGIN.size : used]) != digest:
-        return None
+    sequence, _, _, _, expires, low, high, _, _ = fields
     return slot, low, high, sequence, expires
 
 
-def _used(page: memoryview) -> int:
-    """Return how much of a page is in use; 0 if it is not to be believed."""
-    magic, version, digest = _BEGIN.unpack_from(page)
+def _fields_of(page: memoryview) -> list[Any] | None:
+    """Return the fields of a first page: empty, torn and foreign ones have none."""
+    magic, version, digest, *fields = _ALL.unpack_from(page)
     if magic != _MAGIC or version != _VERSION:
-        return 0
-    *_, key_nbytes, header_nbytes = _FIELDS.unpack_from(page, _BEGIN.size)
-    used: int = _NAMES_AT + key_nbytes + header_nbytes
+        return None
+    used = _NAMES_AT + fields[-2] + fields[-1]
     if used > PAGE_NBYTES or digest_of(page[_BEGIN.size : used]) != digest:
-        return 0
-    return used
+        return None
+    return fields
 
 
 def _encoded(key: str) -> bytes:

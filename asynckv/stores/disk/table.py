@@ -199,17 +199,15 @@ class SlotTable:
             found[missing] = self._old.slots_at(at)
         return found
 
-    def put(self, key: KeyHash, slot: int) -> int:
-        """Say where a key is now; return where it was, or -1."""
+    def put(self, key: KeyHash, slot: int) -> None:
+        """Say where a key is now."""
         self._make_room(1)
         part, at = self._place(key)
         if at >= 0:
-            before = part.slot_at(at)
             part.set_slot(at, slot)
-            return before
-        self._part.add(*key, slot)
-        self._count += 1
-        return -1
+        else:
+            self._part.add(*key, slot)
+            self._count += 1
 
     def add_many(self, low: Hashes, high: Hashes, slots: Places) -> Places:
         """Put in those keys that are not there; return which were, or are twice."""
@@ -224,14 +222,12 @@ class SlotTable:
         self._count += len(low) - len(again)
         return again
 
-    def remove(self, key: KeyHash, slot: int) -> bool:
-        """Forget a key if it is in that slot; say if it was."""
+    def remove(self, key: KeyHash, slot: int) -> None:
+        """Forget a key if it is in that slot."""
         part, at = self._place(key)
-        if at < 0 or part.slot_at(at) != slot:
-            return False
-        part.drop(at)
-        self._count -= 1
-        return True
+        if at >= 0 and part.slot_at(at) == slot:
+            part.drop(at)
+            self._count -= 1
 
     def remove_many(self, low: Hashes, high: Hashes, slots: Places) -> None:
         """Forget those keys that are in these slots."""

@@ -27,14 +27,14 @@ from asynckv.abc.tiers import (
     TierValue,
     WantedValue,
 )
+from asynckv.affinity import LoopBound
 from asynckv.errors import ConfigError
-from asynckv.loops import LoopBound
 from asynckv.stores.disk import slot_io
 from asynckv.stores.disk.calls import PAGE_NBYTES, FileCalls
 from asynckv.stores.disk.directory import NO_ROOM, OpenSlotFile, SlotDirectory
 from asynckv.stores.disk.index import SlotIndex, place_of
 from asynckv.stores.disk.room import Room
-from asynckv.stores.disk.scan import Scan
+from asynckv.stores.disk.scan import scan
 from asynckv.stores.disk.segments import Segment
 from asynckv.stores.disk.slot_io import BOUNCE_NBYTES, Bounce
 from asynckv.stores.disk.slots import (
@@ -43,8 +43,10 @@ from asynckv.stores.disk.slots import (
     fits_page,
 )
 from asynckv.stores.disk.url import LEAST_MAX_BYTES, parse_disk_url
+from asynckv.stores.header import find_place
 from asynckv.stores.threads import READ, SCAN, WRITE, Stopped, TierThreads, ask
 from asynckv.types import as_count, as_timeout
+from asynckv.waits.waiting import OwnTasks
 
 __all__ = ("DiskStatistics", "DiskTier")
 
@@ -131,13 +133,14 @@ class DiskTier(LoopBound, StoreTier):
         self._full_retry_s = as_timeout(full_retry_s, "full_retry_s")
         self._calls = calls or FileCalls()
         self._index = SlotIndex(self._off_loop)
-        self._is_closed = self._is_scanning = False
+        self._is_closed = False
         self._opening = asyncio.Lock()
+        self._tasks = OwnTasks()
         self._scanned = asyncio.Event()
         self._sequence = 0
         self._unverified = 0
-        self._scan_erases = 0
-        self._is_read_through = False
+        self._scan_steps = 0
+        """Of the scan under way: to read all slots, and to erase those it has found."""
         self._said: set[str] = set()
         self._spare: list[memoryview] = []
         self._spaces = 0
@@ -151,8 +154,7 @@ class DiskTier(LoopBound, StoreTier):
 
         :raises ConfigError: it names none
         """
-        place = parse_disk_url(url)
-        return cls(place.path, place.max_bytes)
+        return cls(*parse_disk_url(url))
 
     def statistics(self) -> DiskStatistics:
         """Say what it has. Never waits."""
@@ -168,7 +170,7 @@ class DiskTier(LoopBound, StoreTier):
             lost_slots=self._index.lost,
             evictions=self._index.evictions,
             unverified=self._unverified,
-            is_scanning=self._is_scanning,
+            is_scanning=self._scan_steps > 0,
             is_direct=self._directory.is_direct,
         )
 
@@ -239,7 +241,7 @@ class DiskTier(LoopBound, StoreTier):
         self._check_loop()
         if self._room is None:
             return [TierResult.FAILED] * len(keys)
-        was_scanning = self._is_scanning
+        was_scanning = self._scan_steps > 0
         slots = [(self._index.remove(k), *self._index.retake_lost(k)) for k in keys]
         results = await asyncio.gather(*map(self._erase_all, slots))
         if was_scanning:
@@ -309,6 +311,7 @@ class DiskTier(LoopBound, StoreTier):
 
     async def aclose(self) -> None:
         self.abort()
+        await self._tasks.quiesce()
         if self._threads is not None:
             with anyio.move_on_after(self._close_grace_s, shield=True) as scope:
                 await self._threads.is_over.wait()
@@ -321,6 +324,7 @@ class DiskTier(LoopBound, StoreTier):
 
     def abort(self) -> None:
         self._is_closed = True
+        self._tasks.cancel()
         if self._threads is not None:
             self._threads.stop()
         if self._room is not None:
@@ -353,11 +357,18 @@ class DiskTier(LoopBound, StoreTier):
             )
             if self._is_closed:
                 self._room.close()
-            self._is_scanning = True
+            self._scan_steps = 1
+            # Now: files that are added later have no slots to look at.
             files = list(directory.files.values())
-            Scan(files, threads, found=self._found, ended=self._end_scan).start(
-                self._count
-            )
+            look = partial(self._scan, threads, files)
+            self._tasks.start(look, f"scan of {self.path}")
+
+    async def _scan(
+        self, threads: TierThreads[Bounce], files: Sequence[OpenSlotFile]
+    ) -> None:
+        with contextlib.suppress(Stopped):
+            await scan(files, threads, self._count, self._found)
+            self._end_scan_step(TierResult.DONE)
 
     def _open_directory(self, bounce: Bounce) -> tuple[int, list[Segment]]:
         opened = self._directory.open()
@@ -374,20 +385,12 @@ class DiskTier(LoopBound, StoreTier):
         self, file: OpenSlotFile, slots: range, found: FoundSlots, unread: list[int]
     ) -> None:
         for slot in self._index.add_found(file.number, slots, found, unread):
-            self._scan_erases += 1
-            self._erase_soon(slot, self._end_scan_erase)
+            self._scan_steps += 1
+            self._erase_soon(slot, self._end_scan_step)
 
-    def _end_scan_erase(self, result: TierResult) -> None:
-        self._scan_erases -= 1
-        self._end_scan_if_over()
-
-    def _end_scan(self) -> None:
-        self._is_read_through = True
-        self._end_scan_if_over()
-
-    def _end_scan_if_over(self) -> None:
-        if self._is_read_through and not self._scan_erases and self._is_scanning:
-            self._is_scanning = False
+    def _end_scan_step(self, result: TierResult) -> None:
+        self._scan_steps -= 1
+        if not self._scan_steps:
             # Only if somebody has taken the lock file away: else it is less already.
             self._sequence = max(self._sequence, self._index.end_scan())
             if self._room is not None:
@@ -498,9 +501,8 @@ class DiskTier(LoopBound, StoreTier):
         file, at = self._file_of(slot)
 
         def look(bounce: Bounce) -> SlotHeader | None:
-            if space is None:
-                return slot_io.read_header(file, at, bounce)
-            return slot_io.read_whole(file, at, space[: file.slot_nbytes])
+            there = bounce.head if space is None else space[: file.slot_nbytes]
+            return slot_io.read_header(file, at, there)
 
         def moved(nbytes: int) -> None:
             wanted.moved_nbytes += nbytes
@@ -537,7 +539,7 @@ class DiskTier(LoopBound, StoreTier):
         if header.key != wanted.key:  # two keys with one hash
             return TierResult.MISSING
         try:
-            memory = await _place(wanted, header)
+            memory = await find_place(wanted, header.header)
         except ValueError:  # it was all that there is of the header
             return TierResult.MISSING
         if memory is None:
@@ -550,10 +552,6 @@ class DiskTier(LoopBound, StoreTier):
 
     def _failed(self, what: str, error: Exception) -> TierResult:
         """Say what has failed: once for each kind."""
-        if isinstance(error, OSError) and error.errno in NO_ROOM:
-            result = TierResult.REFUSED
-        else:
-            result = TierResult.FAILED
         if not isinstance(error, Stopped) and what not in self._said:
             self._said.add(what)
             unforeseen = None if isinstance(error, OSError) else error
@@ -564,7 +562,8 @@ class DiskTier(LoopBound, StoreTier):
                 error,
                 exc_info=unforeseen,
             )
-        return result
+        is_full = isinstance(error, OSError) and error.errno in NO_ROOM
+        return TierResult.REFUSED if is_full else TierResult.FAILED
 
     def _disbelieve(self, key: str, slot: int) -> None:
         """What is in the slot is not what was written, and was not twice."""
@@ -580,19 +579,10 @@ class DiskTier(LoopBound, StoreTier):
 def _key_in(file: OpenSlotFile, slot: int, bounce: Bounce) -> str | None:
     """Return the key of a value, or ``""``: there is none; ``None``: who knows."""
     try:
-        header = slot_io.read_header(file, slot, bounce)
+        header = slot_io.read_header(file, slot, bounce.head)
     except OSError:
         return None
     return "" if header is None else header.key
-
-
-async def _place(wanted: WantedValue, found: SlotHeader) -> TierMemory | None:
-    try:
-        return await wanted.place(found.header)
-    except ValueError:
-        if wanted.header_nbytes > len(found.header):
-            raise
-        return await wanted.place(found.header)
 
 
 def _is_failed(result: TierResult) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import urllib.parse
 from pathlib import Path
 from typing import Final
@@ -10,22 +9,14 @@ from typing import Final
 from asynckv.errors import ConfigError
 from asynckv.types import parse_bytes
 
-__all__ = ("LEAST_MAX_BYTES", "DiskPlace", "parse_disk_url")
+__all__ = ("LEAST_MAX_BYTES", "parse_disk_url")
 
 LEAST_MAX_BYTES: Final = 2**20
 _HINT: Final = "write disk:///var/kv?max=100GiB"
 
 
-@dataclasses.dataclass(frozen=True)
-class DiskPlace:
-    """A directory, and the bound on all files in it."""
-
-    path: Path
-    max_bytes: int
-
-
-def parse_disk_url(url: str) -> DiskPlace:
-    """Return what the URL of a disk tier says.
+def parse_disk_url(url: str) -> tuple[Path, int]:
+    """Return what the URL of a disk tier says: a directory, and the bound on its files.
 
     :raises ConfigError: it is none, or says nothing of use
     """
@@ -41,16 +32,13 @@ def parse_disk_url(url: str) -> DiskPlace:
         pairs = urllib.parse.parse_qsl(
             parts.query, keep_blank_values=True, strict_parsing=bool(parts.query)
         )
-    except ValueError as exc:
-        raise _wrong(url, str(exc)) from exc
-    options = dict(pairs)
-    if parts.fragment or len(options) < len(pairs) or set(options) != {"max"}:
-        raise _wrong(url, "it has one option, max, and needs it")
-    try:
+        options = dict(pairs)
+        if parts.fragment or len(options) < len(pairs) or set(options) != {"max"}:
+            raise _wrong(url, "it has one option, max, and needs it")
         max_bytes = parse_bytes(options["max"])
     except ValueError as exc:
         raise _wrong(url, str(exc)) from exc
-    return DiskPlace(path, max_bytes)
+    return path, max_bytes
 
 
 def _wrong(url: str, why: str) -> ConfigError:

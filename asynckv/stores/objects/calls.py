@@ -50,59 +50,18 @@ class ObstoreCalls:
         self._held: set[weakref.ref[asyncio.Future[Any]]] = set()
         self._ends_in_order = False
 
-    async def call(self, begin: Callable[[], Awaitable[_T]]) -> _T:
-        """Return what the call that is begun returns.
+    async def call(
+        self,
+        begin: Callable[[], Awaitable[_T]],
+        readers: Sequence[weakref.ref[Any]] = (),
+    ) -> _T:
+        """Return what the call that is begun returns, when no ``readers`` are left.
 
         A cancelled wait gives the call up.
 
         :raises Stopped: the call was given up by :meth:`abort`
         :raises Exception: what obstore raises
         """
-        return await self._finish(begin, ())
-
-    async def put(
-        self, store: ObjectStore, path: str, pieces: Iterable[memoryview]
-    ) -> None:
-        """Write an object of these pieces. They are not read any more when this ends.
-
-        A cancelled wait gives the call up, and ends then, too; or after a second, if a
-        file system hangs: then what it writes may be torn.
-
-        :raises Stopped: the call was given up by :meth:`abort`
-        :raises Exception: what obstore raises
-        """
-        lent: list[Any]
-        lent = [numpy.frombuffer(one, numpy.uint8) for one in pieces if len(one)]
-        readers = [weakref.ref(one) for one in lent]
-
-        def begin() -> Awaitable[object]:
-            # In one request: of several, some would stay behind if others failed.
-            begun = obstore.put_async(store, path, list(lent), use_multipart=False)
-            lent.clear()
-            return begun
-
-        await self._finish(begin, readers)
-
-    async def aclose(self) -> None:
-        """Give up what has not ended, and wait until it is let go of: 1 s at most."""
-        self.abort()
-        with anyio.move_on_after(_LONGEST_S, shield=True):
-            for _ in iter(self._is_held, False):
-                await asyncio.sleep(_LOOK_S)  # who could tell must not: see __init__
-        if not self._held:
-            atexit.unregister(self._block_until_let_go)
-
-    def abort(self) -> None:
-        """Give up what has not ended. Never waits."""
-        self.is_stopping = True
-        for future in self._futures:
-            future.cancel()
-
-    async def _finish(
-        self,
-        begin: Callable[[], Awaitable[_T]],
-        readers: Sequence[weakref.ref[Any]],
-    ) -> _T:
         if self.is_stopping:
             raise Stopped
         if not self._ends_in_order:
@@ -129,6 +88,44 @@ class ObstoreCalls:
             return future.result()
         finally:
             del future  # an error's traceback keeps this frame, and it the error
+
+    async def put(
+        self, store: ObjectStore, path: str, pieces: Iterable[memoryview]
+    ) -> None:
+        """Write an object of these pieces. They are not read any more when this ends.
+
+        A cancelled wait gives the call up, and ends then, too; or after a second, if a
+        file system hangs: then what it writes may be torn.
+
+        :raises Stopped: the call was given up by :meth:`abort`
+        :raises Exception: what obstore raises
+        """
+        lent: list[Any]
+        lent = [numpy.frombuffer(one, numpy.uint8) for one in pieces if len(one)]
+        readers = [weakref.ref(one) for one in lent]
+
+        def begin() -> Awaitable[object]:
+            # In one request: of several, some would stay behind if others failed.
+            begun = obstore.put_async(store, path, list(lent), use_multipart=False)
+            lent.clear()
+            return begun
+
+        await self.call(begin, readers)
+
+    async def aclose(self) -> None:
+        """Give up what has not ended, and wait until it is let go of: 1 s at most."""
+        self.abort()
+        with anyio.move_on_after(_LONGEST_S, shield=True):
+            for _ in iter(self._is_held, False):
+                await asyncio.sleep(_LOOK_S)  # who could tell must not: see __init__
+        if not self._held:
+            atexit.unregister(self._block_until_let_go)
+
+    def abort(self) -> None:
+        """Give up what has not ended. Never waits."""
+        self.is_stopping = True
+        for future in self._futures:
+            future.cancel()
 
     def _is_held(self) -> bool:
         # What obstore drops without the GIL it lets go of at its next call.

@@ -46,8 +46,9 @@ from asynckv.abc.tiers import (
     TierValue,
     WantedValue,
 )
+from asynckv.affinity import LoopBound
 from asynckv.errors import ConfigError
-from asynckv.loops import LoopBound
+from asynckv.stores.header import find_place
 from asynckv.stores.objects.calls import ObstoreCalls, Stopped
 from asynckv.stores.objects.known import KnownKeys
 from asynckv.stores.objects.url import PATIENCE_S, ObjectPlace, parse_object_url
@@ -407,16 +408,10 @@ async def _place(
     """Ask where a value goes; ``data`` is what its object begins with."""
     if _left_s(data) <= 0:
         return TierResult.MISSING
-    header = data[_EXPIRY.size :]
     try:
-        memory = await wanted.place(header)
-    except ValueError:
-        if wanted.header_nbytes > len(header):
-            return TierResult.MISSING
-        try:
-            memory = await wanted.place(header)
-        except ValueError:  # it was all that there is of the header
-            return TierResult.MISSING
+        memory = await find_place(wanted, data[_EXPIRY.size :])
+    except ValueError:  # it was all that there is of the header
+        return TierResult.MISSING
     if memory is None:
         return TierResult.REFUSED
     is_whole = _EXPIRY.size + wanted.header_nbytes + memory.nbytes == nbytes

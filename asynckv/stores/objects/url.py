@@ -59,7 +59,8 @@ def parse_object_url(url: str) -> ObjectPlace:
     prefix = urllib.parse.unquote(parts.path).strip("/")
     if parts.scheme not in ("s3", "file"):
         raise _wrong(name, f"its scheme is {parts.scheme!r}")
-    if parts.fragment or any(one in ("", ".", "..") for one in _segments(prefix)):
+    segments = prefix.split("/") if prefix else []
+    if parts.fragment or any(one in ("", ".", "..") for one in segments):
         raise _wrong(name, "its path is none that keys can begin with")
     if parts.scheme == "s3":
         if not parts.netloc:
@@ -78,10 +79,6 @@ def parse_object_url(url: str) -> ObjectPlace:
         raise _wrong(name, "it names no directory")
     told = _options(name, parts.query, _FILE_OPTIONS)
     return ObjectPlace(name, "", prefix, patience_s=_patience_s(name, told))
-
-
-def _segments(prefix: str) -> list[str]:
-    return prefix.split("/") if prefix else []
 
 
 def _options(name: str, query: str, known: frozenset[str]) -> dict[str, str]:

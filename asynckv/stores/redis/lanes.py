@@ -6,10 +6,9 @@ credentials were changed: then what was asked is asked again, on a new one, once
 
 from __future__ import annotations
 
-import contextlib
 import os
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Final, TypeAlias, TypeVar
 
 from asynckv.errors import ConfigError
@@ -76,14 +75,7 @@ class Lanes:
         It may be called twice. A :exc:`ServerError` that it raises is an answer as any
         other; what else it raises ends the lane.
         """
-        lane = self.take(address)
-        try:
-            return self._use(address, lane, work)
-        except (ConnectionError, ServerError) as exc:
-            if lane.is_new or not _is_worn(exc):
-                raise
-        self._close_idle(address)
-        return self._use(address, self.take(address), work)
+        return self._use_or_again(address, self.take(address), work, work)
 
     def ask(self, groups: Mapping[Address, Sequence[bytes]]) -> dict[Address, _Answers]:
         """Send commands to many servers at once; return what each has answered."""
@@ -147,26 +139,30 @@ class Lanes:
             return read(lane)
 
         try:
-            try:
-                return self._use(address, sent, read)
-            except (ConnectionError, ServerError):
-                if sent.is_new:
-                    raise
-            self._close_idle(address)
-            return self.use(address, ask)
+            return self._use_or_again(address, sent, read, ask)
         except Exception as exc:  # noqa: BLE001 - it is what came of it
             return exc
 
-    def _use(self, address: Address, lane: Lane, work: Callable[[Lane], _T]) -> _T:
-        with self._ended_by_errors(address, lane):
-            result = work(lane)
-        self.give_back(address, lane)
-        return result
-
-    @contextlib.contextmanager
-    def _ended_by_errors(self, address: Address, lane: Lane) -> Iterator[None]:
+    def _use_or_again(
+        self,
+        address: Address,
+        lane: Lane,
+        work: Callable[[Lane], _T],
+        again: Callable[[Lane], _T],
+    ) -> _T:
+        """Return what ``work`` makes of a lane, or ``again`` of a new one, if worn."""
         try:
-            yield
+            return self._use(address, lane, work)
+        except (ConnectionError, ServerError) as exc:
+            is_answer = isinstance(exc, ServerError) and exc.code not in _NOT_OURS
+            if lane.is_new or is_answer:
+                raise
+        self._close_idle(address)
+        return self._use(address, self.take(address), again)
+
+    def _use(self, address: Address, lane: Lane, work: Callable[[Lane], _T]) -> _T:
+        try:
+            result = work(lane)
         except ServerError as error:
             if error.code in _NOT_OURS:
                 lane.close()
@@ -176,6 +172,8 @@ class Lanes:
         except BaseException:
             lane.close()
             raise
+        self.give_back(address, lane)
+        return result
 
     def _close_idle(self, address: Address) -> None:
         """What one lane has suffered, the others have."""
@@ -183,7 +181,3 @@ class Lanes:
             idle = self._idle.pop(address, [])
         for lane in idle:
             lane.close()
-
-
-def _is_worn(error: Exception) -> bool:
-    return not isinstance(error, ServerError) or error.code in _NOT_OURS

@@ -10,7 +10,7 @@ import contextlib
 import dataclasses
 import socket
 import ssl
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, Final, Protocol, TypeAlias
 
 from asynckv.errors import ConfigError
@@ -72,7 +72,8 @@ class RedisServer:
         client = self._client
         if client is None:
             client = self._client = self._read_url()
-        with self._mapped(client):
+        errors = client.redis.exceptions
+        try:
             if self._place.is_cluster:
                 return self._look_at_cluster(client)
             redis = client.redis.Redis(connection_pool=client.pool)
@@ -80,15 +81,20 @@ class RedisServer:
                 return {str(redis.info("memory").get("maxmemory_policy"))}
             finally:
                 client.pool.disconnect()
+        except (errors.AuthenticationError, errors.NoPermissionError) as exc:
+            raise ConfigError(
+                f"{self._place.shown} refuses us: {exc}",
+                hint="give name and password in the URL, or credentials=",
+            ) from exc
+        except errors.RedisError as exc:
+            raise OSError(f"{self._place.shown}: {exc}") from exc
 
     def address_of(self, key: bytes) -> Address:
         """Return who has ``key``.
 
         :raises OSError: nobody knows
         """
-        client = self._client
-        if client is None:
-            raise OSError(f"{self._place.shown} was never there")
+        client = self._read_client
         if not self._place.is_cluster:
             return client.address
         address: Address | None = None
@@ -103,9 +109,7 @@ class RedisServer:
 
         :raises OSError: nobody knows who has some of them
         """
-        client = self._client
-        if client is None:
-            raise OSError(f"{self._place.shown} was never there")
+        client = self._read_client
         if not self._place.is_cluster:
             return [client.address]
         if not self._slots or None in self._slots:
@@ -126,9 +130,7 @@ class RedisServer:
         :raises ServerError: the server does not want us
         :raises OSError: it is not there
         """
-        client = self._client
-        if client is None:
-            raise OSError(f"{self._place.shown} was never there")
+        client = self._read_client
         sock = _open_socket(address, client.tls)
         try:
             lane = Lane(sock, self._is_stopping, self._stall_s)
@@ -144,6 +146,12 @@ class RedisServer:
         if cluster is not None:
             with contextlib.suppress(Exception):
                 cluster.close()
+
+    @property
+    def _read_client(self) -> _Client:
+        if self._client is None:
+            raise OSError(f"{self._place.shown} was never there")
+        return self._client
 
     def _greet(self, lane: Lane, client: _Client) -> None:
         commands = []
@@ -221,19 +229,6 @@ class RedisServer:
                 policies.add(str(told.get("maxmemory_policy")))
         return policies
 
-    @contextlib.contextmanager
-    def _mapped(self, client: _Client) -> Iterator[None]:
-        errors = client.redis.exceptions
-        try:
-            yield
-        except (errors.AuthenticationError, errors.NoPermissionError) as exc:
-            raise ConfigError(
-                f"{self._place.shown} refuses us: {exc}",
-                hint="give name and password in the URL, or credentials=",
-            ) from exc
-        except errors.RedisError as exc:
-            raise OSError(f"{self._place.shown}: {exc}") from exc
-
 
 def _import_redis() -> Any:
     try:
@@ -278,15 +273,13 @@ def _tls_of(redis: Any, sample: Any) -> ssl.SSLContext | None:
 def _open_socket(address: Address, tls: ssl.SSLContext | None) -> socket.socket:
     if isinstance(address, str):
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        try:
-            sock.settimeout(_TIMEOUT_S)
-            sock.connect(address)
-        except BaseException:
-            sock.close()
-            raise
-        return sock
-    sock = socket.create_connection(address, timeout=_TIMEOUT_S)
+        sock.settimeout(_TIMEOUT_S)
+    else:
+        sock = socket.create_connection(address, timeout=_TIMEOUT_S)
     try:
+        if isinstance(address, str):
+            sock.connect(address)
+            return sock
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         if tls is not None:

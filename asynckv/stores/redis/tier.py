@@ -10,7 +10,6 @@ it does not answer as it should is a miss.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import dataclasses
 import functools
 import logging
@@ -31,7 +30,8 @@ from asynckv.abc.tiers import (
     TierValue,
     WantedValue,
 )
-from asynckv.loops import LoopBound
+from asynckv.affinity import LoopBound
+from asynckv.stores.header import find_place
 from asynckv.stores.redis.lane import Lane, NotRedis, Reply, ServerError, command
 from asynckv.stores.redis.lanes import Lanes, process_lanes
 from asynckv.stores.redis.server import Address, Credentials, RedisServer
@@ -106,7 +106,6 @@ class RedisTier(LoopBound, StoreTier):
         self._lanes = Lanes(self._server.connect)
         self._threads: dict[str, TierThreads[None]] = {}
         self._left = 0
-        self._is_over = asyncio.Event()
         self._counting = threading.Lock()
         self._looking: asyncio.Future[set[str]] | None = None
         self._looked_s = 0.0
@@ -223,11 +222,11 @@ class RedisTier(LoopBound, StoreTier):
 
     async def aclose(self) -> None:
         self.abort()
-        if self._left:
-            with anyio.move_on_after(_STALL_S, shield=True) as scope:
-                await self._is_over.wait()
-            if scope.cancelled_caught:
-                logger.warning("a thread of %s hangs", self._place.shown)
+        with anyio.move_on_after(_STALL_S, shield=True) as scope:
+            for threads in self._threads.values():
+                await threads.is_over.wait()
+        if scope.cancelled_caught:
+            logger.warning("a thread of %s hangs", self._place.shown)
 
     def abort(self) -> None:
         self._is_closed = True
@@ -256,9 +255,6 @@ class RedisTier(LoopBound, StoreTier):
         self._lanes.close()
         self._server.close()
         process_lanes.give_back(self._place.lanes)
-        if self._loop is not None:
-            with contextlib.suppress(RuntimeError):  # the loop may be closed
-                self._loop.call_soon_threadsafe(self._is_over.set)
 
     def _look(self) -> asyncio.Future[set[str]]:
         """See where keys are; once for all who ask for it meanwhile."""
@@ -320,7 +316,7 @@ class RedisTier(LoopBound, StoreTier):
         if not head:
             return TierResult.MISSING
         try:
-            memory = await _place(wanted, head)
+            memory = await find_place(wanted, head)
             if memory is None:
                 return TierResult.REFUSED
             total = wanted.header_nbytes + memory.nbytes
@@ -416,7 +412,7 @@ class RedisTier(LoopBound, StoreTier):
         try:
             if nbytes < 0:
                 return TierResult.MISSING
-            memory = await _place(wanted, head)
+            memory = await find_place(wanted, head)
             if memory is None:
                 return TierResult.REFUSED
             if wanted.header_nbytes + memory.nbytes != nbytes:
@@ -561,15 +557,6 @@ def _forget(looked: asyncio.Future[set[str]]) -> None:
     """Perhaps nobody waits for it: what it has found is used all the same."""
     if not looked.cancelled():
         looked.exception()
-
-
-async def _place(wanted: WantedValue, head: bytes) -> TierMemory | None:
-    try:
-        return await wanted.place(head)
-    except ValueError:
-        if wanted.header_nbytes > len(head):
-            raise
-        return await wanted.place(head)
 
 
 def _fill(memory: TierMemory, data: bytes) -> int:

@@ -48,7 +48,7 @@ from asynckv.testing.lookup_checks.values import cancelled
 from asynckv.testing.pairs import Peers
 from asynckv.transfers.manifest import unpack
 from asynckv.transfers.tokens import Query
-from asynckv.waits.own_tasks import OwnTasks
+from asynckv.waits.waiting import OwnTasks
 from harness.ledgers import RecordingHolder, draft_of
 from harness.link_pairs import Hearer, dialled, linked
 from harness.raw_inserts import NoRoutes, RawInsert, RawMapper

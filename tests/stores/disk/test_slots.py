@@ -10,7 +10,6 @@ from hypothesis import given, strategies as st
 from asynckv.stores.disk.calls import PAGE_NBYTES
 from asynckv.stores.disk.slots import (
     MAX_NAMES_NBYTES,
-    BadSlot,
     FoundSlots,
     SlotHeader,
     body_pages_of,
@@ -58,15 +57,13 @@ def test_a_page_with_one_changed_bit_is_never_read() -> None:
     for bit in range(8 * used):
         page = packed(HEADER)
         page[bit // 8] ^= 1 << bit % 8
-        with pytest.raises(BadSlot):
-            unpack_slot(page)
+        assert unpack_slot(page) is None
         assert find_slot(page, HEADER.file, HEADER.slot) is None
 
 
 @pytest.mark.parametrize("page", [bytes(PAGE_NBYTES), b"\xff" * PAGE_NBYTES])
 def test_a_page_of_something_else_is_never_read(page: bytes) -> None:
-    with pytest.raises(BadSlot):
-        unpack_slot(memoryview(page))
+    assert unpack_slot(memoryview(page)) is None
     assert find_slot(memoryview(page), 0, 0) is None
 
 

@@ -32,8 +32,10 @@ class Tables(RuleBasedStateMachine):
     @rule(key=_keys)
     def put(self, key: tuple[int, int]) -> None:
         self.slots += 1
-        assert self.table.put(key, self.slots) == self.known.get(key, -1)
+        assert self.table.find(key) == self.known.get(key, -1)
+        self.table.put(key, self.slots)
         self.known[key] = self.slots
+        assert self.table.find(key) == self.slots
 
     @rule(keys=_many)
     def add_many(self, keys: list[tuple[int, int]]) -> None:
@@ -53,8 +55,10 @@ class Tables(RuleBasedStateMachine):
     @rule(key=_keys)
     def remove(self, key: tuple[int, int]) -> None:
         slot = self.known.pop(key, -1)
-        assert not self.table.remove(key, slot + 1_000_000)
-        assert self.table.remove(key, slot) == (slot >= 0)
+        self.table.remove(key, slot + 1_000_000)
+        assert self.table.find(key) == slot
+        self.table.remove(key, slot)
+        assert self.table.find(key) < 0
 
     @rule(share=st.integers(2, 5))
     def remove_many(self, share: int) -> None:

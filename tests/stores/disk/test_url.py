@@ -8,7 +8,7 @@ import pytest
 
 from asynckv.errors import ConfigError
 from asynckv.stores.disk import DiskTier
-from asynckv.stores.disk.url import DiskPlace, parse_disk_url
+from asynckv.stores.disk.url import parse_disk_url
 
 
 @pytest.mark.parametrize(
@@ -22,7 +22,7 @@ from asynckv.stores.disk.url import DiskPlace, parse_disk_url
 def test_a_url_names_a_directory_and_a_bound(
     url: str, path: str, max_bytes: int
 ) -> None:
-    assert parse_disk_url(url) == DiskPlace(Path(path), max_bytes)
+    assert parse_disk_url(url) == (Path(path), max_bytes)
 
 
 @pytest.mark.parametrize(

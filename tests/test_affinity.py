@@ -1,9 +1,86 @@
 from __future__ import annotations
 
+import asyncio
+import gc
+import os
+
 import pytest
 
-from asynckv.processes import ProcessBound
+from asynckv import affinity
+from asynckv.affinity import LoopBound, ProcessBound, ThreadBound, watch_forks
+from asynckv.devices.growth import Growth
+from asynckv.errors import WrongLoop
+from asynckv.types import TensorSpec
 from harness.forks import ForkServer
+
+
+async def check(thing: LoopBound) -> asyncio.AbstractEventLoop:
+    return thing._check_loop()
+
+
+@pytest.mark.both_loops
+async def test_the_first_use_binds_to_the_running_loop() -> None:
+    thing = LoopBound()
+    assert await check(thing) is asyncio.get_running_loop()
+    assert await check(thing) is asyncio.get_running_loop()
+
+
+@pytest.mark.both_loops
+def test_another_loop_is_refused() -> None:
+    thing = LoopBound()
+    asyncio.run(check(thing))
+    with pytest.raises(WrongLoop, match="LoopBound belongs to another event loop"):
+        asyncio.run(check(thing))
+
+
+@pytest.mark.both_loops
+async def test_another_thread_is_refused() -> None:
+    thing = LoopBound()
+    thing._check_loop()
+    with pytest.raises(WrongLoop, match="no event loop is running"):
+        await asyncio.to_thread(thing._check_loop)
+
+
+@pytest.mark.both_loops
+def test_without_a_loop_nothing_is_bound() -> None:
+    thing = LoopBound()
+    with pytest.raises(WrongLoop, match="no event loop is running"):
+        thing._check_loop()
+    asyncio.run(check(thing))
+
+
+@pytest.mark.both_loops
+async def test_two_objects_of_a_class_are_bound_each_for_itself() -> None:
+    first, second = LoopBound(), LoopBound()
+    first._check_loop()
+    assert second._loop is None
+
+
+async def check_if_bound(thing: LoopBound) -> None:
+    thing._check_loop_if_bound()
+
+
+@pytest.mark.both_loops
+def test_what_may_come_before_a_loop_binds_nothing() -> None:
+    thing = LoopBound()
+    thing._check_loop_if_bound()
+    asyncio.run(check_if_bound(thing))
+    asyncio.run(check(thing))
+    with pytest.raises(WrongLoop):
+        thing._check_loop_if_bound()
+    with pytest.raises(WrongLoop):
+        asyncio.run(check_if_bound(thing))
+
+
+@pytest.mark.both_loops
+async def test_without_a_loop_things_belong_to_a_thread() -> None:
+    thing = ThreadBound()
+    await asyncio.to_thread(ThreadBound()._check_thread)
+    thing._check_thread()
+    thing._check_thread()
+    with pytest.raises(WrongLoop, match="ThreadBound belongs to another thread"):
+        await asyncio.to_thread(thing._check_thread)
+
 
 FORK = """
 import asyncio, os, sys, warnings
@@ -178,3 +255,60 @@ def test_what_was_made_here_is_no_copy() -> None:
     assert mine._is_copy
     mine._own()
     assert not mine._is_copy
+
+
+_MIB = 2**20
+
+
+class Owner:
+    def __init__(self) -> None:
+        self.kept = 0
+
+    def keep_for_child(self) -> None:
+        self.kept += 1
+
+
+def _fork() -> None:
+    pid = os.fork()
+    if not pid:
+        os._exit(0)
+    os.waitpid(pid, 0)
+
+
+def test_each_owner_is_told_before_every_fork() -> None:
+    owners = [Owner(), Owner()]
+    for owner in owners:
+        watch_forks(owner)
+    _fork()
+    _fork()
+    assert [owner.kept for owner in owners] == [2, 2]
+
+
+def test_an_owner_is_not_kept_alive() -> None:
+    watch_forks(Owner())
+    gc.collect()
+    assert not [o for o in affinity._owners().values() if isinstance(o, Owner)]
+    _fork()
+
+
+async def test_memory_that_a_forked_child_sees_is_not_used_again() -> None:
+    growth, spec = Growth(64 * _MIB), TensorSpec((40 * _MIB,), "uint8")
+    await growth.reach(60 * _MIB)
+    tensor = growth.spares.spare(spec).fill_(3)
+    go_on, say = os.pipe()
+    pid = os.fork()
+    if not pid:
+        os.read(go_on, 1)
+        os._exit(int(tensor[-1]))  # no torch operation that would need threads
+    del tensor
+    growth.spares.spare(TensorSpec((60 * _MIB,), "uint8")).fill_(4)
+    growth.spares.spare(spec).fill_(4)
+    os.write(say, b"!")
+    assert _exit_code(pid) == 3
+    for end in (go_on, say):
+        os.close(end)
+    await growth.aclose()
+
+
+def _exit_code(pid: int) -> int:
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from asynckv.stores.memory import tier_memory
+from asynckv.stores.tier_stack import tier_memory
 from asynckv.tensors.arena import HeapArena, Region
 from asynckv.tensors.paged_arena import SlabArena
 
