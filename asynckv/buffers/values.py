@@ -36,6 +36,7 @@ _OWN: Final = "asynckv/"
 _FETCHED_AT_ONCE: Final = 16
 _HELD_A_TURN: Final = 64
 _SWEPT_AT_ONCE: Final = 256
+_EVICTED_AT_ONCE: Final = 128
 _MAX_KEYS: Final = 2**20
 """Keys cost memory too, which the arena does not count: a bound for tiny values."""
 
@@ -111,6 +112,8 @@ class StoredValues:
         self._values: dict[Owner, dict[str, _StoredValue]] = {}
         self._count = 0
         self._idle: EvictionOrder[_StoredValue] = EvictionOrder()
+        self._is_evicting = False
+        """Has so much been dropped in this turn of the loop that others have theirs?"""
         self._swept: list[dict[str, _StoredValue]] = []
         """What nobody finds any more; its memory is given back step by step."""
 
@@ -120,8 +123,9 @@ class StoredValues:
     async def reserve(self, key: str, spec: TensorSpec, owner: Owner) -> PendingPut:
         """Take memory for a value to be written there, then committed.
 
-        Waits, last in line, only while readers and other puts hold too much. A
-        cancelled call leaves no trace but the keys dropped to make room.
+        Waits, last in line, only while readers and other puts hold too much, and for
+        a turn of the loop each time that many keys were dropped to make room. They are
+        the only trace that a cancelled call leaves.
 
         :raises EntryTooLarge: it could never fit, or since memory was refused
         :raises BufferClosed: the buffer is closed, or was closed meanwhile
@@ -130,7 +134,8 @@ class StoredValues:
         if pending is not None:
             return pending
         ticket = _Ticket((key, owner), spec)
-        self.counters.room_waits += not self._is_growing_for(spec)
+        needs_others = not (self._is_evicting or self._is_growing_for(spec))
+        self.counters.room_waits += needs_others
         who = f"put of {key!r} ({spec.nbytes} bytes)"
         try:
             self.room.join(ticket)
@@ -453,8 +458,11 @@ class StoredValues:
         The value that is stored as ``name`` now goes last. ``None``, and nothing
         dropped, if too much of the arena is being read or written, or there are too
         many keys of which none may go. ``None`` also if the arena is about to grow: no
-        more is dropped then than its bound asks for.
+        more is dropped then than its bound asks for; or if enough was dropped for this
+        turn of the loop: the next one goes on with who is first in line.
         """
+        if self._is_evicting:
+            return None
         old = self._find(name)
         if old is None and self._count >= self._max_keys and not self._idle:
             return None
@@ -463,7 +471,10 @@ class StoredValues:
             droppable += old.region.nbytes  # by nobody but its successor
         if spec.nbytes > self._arena.free_bytes + droppable:
             return None
-        while (regions := self._arena.allocate([spec.nbytes])) is None:
+        for _ in range(_EVICTED_AT_ONCE):
+            regions = self._arena.allocate([spec.nbytes])
+            if regions is not None:
+                return PendingPut(name, spec, regions[0])
             if self._is_growing_for(spec):
                 return None
             victim = self._idle.victim(spare=old)
@@ -472,7 +483,13 @@ class StoredValues:
             if victim is None:
                 return None
             self._evict(victim)
-        return PendingPut(name, spec, regions[0])
+        asyncio.get_running_loop().call_soon(self._evict_more)
+        self._is_evicting = True
+        return None
+
+    def _evict_more(self) -> None:
+        self._is_evicting = False
+        self.room.change()
 
     def _is_through(self, ticket: _Ticket) -> bool:
         if self.closed:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 from collections.abc import Sequence
 
@@ -437,6 +438,64 @@ async def test_a_wait_ends_with_the_ledger(taken: Store) -> None:
         await waiting
     await taken.values.room.aclose()
     assert len(taken.values.room) == 0
+
+
+def full_of(count: int) -> StoredValues:
+    """Return values of one byte each that leave no room."""
+    values = StoredValues(HeapArena(count), lambda: None)
+    for number in range(count):
+        store(values, f"{number}", 1)
+    return values
+
+
+def put(values: StoredValues, nbytes: int) -> asyncio.Task[PendingPut]:
+    return asyncio.create_task(values.reserve("put", spec_of(nbytes), None))
+
+
+async def test_others_have_their_turn_while_many_values_make_room_for_one() -> None:
+    values = full_of(1000)
+    large, counts = put(values, 1000), [1000]
+    while not large.done():
+        await asyncio.sleep(0)
+        counts.append(len(values))
+    assert counts[-1] == 0
+    assert max(a - b for a, b in itertools.pairwise(counts)) <= 256
+    assert values.counters.room_waits == 0
+    await values.room.aclose()
+
+
+async def test_who_comes_while_many_values_make_room_for_one_waits_behind_it() -> None:
+    values = full_of(1000)
+    puts = [put(values, nbytes) for nbytes in (900, *[5] * 20)]
+    await asyncio.sleep(0)
+    assert 1000 - 256 <= len(values) < 1000
+    assert values.reserve_nowait("other", spec_of(0), None) is None
+    for each in puts:
+        await each
+        assert all(one.done() for one in puts[: puts.index(each)])
+    assert len(values) == 0
+    await values.room.aclose()
+
+
+async def test_who_is_cancelled_as_many_values_make_room_lets_the_next_go_on() -> None:
+    values = full_of(1000)
+    large, other = put(values, 1000), put(values, 500)
+    await asyncio.sleep(0)
+    await cancelled(large)
+    assert large.cancelled()
+    values.discard(await other)
+    assert values.reserve_nowait("other", spec_of(500), None) is not None
+    await values.room.aclose()
+
+
+async def test_many_values_make_no_room_for_one_that_waits_as_the_end_comes() -> None:
+    values = full_of(1000)
+    large = put(values, 1000)
+    await asyncio.sleep(0)
+    values.close()
+    with pytest.raises(BufferClosed):
+        await large
+    await values.room.aclose()
 
 
 SPEC = TensorSpec((60,), "uint8")
