@@ -150,7 +150,7 @@ class StoreBuffer(InMemoryBuffer, KVStoreBuffer):
         self._check_loop()
         self.abort()
         with anyio.CancelScope(shield=True):
-            await self.values.room.aclose()
+            await self.values.aclose()
             await self._wait_closed()
 
     def abort(self) -> None:

@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import dataclasses
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Final
 
 from asynckv.abc import PrefixMatch, StoredValue
@@ -22,7 +22,7 @@ from asynckv.errors import BufferClosed, EntryTooLarge
 from asynckv.tensors.arena import Arena, Region
 from asynckv.transfers.tokens import as_key
 from asynckv.types import TensorSpec
-from asynckv.waits.waiting import FairQueue
+from asynckv.waits.waiting import FairQueue, in_turns
 
 __all__ = (
     "PendingPut",
@@ -349,7 +349,7 @@ class StoredValues:
         self.counters.deletes += count
         self._swept.append(values)
         if len(self._swept) == 1:
-            self._sweep()
+            in_turns(self._sweep())
         return count
 
     def has(self, keys: Sequence[str], owner: Owner) -> tuple[bool, ...]:
@@ -429,14 +429,22 @@ class StoredValues:
                     await self.lower.fetch(missing, owner)
 
     def close(self) -> None:
-        """Forget everything; what is being read goes when its readers go."""
+        """Forget everything; what is being read goes when its readers go.
+
+        What nobody reads gives its memory back as after :meth:`clear`. Never waits.
+        """
         self.closed = True
         self._swept += self._values.values()
         self._values = {}
         self._count = 0
-        while self._swept:
-            self._sweep_some()
+        in_turns(self._sweep())
         self.room.change()
+
+    async def aclose(self) -> None:
+        """Wait, once it is closed, until all that nobody reads has gone."""
+        for _ in self._sweep():
+            await asyncio.sleep(0)
+        await self.room.aclose()
 
     def check_usable(self, key: str) -> None:
         """Refuse what is no key, another loop, and any call after the end."""
@@ -556,16 +564,13 @@ class StoredValues:
         if not value.readers:
             value.region.release()
 
-    def _sweep(self) -> None:
-        if self._swept:  # else it was closed
-            self._sweep_some()
+    def _sweep(self) -> Iterator[None]:
+        """Give back, step by step, the memory of what nobody finds any more."""
+        while self._swept:
+            values = self._swept[-1]
+            for _ in range(min(len(values), _SWEPT_AT_ONCE)):
+                self._drop(values.popitem()[1])
+            if not values:
+                self._swept.pop()
             self.room.change()
-        if self._swept:
-            asyncio.get_running_loop().call_soon(self._sweep)
-
-    def _sweep_some(self) -> None:
-        values = self._swept[-1]
-        for _ in range(min(len(values), _SWEPT_AT_ONCE)):
-            self._drop(values.popitem()[1])
-        if not values:
-            self._swept.pop()
+            yield

@@ -10,6 +10,7 @@ repeated, or a cancelled anyio scope, which cancels every ``await`` below it.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import math
 import traceback
@@ -39,6 +40,7 @@ __all__ = (
     "Waits",
     "Watchers",
     "clear_all_frames",
+    "in_turns",
     "wait_or_stop",
     "wait_shielded",
 )
@@ -320,6 +322,17 @@ class Waits:
                 future.set_result(None)
             else:
                 self._waits.append((is_over, future))
+
+
+def in_turns(steps: Iterator[None]) -> None:
+    """Take one step now, and one in each turn of the loop from here on. Never waits.
+
+    Where no loop runs all are taken now.
+    """
+    for _ in steps:
+        with contextlib.suppress(RuntimeError):  # that none runs
+            asyncio.get_running_loop().call_soon(in_turns, steps)
+            return
 
 
 _LONG_S: Final = 3600.0

@@ -180,3 +180,15 @@ async def test_a_put_that_finds_no_memory_leaves_nothing() -> None:
             await store.put("a", torch.zeros(1, dtype=torch.uint8).expand(2**48))
         await store.put("a", value_of(1))
         assert store.statistics().used_bytes == _MIB
+
+
+async def test_a_store_of_many_values_has_let_go_of_all_when_it_is_closed(
+    store: StoreBuffer,
+) -> None:
+    for number in range(600):
+        pending = await store.values.reserve(
+            f"{number}", TensorSpec((1,), "uint8"), None
+        )
+        store.values.commit(pending, b"")
+    await store.aclose()
+    assert store.statistics().used_bytes == 0

@@ -45,6 +45,14 @@ def store(values: StoredValues, key: str, nbytes: int, digest: bytes = b"") -> N
     values.commit(reserve(values, key, nbytes), digest)
 
 
+def full_of(arena: HeapArena) -> StoredValues:
+    """Return values of one byte each that leave no room."""
+    values = StoredValues(arena, lambda: None)
+    for number in range(arena.max_bytes):
+        store(values, f"{number}", 1)
+    return values
+
+
 def pin(values: StoredValues, key: str) -> PinnedValue:
     pinned = values.lookup(key, None)
     assert pinned is not None
@@ -317,9 +325,7 @@ async def test_what_was_cleared_makes_room_before_its_turn_has_come() -> None:
     assert values.clear(None) == 1
 
 
-async def test_cleared_values_are_let_go_of_in_turns_and_all_of_them_at_the_end() -> (
-    None
-):
+async def test_cleared_values_are_let_go_of_in_turns() -> None:
     arena = HeapArena(_MAX_BYTES)
     values = StoredValues(arena, lambda: None, 1000)
     fill(values, 700)
@@ -328,10 +334,24 @@ async def test_cleared_values_are_let_go_of_in_turns_and_all_of_them_at_the_end(
     for _ in range(4):
         await asyncio.sleep(0)
     assert arena.used_bytes == 0
-    fill(values, 700)
+
+
+async def test_at_the_end_all_values_are_let_go_of_in_turns() -> None:
+    arena = HeapArena(1000)
+    values = full_of(arena)
+    values.close()
+    assert len(values) == 0 and arena.used_bytes == 1000 - 256
+    await asyncio.sleep(0)
+    assert 0 < arena.used_bytes < 1000 - 256
+    await values.aclose()
+    assert arena.used_bytes == 0
+
+
+def test_where_no_loop_runs_all_values_are_let_go_of_at_once() -> None:
+    arena = HeapArena(1000)
+    values = full_of(arena)
     values.close()
     assert arena.used_bytes == 0
-    await asyncio.sleep(0)
 
 
 async def test_one_owner_s_values_are_cleared_and_no_other_s(
@@ -440,20 +460,12 @@ async def test_a_wait_ends_with_the_ledger(taken: Store) -> None:
     assert len(taken.values.room) == 0
 
 
-def full_of(count: int) -> StoredValues:
-    """Return values of one byte each that leave no room."""
-    values = StoredValues(HeapArena(count), lambda: None)
-    for number in range(count):
-        store(values, f"{number}", 1)
-    return values
-
-
 def put(values: StoredValues, nbytes: int) -> asyncio.Task[PendingPut]:
     return asyncio.create_task(values.reserve("put", spec_of(nbytes), None))
 
 
 async def test_others_have_their_turn_while_many_values_make_room_for_one() -> None:
-    values = full_of(1000)
+    values = full_of(HeapArena(1000))
     large, counts = put(values, 1000), [1000]
     while not large.done():
         await asyncio.sleep(0)
@@ -465,7 +477,7 @@ async def test_others_have_their_turn_while_many_values_make_room_for_one() -> N
 
 
 async def test_who_comes_while_many_values_make_room_for_one_waits_behind_it() -> None:
-    values = full_of(1000)
+    values = full_of(HeapArena(1000))
     puts = [put(values, nbytes) for nbytes in (900, *[5] * 20)]
     await asyncio.sleep(0)
     assert 1000 - 256 <= len(values) < 1000
@@ -478,7 +490,7 @@ async def test_who_comes_while_many_values_make_room_for_one_waits_behind_it() -
 
 
 async def test_who_is_cancelled_as_many_values_make_room_lets_the_next_go_on() -> None:
-    values = full_of(1000)
+    values = full_of(HeapArena(1000))
     large, other = put(values, 1000), put(values, 500)
     await asyncio.sleep(0)
     await cancelled(large)
@@ -489,7 +501,7 @@ async def test_who_is_cancelled_as_many_values_make_room_lets_the_next_go_on() -
 
 
 async def test_many_values_make_no_room_for_one_that_waits_as_the_end_comes() -> None:
-    values = full_of(1000)
+    values = full_of(HeapArena(1000))
     large = put(values, 1000)
     await asyncio.sleep(0)
     values.close()

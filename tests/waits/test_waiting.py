@@ -1,12 +1,13 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator
 
 import pytest
 
 from asynckv.errors import PeerLost
 from asynckv.testing.blocked import until_blocked
-from asynckv.waits.waiting import Reply, Waits, Watchers
+from asynckv.waits.waiting import Reply, Waits, Watchers, in_turns
 
 
 async def test_the_first_answer_counts() -> None:
@@ -108,3 +109,25 @@ async def test_who_was_cancelled_is_not_remembered() -> None:
     watchers.next_change(loop)
     watchers.next_change(loop)
     assert len(watchers) == 2
+
+
+def steps(taken: list[int]) -> Iterator[None]:
+    for number in range(3):
+        taken.append(number)
+        yield
+
+
+async def test_steps_are_taken_in_turns_of_the_loop() -> None:
+    taken = list[int]()
+    in_turns(steps(taken))
+    assert taken == [0]
+    await asyncio.sleep(0)
+    assert taken == [0, 1]
+    await asyncio.sleep(0)
+    assert taken == [0, 1, 2]
+
+
+def test_where_no_loop_runs_all_steps_are_taken_at_once() -> None:
+    taken = list[int]()
+    in_turns(steps(taken))
+    assert taken == [0, 1, 2]
