@@ -277,11 +277,6 @@ class P2PRequest:
         return self.peer, self.transfer_id
 
     @property
-    def is_loading(self) -> bool:
-        """Whether its load is under way."""
-        return self.load is not None and not self.load.is_over
-
-    @property
     def has_loaded(self) -> bool:
         """Whether its load is over, and brought everything."""
         return self.load is not None and self.load.is_over and not self.load.reason

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import logging
 import time
@@ -98,8 +99,11 @@ class P2PScheduler(ThreadBound, KVConnectorScheduler, SupportsHMA, TakesHandshak
         # Saves that have not ended, by the request that saves.
         self._saves: dict[str, SavedPrompt] = {}
         self._loads = ExpectedLoads()
-        # Which request loads a transfer now.
+        # Which request loads a transfer now; and by request, whose loads go on.
         self._loading: dict[tuple[str, str], P2PRequest] = {}
+        self._loaders: dict[str, P2PRequest] = {}
+        # How many requests load a transfer, or are going to.
+        self._wanting: collections.Counter[tuple[str, str]] = collections.Counter()
         self._left_to_others: list[str] = []
         self._withdrawals: list[SaveRequest] = []
         self._full_until = 0.0
@@ -167,10 +171,13 @@ class P2PScheduler(ThreadBound, KVConnectorScheduler, SupportsHMA, TakesHandshak
             refusal=known.refusal or refusal_of_blocks(blocks, end - first),
         )
         known.load = self._loads.begin(request.request_id, load.block_ids)
-        if known.load is not None:
-            self._pending_loads.append(load)
-            if not load.refusal:
-                self._loading[known.transfer] = known
+        if known.load is None:
+            self._want_no_more(known)
+            return
+        self._pending_loads.append(load)
+        self._loaders[request.request_id] = known
+        if not load.refusal:
+            self._loading[known.transfer] = known
 
     def build_connector_meta(self, step: KVConnectorStep) -> KVConnectorMetadata:
         self._check_thread()
@@ -195,12 +202,12 @@ class P2PScheduler(ThreadBound, KVConnectorScheduler, SupportsHMA, TakesHandshak
             if saved is not None and request_id in results.failed_sending:
                 saved.is_saved = False
         ended = self._loads.settle(results)
-        if ended:
-            self._loading = {
-                transfer: one
-                for transfer, one in self._loading.items()
-                if one.is_loading
-            }
+        for request_id in ended.finished_recving:
+            known = self._loaders.pop(request_id)
+            if self._loading.get(known.transfer) is known:
+                del self._loading[known.transfer]
+            if self._requests.get(request_id) is known:  # else it was aborted
+                self._want_no_more(known)
         return ended
 
     def request_finished(
@@ -213,7 +220,8 @@ class P2PScheduler(ThreadBound, KVConnectorScheduler, SupportsHMA, TakesHandshak
         if known.is_to_load:
             self._release(known)
         if self._loads.abort(request.request_id):
-            if self._is_wanted(known):
+            self._want_no_more(known)
+            if known.transfer in self._wanting:
                 self._left_to_others.append(request.request_id)
             return True, None
         if (saved := known.saved) is None:
@@ -250,6 +258,7 @@ class P2PScheduler(ThreadBound, KVConnectorScheduler, SupportsHMA, TakesHandshak
         self._saves.clear()
         self._loads.clear()
         self._loading.clear()
+        self._wanting.clear()
 
     def _known(self, request: KVRequest) -> P2PRequest:
         """Return what is known of a request; its parameters are read once."""
@@ -263,6 +272,8 @@ class P2PScheduler(ThreadBound, KVConnectorScheduler, SupportsHMA, TakesHandshak
                 self._refused_params += 1
                 why = as_line(str(exc))
                 logger.warning("%s has no transfer: %s", as_line(known.name), why)
+            if known.is_to_load:
+                self._wanting[known.transfer] += 1
         return known
 
     def _share(self, known: P2PRequest) -> None:
@@ -319,8 +330,9 @@ class P2PScheduler(ThreadBound, KVConnectorScheduler, SupportsHMA, TakesHandshak
     def _release(self, known: P2PRequest) -> None:
         """Nothing of it is needed here: let the producer have its memory back."""
         known.is_to_load = False
-        awaited = known.awaited
-        if self._is_wanted(known) or (awaited is not None and awaited.has_loaded):
+        self._want_no_more(known)
+        awaited, is_wanted = known.awaited, known.transfer in self._wanting
+        if is_wanted or (awaited is not None and awaited.has_loaded):
             return  # it will be taken, or was
         self._pending_loads.append(
             LoadRequest(
@@ -335,14 +347,11 @@ class P2PScheduler(ThreadBound, KVConnectorScheduler, SupportsHMA, TakesHandshak
             )
         )
 
-    def _is_wanted(self, known: P2PRequest) -> bool:
-        """Whether another request loads its transfer, or is going to."""
-        return any(
-            other.transfer == known.transfer
-            and other is not known
-            and (other.is_to_load or other.is_loading)
-            for other in self._requests.values()
-        )
+    def _want_no_more(self, known: P2PRequest) -> None:
+        """It does not load its transfer, nor is it going to."""
+        self._wanting[known.transfer] -= 1
+        if not self._wanting[known.transfer]:
+            del self._wanting[known.transfer]
 
     def _params_of(self, known: P2PRequest) -> dict[str, object]:
         return {

@@ -16,7 +16,7 @@ from asynckv.abc import (
 from asynckv.config import KVTransferConfig
 from asynckv.connectors.engine import KVEngine, prompt_digest
 from asynckv.connectors.p2p.scheduler import P2PScheduler
-from asynckv.connectors.requests import P2PMetadata, SaveRequest
+from asynckv.connectors.requests import P2PMetadata, P2PRequest, SaveRequest
 
 ASKED = {"do_remote_prefill": True, "transfer_id": "t"}
 
@@ -171,6 +171,37 @@ def test_who_gives_up_waiting_releases_nothing_that_is_loaded() -> None:
     scheduler.request_finished(load("u"), ((),))
     (order,) = orders(scheduler).loads
     assert order.block_ids == ()
+
+
+def test_a_load_s_end_and_a_request_s_cost_no_look_at_others(
+    scheduler: P2PScheduler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks = list[P2PRequest]()
+
+    def transfer(known: P2PRequest) -> tuple[str, str]:
+        looks.append(known)
+        return known.peer, known.transfer_id
+
+    monkeypatch.setattr(P2PRequest, "transfer", property(transfer))
+    requests = [load(f"{number}", transfer_id=f"t{number}") for number in range(100)]
+    for request in requests[:50]:
+        scheduler.update_state_after_alloc(request, ((7, 8, 9),), 10)
+    for request in requests[50:]:
+        scheduler.on_new_request(request)
+    for request in requests[:50]:
+        ended(scheduler, request.request_id)
+    for request in requests:
+        scheduler.request_finished(request, ((),))
+    assert len(looks) < 20 * len(requests)
+
+
+def test_a_load_that_has_ended_is_no_reason_to_keep_its_transfer() -> None:
+    scheduler = loading()
+    ended(scheduler, "r", "PeerLost: gone")
+    scheduler.request_finished(load("s"), ((),))
+    assert orders(scheduler) == P2PMetadata()
+    scheduler.request_finished(load("u"), ((),))
+    assert [one.request_id for one in orders(scheduler).loads] == ["u"]
 
 
 def test_a_rest_of_at_most_one_block_is_computed(scheduler: P2PScheduler) -> None:
