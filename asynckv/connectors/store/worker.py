@@ -276,6 +276,8 @@ class StoreLoading(Loading):
         """How many blocks were loaded, and how much came from the store for that."""
         self._rank = rank
         self._at_once = asyncio.Semaphore(rank.at_once)
+        self._turn = asyncio.Lock()
+        """Of the load that begins with its values: the next one begins after that."""
 
     def _begin(self, request: StoreRequest) -> None:
         packed = self._rank.packed()
@@ -304,9 +306,13 @@ class StoreLoading(Loading):
                         "any more",
                         reason="evicted",
                     )
-                async with PlainTaskGroup() as group:
+                async with PlainTaskGroup() as group, self._turn:
                     for part in parts:
-                        group.create_task(self._load_part(store, part, packed, mark))
+                        await self._at_once.acquire()
+                        task = group.create_task(
+                            self._load_part(store, part, packed, mark)
+                        )
+                        task.add_done_callback(lambda _: self._at_once.release())
 
     async def _load_part(
         self,
@@ -315,18 +321,17 @@ class StoreLoading(Loading):
         packed: PackedBlocks,
         mark: Event | None,
     ) -> None:
-        async with self._at_once:
-            value = await store.get(part.key)
-            if value is None:
-                raise EntryAborted("a value is not stored any more", reason="deleted")
-            held = [value]
-            del value  # it is large, and freed in a thread
-            try:
-                await packed.scatter(held[0], part.block_ids, part.first, mark)
-            finally:
-                packed.moves.pool.free(held)
-            self.blocks += packed.num_blocks - part.first
-            self.nbytes += packed.nbytes
+        value = await store.get(part.key)
+        if value is None:
+            raise EntryAborted("a value is not stored any more", reason="deleted")
+        held = [value]
+        del value  # it is large, and freed in a thread
+        try:
+            await packed.scatter(held[0], part.block_ids, part.first, mark)
+        finally:
+            packed.moves.pool.free(held)
+        self.blocks += packed.num_blocks - part.first
+        self.nbytes += packed.nbytes
 
 
 @dataclasses.dataclass(frozen=True)

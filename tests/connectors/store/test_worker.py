@@ -397,6 +397,76 @@ async def test_fewer_values_are_loaded_at_once_the_larger_they_are(
         assert store.most == at_once
 
 
+BLOCKS = tuple(range(100))
+
+
+class GatedStore(StoreBuffer):
+    """One that gives values when its gate is open, and knows who asks for which."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = asyncio.Event()
+        self.asked: list[str] = []
+        self.most_tasks = 0
+
+    async def get(
+        self, key: str, into: torch.Tensor | None = None
+    ) -> torch.Tensor | None:
+        self.asked.append(key[0])
+        self.most_tasks = max(self.most_tasks, len(asyncio.all_tasks()))
+        await self.gate.wait()
+        return await super().get(key, into)
+
+
+@asynccontextmanager
+async def loading_at_once(*names: str) -> AsyncIterator[tuple[GatedStore, StoreWorker]]:
+    """Begin loads of 100 values each, of which the store gives none yet."""
+    async with GatedStore() as store, StoreWorker(CONFIG, ENGINE, store) as worker:
+        worker.register_kv_caches({"a": torch.zeros(100, 16)})
+        orders = tuple(
+            StoreRequest(name, tuple(f"{name}{n}" for n in range(100)), (BLOCKS,))
+            for name in names
+        )
+        for order in orders:
+            worker.bind_connector_metadata(StoreMetadata(saves=(order,)))
+            await worker.wait_for_save()
+            await worker.flush()
+        worker.bind_connector_metadata(StoreMetadata(loads=orders))
+        await worker.start_load_kv()
+        await until(lambda: len(store.asked) == 16)
+        yield store, worker
+
+
+async def test_of_a_long_load_no_more_tasks_are_begun_than_may_run_at_once() -> None:
+    before = len(asyncio.all_tasks())
+    async with loading_at_once("r") as (store, worker):
+        store.gate.set()
+        await until(lambda: not worker.statistics().loading)
+        assert not worker.get_finished().failed_recving
+        assert len(store.asked) == 100
+        assert store.most_tasks < before + 40
+
+
+async def test_the_values_of_one_load_come_before_those_of_the_next() -> None:
+    async with loading_at_once("r", "s") as (store, worker):
+        store.gate.set()
+        await until(lambda: not worker.statistics().loading)
+        assert worker.get_finished().finished_recving == {"r", "s"}
+        assert "".join(store.asked) == 100 * "r" + 100 * "s"
+
+
+async def test_a_load_that_is_aborted_as_it_begins_lets_the_next_one_begin() -> None:
+    async with loading_at_once("r", "s") as (store, worker):
+        worker.bind_connector_metadata(StoreMetadata(aborts=("r",)))
+        await worker.start_load_kv()
+        store.gate.set()
+        await until(lambda: not worker.statistics().loading)
+        results = worker.get_finished()
+        assert results.finished_recving == {"r", "s"}
+        assert results.failed_recving == {"r"}
+        assert store.asked.count("s") == 100
+
+
 class SlowStore(StoreBuffer):
     """One that stores blocks when its gate is open, and some never."""
 
