@@ -358,8 +358,8 @@ class PrefixMatch(int):
         match = super().__new__(cls, count)
         names = [name for name in found[:count] if name is not None]
         match.by_tier = {name: names.count(name) for name in dict.fromkeys(names)}
-        far = [number for number, name in enumerate(names) if name != "memory"]
-        match.ready = far[0] if far else count
+        far = [names.index(name) for name in match.by_tier if name != "memory"]
+        match.ready = min(far, default=count)
         return match
 
 

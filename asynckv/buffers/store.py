@@ -16,7 +16,7 @@ from asynckv.buffers.statistics import StoreStatistics
 from asynckv.buffers.values import StoredValues
 from asynckv.devices.arena import place_of
 from asynckv.tensors.views import check_into, check_landing_place, spec_of
-from asynckv.transfers.tokens import as_keys
+from asynckv.transfers.tokens import as_many_keys
 from asynckv.types import KVFingerprint, TensorSpec, as_seconds
 
 __all__ = ("StoreBuffer", "check_place", "check_value", "expiry_of")
@@ -108,11 +108,13 @@ class StoreBuffer(InMemoryBuffer, KVStoreBuffer):
         return self.values.clear(self.fingerprint)
 
     async def contains(self, keys: Sequence[str]) -> tuple[bool, ...]:
-        nearest = await self.values.nearest(as_keys(keys), self.fingerprint)
-        return tuple(tier is not None for tier in nearest)
+        keys = await as_many_keys(keys)
+        nearest = await self.values.nearest(keys, self.fingerprint)
+        return tuple([tier is not None for tier in nearest])
 
     async def match_prefix(self, block_keys: Sequence[str]) -> PrefixMatch:
-        return await self.values.match_prefix(as_keys(block_keys), self.fingerprint)
+        keys = await as_many_keys(block_keys)
+        return await self.values.match_prefix(keys, self.fingerprint)
 
     async def stat(self, key: str) -> StoredValue | None:
         return await self.values.stat(key, self.fingerprint)
@@ -125,13 +127,13 @@ class StoreBuffer(InMemoryBuffer, KVStoreBuffer):
         within_s: float | None = None,
         prefix: bool = False,
     ) -> AsyncIterator[tuple[bool, ...]]:
-        keys, within_s = as_keys(keys), as_seconds(within_s, "within_s")
         self._check_loop()
+        keys, within_s = await as_many_keys(keys), as_seconds(within_s, "within_s")
         pinned = await self.values.fetch_and_hold(
             keys, self.fingerprint, within_s=within_s, is_prefix=prefix
         )
         try:
-            yield tuple(one is not None for one in pinned)
+            yield tuple([one is not None for one in pinned])
         finally:
             self.values.release_all(pinned)
 

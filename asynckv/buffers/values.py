@@ -33,8 +33,10 @@ __all__ = (
 _HERE: Final = "memory"
 _OWN: Final = "asynckv/"
 """With this begins what connectors say of themselves: it never leaves memory."""
+_ASKED_AT_ONCE: Final = 512
 _FETCHED_AT_ONCE: Final = 16
 _HELD_A_TURN: Final = 64
+_RELEASED_AT_ONCE: Final = 256
 _SWEPT_AT_ONCE: Final = 256
 _EVICTED_AT_ONCE: Final = 128
 _MAX_KEYS: Final = 2**20
@@ -283,21 +285,29 @@ class StoredValues:
         return held
 
     def release_all(self, held: Sequence[PinnedValue | None]) -> None:
-        """End the holds on all that there are."""
-        for pinned in held:
-            if pinned is None or not pinned.is_held:
-                continue
-            pinned.is_held = False
-            value = pinned._value
-            value.readers -= 1
-            if value.readers:
-                continue
-            if value.is_stored:
-                # What was fetched for somebody who has not read it is the first to go.
-                self._now_idle(value, is_used=not value.is_unread)
-            else:
-                value.region.release()
+        """End the holds on all that there are: on some now, and on others in turns."""
+        in_turns(self._release(held))
+
+    def _release(self, held: Sequence[PinnedValue | None]) -> Iterator[None]:
+        for number, pinned in enumerate(held, 1):
+            if pinned is not None and pinned.is_held:
+                self._release_one(pinned)
+            if not number % _RELEASED_AT_ONCE:
+                self.room.change()
+                yield
         self.room.change()
+
+    def _release_one(self, pinned: PinnedValue) -> None:
+        pinned.is_held = False
+        value = pinned._value
+        value.readers -= 1
+        if value.readers:
+            return
+        if value.is_stored:
+            # What was fetched for somebody who has not read it is the first to go.
+            self._now_idle(value, is_used=not value.is_unread)
+        else:
+            value.region.release()
 
     def hold_name(self, name: Name) -> PinnedValue | None:
         """As :meth:`hold`, and that is no use of it."""
@@ -310,7 +320,9 @@ class StoredValues:
 
     def release(self, pinned: PinnedValue) -> None:
         """End one reader's hold; a second call does nothing."""
-        self.release_all([pinned])
+        if pinned.is_held:
+            self._release_one(pinned)
+        self.room.change()
 
     def remove(self, key: str, owner: Owner) -> bool:
         """Forget ``key``; ``True`` if it was there."""
@@ -363,6 +375,18 @@ class StoredValues:
 
         A cancelled call leaves no trace.
         """
+        self._check_open()
+        nearest: list[str | None] = []
+        for start in range(0, len(keys), _ASKED_AT_ONCE):
+            if start:
+                await asyncio.sleep(0)  # others have their turn
+            some = keys[start : start + _ASKED_AT_ONCE]
+            nearest += await self._nearest_of_few(some, owner)
+        return nearest
+
+    async def _nearest_of_few(
+        self, keys: Sequence[str], owner: Owner
+    ) -> list[str | None]:
         here = self.has(keys, owner)
         nearest = [_HERE if has else None for has in here]
         if self.lower is None or all(here):

@@ -7,8 +7,9 @@ tolerance.
 from __future__ import annotations
 
 import array
+import asyncio
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TypeGuard
+from typing import Any, Final, TypeGuard
 
 import msgspec
 import numpy
@@ -26,6 +27,7 @@ __all__ = (
     "as_entry_id",
     "as_key",
     "as_keys",
+    "as_many_keys",
     "as_mask",
     "as_specs",
     "as_text",
@@ -225,6 +227,7 @@ MAX_ID_LENGTH = 256
 """An entry_id of more characters could not be told to a peer."""
 
 _MAX_KEY_LENGTH = 512
+_KEYS_A_TURN: Final = 1024
 
 
 def as_text(value: object, name: str) -> str:
@@ -292,11 +295,28 @@ def as_keys(values: object) -> tuple[str, ...]:
     :raises TypeError: it is no sequence of ``str``, or one ``str``
     :raises ValueError: see :func:`as_key`
     """
-    if isinstance(values, str) or not isinstance(values, Iterable):
-        what = "one key" if isinstance(values, str) else type(values).__name__
-        raise TypeError(f"this takes a sequence of keys, not {what}")
-    keys = tuple(values)
+    keys = _as_tuple(values)
     are_plain = {*map(type, keys)} <= {str} and "".join(keys).isascii()
     if are_plain and max(map(len, keys), default=0) <= _MAX_KEY_LENGTH:
         return keys  # those of a long prompt are thousands
     return tuple(as_key(key) for key in keys)
+
+
+async def as_many_keys(values: object) -> tuple[str, ...]:
+    """As :func:`as_keys`: while they are looked at others have their turn.
+
+    A cancelled call leaves no trace.
+    """
+    given, keys = _as_tuple(values), list[str]()
+    for start in range(0, len(given), _KEYS_A_TURN):
+        if start:
+            await asyncio.sleep(0)
+        keys += as_keys(given[start : start + _KEYS_A_TURN])
+    return tuple(keys)
+
+
+def _as_tuple(values: object) -> tuple[Any, ...]:
+    if isinstance(values, str) or not isinstance(values, Iterable):
+        what = "one key" if isinstance(values, str) else type(values).__name__
+        raise TypeError(f"this takes a sequence of keys, not {what}")
+    return tuple(values)

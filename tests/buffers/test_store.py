@@ -192,3 +192,19 @@ async def test_a_store_of_many_values_has_let_go_of_all_when_it_is_closed(
         store.values.commit(pending, b"")
     await store.aclose()
     assert store.statistics().used_bytes == 0
+
+
+@pytest.mark.parametrize("asked", ["contains", "match_prefix"])
+async def test_others_have_their_turn_while_many_keys_are_looked_for(
+    store: StoreBuffer, asked: str
+) -> None:
+    for key in ("0", "2999"):
+        await store.put(key, value_of(1, 8))
+    keys, turns = [f"{number}" for number in range(3000)], 0
+    asking = asyncio.create_task(getattr(store, asked)(keys))
+    while not asking.done():
+        await asyncio.sleep(0)
+        turns += 1
+    assert turns > 3000 // 512
+    there = (True, *[False] * 2998, True)
+    assert asking.result() == (there if asked == "contains" else 1)

@@ -347,10 +347,28 @@ async def test_at_the_end_all_values_are_let_go_of_in_turns() -> None:
     assert arena.used_bytes == 0
 
 
+async def test_many_values_that_were_held_are_let_go_of_in_turns() -> None:
+    arena = HeapArena(1000)
+    values = full_of(arena)
+    held = values.hold([f"{number}" for number in range(1000)], None)
+    values.close()
+    await values.aclose()
+    values.release_all(held)
+    assert arena.used_bytes == 1000 - 256
+    await asyncio.sleep(0)
+    assert 0 < arena.used_bytes < 1000 - 256
+    for _ in range(2):
+        await asyncio.sleep(0)
+    assert arena.used_bytes == 0
+
+
 def test_where_no_loop_runs_all_values_are_let_go_of_at_once() -> None:
     arena = HeapArena(1000)
     values = full_of(arena)
+    held = values.hold([f"{number}" for number in range(500)], None)
     values.close()
+    assert arena.used_bytes == 500
+    values.release_all(held)
     assert arena.used_bytes == 0
 
 

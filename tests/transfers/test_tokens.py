@@ -18,6 +18,7 @@ from asynckv.testing.blocked import until
 from asynckv.testing.pairs import open_peers
 from asynckv.transfers.tokens import (
     Query,
+    as_many_keys,
     as_mask,
     as_specs,
     as_tokens,
@@ -296,3 +297,19 @@ def test_a_tensor_is_declared_by_a_spec() -> None:
     assert as_specs({"key": _SPEC}) == {"key": _SPEC}
     with pytest.raises(TypeError, match=r"is a tuple: write .*TensorSpec"):
         as_specs({"key": ((1,), "int8")})
+
+
+async def test_others_have_their_turn_while_many_keys_are_looked_at() -> None:
+    keys = [f"{number}" for number in range(5000)]
+    looking = asyncio.create_task(as_many_keys(keys))
+    await asyncio.sleep(0)
+    keys.clear()
+    await asyncio.sleep(0)
+    assert not looking.done()
+    assert await looking == tuple(f"{number}" for number in range(5000))
+
+
+@pytest.mark.parametrize("wrong", ["key", 1, [*["key"] * 5000, 1]])
+async def test_what_are_no_keys_are_refused_however_many_they_are(wrong: Any) -> None:
+    with pytest.raises(TypeError, match="key"):
+        await as_many_keys(wrong)
