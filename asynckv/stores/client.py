@@ -29,7 +29,7 @@ from asynckv.observability.latencies import LatencyHistogram
 from asynckv.stores.clearings import TierClearing
 from asynckv.stores.health import Moving, TierCall, TierHealth, TierStatistics
 from asynckv.stores.write_behind import TierChange, WriteBehind
-from asynckv.waits.waiting import OwnTasks, Watchers
+from asynckv.waits.waiting import OwnTasks, Watchers, in_turns
 
 __all__ = ("Quarantine", "TierClient", "Written")
 
@@ -312,6 +312,8 @@ class TierClient(Generic[W]):
         await asyncio.wait({closing}, timeout=_CLOSE_S)
         if not closing.done():
             logger.warning("%s does not end; it is left to itself", self.name)
+        for _ in self.behind.close():
+            await asyncio.sleep(0)
 
     def abort(self) -> None:
         """Close it now. Never waits."""
@@ -320,7 +322,7 @@ class TierClient(Generic[W]):
 
     def _stop(self) -> None:
         self._is_closed = True
-        self.behind.close()
+        in_turns(self.behind.close())
         self._tasks.cancel()
         for timer in (self._watch, *self._again.values()):
             if timer is not None:

@@ -19,7 +19,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections import OrderedDict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 from typing import Final, Generic, NamedTuple, TypeAlias, TypeVar
 
 from asynckv.stores.clearings import Clearings, LastEpochs, TierClearing
@@ -301,11 +301,16 @@ class WriteBehind(Generic[T]):
             return self.clearings.may_have(prefix)
         return state.is_made and state.identity is not None
 
-    def close(self) -> None:
-        """Nothing more is to be written. What is under way ends as ever."""
+    def close(self) -> Iterator[None]:
+        """Nothing more is to be written: yields after each step of dropping it.
+
+        What is under way ends as ever.
+        """
         for line in self._lines():
-            for key in list(line):
-                self._withdraw(key)
+            while line:
+                for key in list(itertools.islice(line, _AT_ONCE)):
+                    self._withdraw(key)
+                yield
 
     def _lines(self) -> list[_Line[T]]:
         return [self._queued, *self._queued_after.values()]

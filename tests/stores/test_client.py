@@ -294,3 +294,19 @@ async def test_a_store_call_that_does_not_end_keeps_no_model_from_being_cleared(
     assert await client.contains(["p/a", "p/b"]) == [False, True]
     assert not client.behind.valid_from("p/a").has(1, "p/a")
     await client.aclose()
+
+
+async def test_all_that_waits_is_dropped_in_turns_when_it_is_closed(
+    client: TierClient[Value], tier: DictTier
+) -> None:
+    tier.hold("store")
+    for number in range(700):
+        write(client, f"{number}", number)
+    await until(lambda: tier.calls["store"] == 1)
+    client.abort()
+    assert client.statistics().waiting >= 700 - 256
+    await asyncio.sleep(0)
+    assert 700 - 256 > client.statistics().waiting > 100
+    await client.aclose()
+    assert client.statistics().waiting == 16  # are under way
+    tier.let_go("store")

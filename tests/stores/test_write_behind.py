@@ -280,9 +280,16 @@ def test_what_waits_is_dropped_by_a_close_and_what_is_under_way_ends() -> None:
     tier.write("a", 1, "v", 4, "v")
     (change,) = tier.take(9, 99)
     tier.write("b", 2, "v", 4, "v")
-    tier.close()
-    tier.ended(change, is_done=True)
+    for _ in tier.close():
+        tier.ended(change, is_done=True)
     assert (len(tier), tier.nbytes, tier.accepted, tier.dropped) == (0, 0, 1, 1)
+
+
+def test_by_a_close_what_waits_is_dropped_step_by_step() -> None:
+    tier: WriteBehind[str] = WriteBehind(1000, lambda value: None)
+    for number in range(600):
+        tier.write(f"{number}", number, "v", 1, "v")
+    assert [len(tier) for _ in tier.close()] == [600 - 256, 600 - 512, 0]
 
 
 @pytest.mark.parametrize("deletes_old", [False, True])
