@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
+import itertools
 import struct
 from collections.abc import Sequence
 from typing import Final
@@ -25,6 +27,7 @@ __all__ = (
     "NotSaved",
     "PrefixKeys",
     "StoredShape",
+    "keys_of_ranks",
     "namespace_of",
     "prefix_block_keys",
     "prompt_digest",
@@ -242,6 +245,26 @@ def _bytes_of(token_ids: Sequence[int]) -> bytes:
 def rank_block_keys(block_keys: Sequence[str], namespace: str, rank: int) -> list[str]:
     """Return the keys of one rank's part of blocks, in engines of a ``namespace``."""
     return [f"{key}/{namespace}/{rank}" for key in block_keys]
+
+
+_KEYS_A_TURN: Final = 256
+
+
+async def keys_of_ranks(
+    block_keys: Sequence[str], namespace: str, ranks: range
+) -> list[str]:
+    """Return those of several ranks, block by block: of thousands, in several turns.
+
+    A cancelled call leaves no trace.
+    """
+    keys: list[str] = []
+    for start in range(0, len(block_keys), _KEYS_A_TURN):
+        if start:
+            await asyncio.sleep(0)  # others have their turn
+        some = block_keys[start : start + _KEYS_A_TURN]
+        of_ranks = [rank_block_keys(some, namespace, rank) for rank in ranks]
+        keys += itertools.chain.from_iterable(zip(*of_ranks, strict=True))
+    return keys
 
 
 HEADER: Final = "extras.asynckv"

@@ -130,7 +130,7 @@ class StoreRequest(msgspec.Struct, frozen=True):
     number: int = 0
 
     def parts(self, num_blocks: int) -> Iterator[StorePart]:
-        """Yield what each value has of it, where values are of so many blocks.
+        """Yield, one by one, what each value of so many blocks has of it.
 
         :raises ValueError: a group has not the blocks up to the end of the last value
         """
@@ -138,6 +138,9 @@ class StoreRequest(msgspec.Struct, frozen=True):
         count = (first + len(self.keys)) * num_blocks - self.first_block
         if any(len(group) != count for group in self.block_ids):
             raise ValueError(f"{len(self.keys)} values have {count} blocks of it")
+        return self._parts(num_blocks, first)
+
+    def _parts(self, num_blocks: int, first: int) -> Iterator[StorePart]:
         for number, key in enumerate(self.keys, first):
             start = number * num_blocks - self.first_block
             cut = slice(max(0, start), start + num_blocks)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import numpy
@@ -8,6 +9,7 @@ import torch
 
 from asynckv.connectors.engine import (
     EntryHeader,
+    keys_of_ranks,
     prefix_block_keys,
     prompt_digest,
     rank_block_keys,
@@ -79,6 +81,15 @@ def test_keys_stay_as_they_are_for_what_a_disk_has_kept() -> None:
 
 def test_ranks_and_namespaces_have_keys_of_their_own() -> None:
     assert rank_block_keys(["a", "b"], "n", 1) == ["a/n/1", "b/n/1"]
+
+
+async def test_others_have_their_turn_while_many_keys_of_ranks_are_made() -> None:
+    blocks = [f"{number}" for number in range(1000)]
+    making = asyncio.create_task(keys_of_ranks(blocks, "n", range(2, 4)))
+    for _ in range(3):
+        await asyncio.sleep(0)
+        assert not making.done()
+    assert await making == [f"{key}/n/{rank}" for key in blocks for rank in (2, 3)]
 
 
 def test_a_digest_is_of_the_first_tokens_only() -> None:

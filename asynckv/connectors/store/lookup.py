@@ -21,8 +21,8 @@ from asynckv.connectors.engine import (
     SHAPE_KEY,
     KVEngine,
     StoredShape,
+    keys_of_ranks,
     namespace_of,
-    rank_block_keys,
 )
 from asynckv.connectors.options import ConnectorOptions
 from asynckv.errors import AsyncKVError, PeerLost
@@ -316,8 +316,7 @@ class PrefixLookup:
         The first values of all ranks come first, where they come from far.
         """
         ranks = range(self._engine.size)
-        of_ranks = [rank_block_keys(keys, self._namespace, rank) for rank in ranks]
-        in_turn = [key for value in zip(*of_ranks, strict=True) for key in value]
+        in_turn = await keys_of_ranks(keys, self._namespace, ranks)
         there = await self.holds.hold(store, in_turn, self._fetch_s, number)
         self._let_go_later()
         found = (*there, False).index(False) // self._engine.size

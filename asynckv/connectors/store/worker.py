@@ -26,6 +26,7 @@ from asynckv.connectors.engine import (
     SHAPE_KEY,
     KVEngine,
     StoredShape,
+    keys_of_ranks,
     namespace_of,
     rank_block_keys,
 )
@@ -68,11 +69,21 @@ class StoreRank:
     num_blocks: int
     packed: Callable[[], PackedBlocks]
 
-    def parts_of(self, request: StoreRequest) -> list[StorePart]:
-        """Return where the store has what of the request's blocks, for this rank."""
-        keys = rank_block_keys(request.keys, self._namespace, self.engine.rank)
-        parts = request.parts(self.num_blocks)
-        return [part._replace(key=key) for key, part in zip(keys, parts, strict=True)]
+    async def keys_of(self, request: StoreRequest) -> list[str]:
+        """Return the keys of the request's values for this rank, in several turns."""
+        ranks = range(self.engine.rank, self.engine.rank + 1)
+        return await keys_of_ranks(request.keys, self._namespace, ranks)
+
+    def parts_of(self, request: StoreRequest) -> Iterator[StorePart]:
+        """Yield, one by one, where the store has what of the request's blocks.
+
+        :raises ValueError: at once, as :meth:`StoreRequest.parts` does
+        """
+        return map(self._own, request.parts(self.num_blocks))
+
+    def _own(self, part: StorePart) -> StorePart:
+        (key,) = rank_block_keys([part.key], self._namespace, self.engine.rank)
+        return part._replace(key=key)
 
     @property
     def shape(self) -> StoredShape:
@@ -129,7 +140,7 @@ class StoreSaving:
         self._saves = collections.deque()
         for request in step.saves:
             prompt = request.request_id, request.number
-            parts = self._rank.parts_of(request)
+            parts = list(self._rank.parts_of(request))
             if parts and parts[0].number <= self._ends.get(prompt, -1):
                 del self._ends[prompt]  # it is begun again before its gap
             self._saves += [_Save(prompt, part) for part in parts]
@@ -298,11 +309,12 @@ class StoreLoading(Loading):
         """
         parts = self._rank.parts_of(request)
         async with asyncio.timeout(self._rank.options.load_timeout_s):
+            keys = await self._rank.keys_of(request)
             store = await self._rank.line.store()
-            async with store.pin([part.key for part in parts]) as found:
+            async with store.pin(keys) as found:
                 if not all(found):
                     raise EntryAborted(
-                        f"{found.count(False)} of {len(parts)} values are not stored "
+                        f"{found.count(False)} of {len(found)} values are not stored "
                         "any more",
                         reason="evicted",
                     )

@@ -777,7 +777,14 @@ async def test_each_rank_has_its_own_keys_of_a_block() -> None:
     for number in range(2):
         rank = await rank_of(msgspec.structs.replace(RANKS, rank=number))
         keys = [part.key for part in rank.parts_of(order)]
+        assert keys == await rank.keys_of(order)
         assert keys == [f"a/{name}/{number}", f"b/{name}/{number}"]
+
+
+async def test_what_values_have_of_a_long_request_is_made_one_by_one() -> None:
+    rank, order = await rank_of(RANKS), StoreRequest("r", ("a", "b"), ((3, 4),))
+    parts = rank.parts_of(order)
+    assert [next(parts).block_ids, next(parts).block_ids] == [((3,),), ((4,),)]
 
 
 async def test_ranks_of_another_shape_have_no_key_in_common() -> None:
@@ -785,4 +792,4 @@ async def test_ranks_of_another_shape_have_no_key_in_common() -> None:
     one, other = [
         await rank_of(msgspec.structs.replace(RANKS, tp_size=size)) for size in (1, 2)
     ]
-    assert one.parts_of(order) != other.parts_of(order)
+    assert list(one.parts_of(order)) != list(other.parts_of(order))
