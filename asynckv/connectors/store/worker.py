@@ -6,10 +6,10 @@ Which are on their way, and which had no room.
 from __future__ import annotations
 
 import asyncio
-import collections
 import contextlib
 import dataclasses
 import functools
+import itertools
 import logging
 import math
 import time
@@ -111,6 +111,24 @@ class _Save(NamedTuple):
     part: StorePart
 
 
+class _Saves:
+    """Those of one step that have not begun. Each is made when it is the next one."""
+
+    def __init__(self, saves: Iterator[_Save]) -> None:
+        self._saves = saves
+        self._next: list[_Save] = []
+
+    def next(self) -> _Save | None:
+        """Return the next one, if there is any. It is that until it is popped."""
+        if not self._next:
+            self._next += itertools.islice(self._saves, 1)
+        return self._next[0] if self._next else None
+
+    def pop(self) -> None:
+        """The next one has begun."""
+        self._next.clear()
+
+
 class StoreSaving:
     """Copies the blocks that a step completes a value of to host memory, and stores
     the copies beside the next steps.
@@ -126,7 +144,7 @@ class StoreSaving:
         """Of those that were stored."""
         self._rank = rank
         self._logs_losses = logs_losses
-        self._saves: collections.deque[_Save] = collections.deque()
+        self._saves = _Saves(iter(()))
         # Of prompts that are not stored further.
         self._ends: dict[tuple[str, int], int] = {}
         self._staging = Staging(0)
@@ -137,26 +155,29 @@ class StoreSaving:
 
     def bind(self, step: StoreMetadata) -> None:
         """A step begins, with these saves. Never waits."""
-        self._saves = collections.deque()
+        self.clear()
+        saves: list[Iterator[_Save]] = []
         for request in step.saves:
             prompt = request.request_id, request.number
-            parts = list(self._rank.parts_of(request))
-            if parts and parts[0].number <= self._ends.get(prompt, -1):
+            parts = self._rank.parts_of(request)
+            first = request.first_block // self._rank.num_blocks
+            if request.keys and first <= self._ends.get(prompt, -1):
                 del self._ends[prompt]  # it is begun again before its gap
-            self._saves += [_Save(prompt, part) for part in parts]
+            saves.append(map(functools.partial(_Save, prompt), parts))
+        self._saves = _Saves(itertools.chain.from_iterable(saves))
 
     def clear(self) -> None:
         """The step is over. What is waited for goes on."""
-        self._saves = collections.deque()
+        self._saves = _Saves(iter(()))
 
     def begin_to_wait(self) -> Coroutine[Any, Any, None]:
         """All is computed; return what waits until the step's blocks are copied."""
         with self._failing(self._saves):
-            mark = self._rank.packed().moves.now() if self._saves else None
+            mark = self._rank.packed().moves.now() if self._saves.next() else None
         return self._wait(self._saves, mark)
 
     @contextlib.contextmanager
-    def _failing(self, saves: collections.deque[_Save]) -> Iterator[None]:
+    def _failing(self, saves: _Saves) -> Iterator[None]:
         """With one save that fails those behind it have, and nothing follows them.
 
         A cancelled one may be waited for again.
@@ -164,22 +185,19 @@ class StoreSaving:
         try:
             yield
         except Exception:
-            for save in saves:
+            while (save := saves.next()) is not None:
                 self._end(save)
-            self.failed += len(saves)
-            saves.clear()
+                self.failed += 1
+                saves.pop()
             raise
 
-    async def _wait(self, saves: collections.deque[_Save], mark: Event | None) -> None:
+    async def _wait(self, saves: _Saves, mark: Event | None) -> None:
         with self._failing(saves):
             await self._copy_all(saves, mark)
 
-    async def _copy_all(
-        self, saves: collections.deque[_Save], mark: Event | None
-    ) -> None:
+    async def _copy_all(self, saves: _Saves, mark: Event | None) -> None:
         until_s = asyncio.get_running_loop().time() + _WAIT_S
-        while saves:
-            save = saves[0]
+        while (save := saves.next()) is not None:
             packed = self._rank.packed()
             nbytes = packed.nbytes
             if save.prompt in self._ends or not await self._takes_room(nbytes, until_s):
@@ -192,7 +210,7 @@ class StoreSaving:
                 except BaseException:
                     self._staging.release(nbytes)
                     raise
-            saves.popleft()  # not before: a cancelled call has not saved it
+            saves.pop()  # not before: a cancelled call has not saved it
 
     def _begin(self, save: _Save, value: torch.Tensor) -> None:
         """Store a value beside whatever comes next. Never waits."""

@@ -36,7 +36,7 @@ from asynckv.connectors.engine import (
     prefix_block_keys,
     rank_block_keys,
 )
-from asynckv.connectors.requests import StoreMetadata, StoreRequest
+from asynckv.connectors.requests import StoreMetadata, StorePart, StoreRequest
 from asynckv.connectors.store import worker as store_saving
 from asynckv.connectors.store.scheduler import StoreScheduler
 from asynckv.connectors.store.worker import (
@@ -677,6 +677,27 @@ async def test_a_load_waits_for_no_save() -> None:
         assert not (await load(worker, "r0")).failed_recving
         assert worker.statistics().saving == 16
         store.gate.set()
+        await worker.flush()
+
+
+async def test_a_step_s_saves_are_made_when_they_begin(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made, own = list[StorePart](), StoreRank._own
+
+    def note(rank: StoreRank, part: StorePart) -> StorePart:
+        made.append(part)
+        return own(rank, part)
+
+    monkeypatch.setattr(StoreRank, "_own", note)
+    store = SlowStore()
+    store.gate.set()
+    async with saving_to(store) as worker:
+        order = StoreRequest("r", ("r0", "r1"), ((0, 1),))
+        worker.bind_connector_metadata(StoreMetadata(saves=(order,)))
+        assert not made
+        await worker.wait_for_save()
+        assert [part.number for part in made] == [0, 1]
         await worker.flush()
 
 
