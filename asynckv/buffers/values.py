@@ -286,16 +286,17 @@ class StoredValues:
 
     def release_all(self, held: Sequence[PinnedValue | None]) -> None:
         """End the holds on all that there are: on some now, and on others in turns."""
-        in_turns(self._release(held))
+        in_turns(self._release([*reversed(held)]))
 
-    def _release(self, held: Sequence[PinnedValue | None]) -> Iterator[None]:
-        for number, pinned in enumerate(held, 1):
-            if pinned is not None and pinned.is_held:
-                self._release_one(pinned)
-            if not number % _RELEASED_AT_ONCE:
-                self.room.change()
-                yield
-        self.room.change()
+    def _release(self, held: list[PinnedValue | None]) -> Iterator[None]:
+        """Release them from the end on: to free many objects takes its time, too."""
+        while held:
+            for _ in range(min(len(held), _RELEASED_AT_ONCE)):
+                pinned = held.pop()
+                if pinned is not None and pinned.is_held:
+                    self._release_one(pinned)
+            self.room.change()
+            yield
 
     def _release_one(self, pinned: PinnedValue) -> None:
         pinned.is_held = False
