@@ -15,6 +15,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from typing import Final, TypeAlias
 
 from asynckv.errors import ConfigError
+from asynckv.security.names import is_host
 from asynckv.waits.waiting import OwnTasks
 
 __all__ = ("Page", "Pages", "serve_http")
@@ -79,7 +80,7 @@ def _host_and_port(address: str) -> tuple[str, int]:
         host, port = parts.hostname, parts.port
     except ValueError:
         host = port = None
-    if not host or port is None or parts.netloc != address:
+    if not is_host(host) or port is None or parts.netloc != address:
         raise ConfigError(
             f"--http is {address!r}, no address", hint="write 127.0.0.1:9464"
         )

@@ -112,7 +112,14 @@ async def test_leaving_ends_what_is_under_way() -> None:
 async def test_an_address_is_a_host_and_a_port() -> None:
     async with serve_http("[::1]:0", {"/hello": hello}) as url:
         assert url.startswith("http://[::1]:")
-    for wrong in ("9464", ":9464", "127.0.0.1", "127.0.0.1:x", "http://127.0.0.1:1"):
+    for wrong in (
+        "9464",
+        ":9464",
+        "127.0.0.1",
+        "127.0.0.1:x",
+        "http://127.0.0.1:1",
+        "a..b:1",
+    ):
         with pytest.raises(ConfigError, match="no address"):
             await serve_http(wrong, {}).__aenter__()
 
