@@ -280,6 +280,8 @@ class Leases:
         self._seqs = itertools.count(1)
         self._tokens: list[bytes] = []
         self.is_closed = False
+        self.leased_entries = 0
+        """How many entries somebody holds."""
 
     @property
     def waiting_count(self) -> int:
@@ -443,6 +445,7 @@ class Leases:
             self._tokens = _random_tokens()
         token = self._tokens.pop()
         lease = Lease(entry, waiter, matched_tokens, entry.attempts, token)
+        self.leased_entries += not entry.leases
         entry.leases[token] = lease
         if entry.consumers is not None:
             entry.consumers.add(waiter.holder.consumer)
@@ -463,6 +466,7 @@ class Leases:
         """If it does not count its consumer may have the entry again."""
         lease.is_valid = False
         del lease.entry.leases[lease.token]
+        self.leased_entries -= not lease.entry.leases
         lease.waiter.lease = None
         if lease.lapse is not None:
             lease.lapse.cancel()
