@@ -298,6 +298,8 @@ class LookupBuffer(InMemoryBuffer, KVLookupBuffer):
                 await self.room.until(
                     lambda: not self.ledger.table.entries or self.is_closed
                 )
+            for _ in self.ledger.closing():
+                await asyncio.sleep(0)
             self.abort()
             ending = self._end()
             await asyncio.wait({ending})

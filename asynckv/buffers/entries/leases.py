@@ -256,6 +256,7 @@ def find_by_id(
 
 
 _TOKEN_NBYTES: Final = 16
+_AT_A_TIME: Final = 64
 
 logger = logging.getLogger(__name__)
 
@@ -413,8 +414,8 @@ class Leases:
         for lease in leases:
             self._take_back(lease, reason)
 
-    def close(self) -> None:
-        """Every query ends, and entries leave.
+    def closing(self) -> Iterator[None]:
+        """Every query ends, and entries leave; yields now and then.
 
         What an application holds whole leaves when it is acknowledged or given
         back; no other delivery goes on, and no stream.
@@ -422,11 +423,16 @@ class Leases:
         self.is_closed = True
         for waiter in self._matcher.everyone():
             waiter.holder.closed()
-        left = [e for e in self._table.entries.values() if e.state is EntryState.READY]
-        for entry in list(self._table.entries.values()):
+        before = self._counters.dropped
+        for number, entry in enumerate(list(self._table.entries.values())):
+            if number and not number % _AT_A_TIME:
+                yield
+            if entry.entry_id not in self._table.entries:
+                continue  # it has left meanwhile
             leases = list(entry.leases.values())
             held = [x for x in leases if x.reached and not x.holder.streams]
             if not entry.complete or not held:
+                self._counters.dropped += entry.state is EntryState.READY
                 self.void(entry, "closed")
                 continue
             self.keep_for_consumers(entry)
@@ -434,9 +440,7 @@ class Leases:
                 if lease not in held:
                     self._end(lease)
                     self._take_back(lease, "closed")
-        dropped = sum(entry.left_by == "closed" for entry in left)
-        if dropped:
-            self._counters.dropped += dropped
+        if dropped := self._counters.dropped - before:
             logger.info("%d entries that nobody took leave with the buffer", dropped)
 
     def _lease(self, entry: StoredEntry, waiter: Waiter, matched_tokens: int) -> None:
