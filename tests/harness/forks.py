@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import os
 import signal
 import socket
@@ -139,6 +140,7 @@ def main() -> str:
     """Fork until nobody orders any more; return code only where it is to be run."""
     for name in asynckv.__all__:
         getattr(asynckv, name)
+    gc.freeze()  # else each of them looks through all that at its end, and copies it
     with socket.socket(fileno=os.dup(0)) as orders:
         while True:
             data, descriptors, _, _ = socket.recv_fds(orders, _ORDER_BYTES, 3)

@@ -253,7 +253,11 @@ def test_lanes_are_those_of_the_cores_unless_told_otherwise() -> None:
 @pytest.mark.parametrize(
     "linger", [bytes(8), b"\1\0\0\0\0\0\0\0"], ids=["end", "reset"]
 )
-async def test_a_killed_peer_is_lost_at_once(linger: bytes) -> None:
+async def test_a_killed_peer_is_lost_at_once(
+    monkeypatch: pytest.MonkeyPatch, linger: bytes
+) -> None:
+    # The killed one ends by no goodbye.
+    monkeypatch.setattr("asynckv.links.link.GRACE_S", 0.01)
     async with linked(answer=lambda *_: None) as pair:
         sock: socket.socket = pair.far._stream._sock  # type: ignore[attr-defined]
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)

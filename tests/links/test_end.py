@@ -14,18 +14,14 @@ from asynckv.links.dial import dial
 from asynckv.links.end import MISSED_BEATS, Heartbeat
 from asynckv.protocol.frames import (
     OpenPipe,
-    Peek,
 )
 from asynckv.protocol.values import Limits
 from asynckv.testing.blocked import until
 from harness.children import line_of
 from harness.forks import ForkServer
-from harness.link_pairs import Hearer, linked, name_of
+from harness.link_pairs import ASK, Hearer, linked, name_of
 
 pytestmark = pytest.mark.both_loops
-
-
-ASK = Peek(has_key=True)
 
 
 def never(*_: object) -> None:

@@ -11,8 +11,12 @@ import torch
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from asynckv.cli.demo.messages import (
+    Failed,
+    FillBuffer,
     ReadBack,
+    Text,
     WaitReturned,
+    decode_note,
     encode_line,
 )
 from asynckv.cli.demo.worker import (
@@ -72,7 +76,15 @@ async def test_a_worker_ends_when_its_parent_hangs_up(forks: ForkServer) -> None
 async def test_prints_go_to_the_standard_error(forks: ForkServer) -> None:
     _, output, errors = await talk(forks, encode_line(ReadBack(())))
     assert b"a print" in errors
-    assert b"a print" not in output
+    assert decode_note(output) == Text("done")
+
+
+@pytest.mark.multiprocess
+async def test_an_order_that_fails_is_answered_with_its_error(
+    forks: ForkServer,
+) -> None:
+    _, output, _ = await talk(forks, encode_line(FillBuffer(())))
+    assert decode_note(output) == Failed("ValueError: unknown")
 
 
 @pytest.mark.multiprocess
