@@ -155,6 +155,9 @@ def main() -> str:
                 os._exit(0)
             elif _is_watched(*descriptors):
                 break
+    # Also where the tests themselves are to end by neither, as with nohup.
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     os.environ.clear()
     os.environ.update(order.environ)
     sys.argv[1:] = order.arguments
