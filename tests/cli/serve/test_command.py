@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 from asynckv.cli.main import main
 from asynckv.cli.options import KeyOptions, ServeOptions
 from asynckv.cli.serve.command import serve
+from harness.forks import ForkServer
 
 pytest.importorskip("uvloop").new_event_loop().close()  # its first makes a lasting pipe
 
@@ -55,6 +57,52 @@ def test_without_prometheus_client_it_says_what_to_install(
     assert serve(ServeOptions(store=2**20, http="127.0.0.1:0")) == 1
     shown = capsys.readouterr().err
     assert "--http needs prometheus_client" in shown and '".[metrics]"' in shown
+
+
+CHATTY = """
+import logging, sys
+from asynckv.cli.serve.command import logging_to_stderr
+
+logger, line = logging.getLogger("asynckv"), "x" * 1000
+with logging_to_stderr("info"):
+    for number in range(10_000):
+        logger.info("%d %s", number, line)
+    print("logged", flush=True)
+    while True:
+        logger.info("more")
+"""
+
+
+@pytest.mark.multiprocess
+async def test_lines_that_nobody_reads_are_counted_and_not_waited_for(
+    forks: ForkServer,
+) -> None:
+    async with forks.running(CHATTY, stderr=subprocess.PIPE) as fork:
+        assert await fork.stdout.readline() == b"logged\n" and fork.stderr is not None
+        numbers = list[int]()
+        while b" lines are missing here" not in (line := await fork.stderr.readline()):
+            numbers.append(int(line.split()[3]))
+        assert numbers == [*range(len(numbers))] and 1000 <= len(numbers) < 10_000
+
+
+WRITTEN = """
+import logging
+from asynckv.cli.serve.command import logging_to_stderr
+
+with logging_to_stderr("warning", ["redis://u:hunter2@h"]):
+    logging.getLogger("asynckv.a").warning("no redis://u:hunter2@h \\udcff")
+    logging.getLogger("asynckv.a").info("too little")
+    logging.getLogger("others").error("of others")
+"""
+
+
+@pytest.mark.multiprocess
+async def test_what_was_logged_is_written_without_passwords_before_it_ends(
+    forks: ForkServer,
+) -> None:
+    lines = (await forks.printed_by(WRITTEN)).splitlines()
+    words = [line.split(" ", 2)[2] for line in lines]
+    assert words == [r"WARNING no redis://u:***@h \udcff", "ERROR of others"]
 
 
 def test_wrong_options_have_a_status_of_their_own(

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import logging
+import os
 import re
 import signal
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -209,6 +213,28 @@ async def test_a_second_signal_ends_it_at_once(
             assert await served.ended() == -signal.SIGTERM
 
 
+@pytest.fixture
+def full_pipe(tmp_path: Path) -> Iterator[Path]:
+    """Return a pipe that takes nothing more: nobody reads it."""
+    path = tmp_path / "full"
+    os.mkfifo(path)
+    reader = os.open(path, os.O_RDWR | os.O_NONBLOCK)
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            os.write(reader, bytes(4096))
+    yield path
+    os.close(reader)
+
+
+async def test_it_serves_and_ends_though_nobody_reads_its_log(full_pipe: Path) -> None:
+    redirect = f"2>'{full_pipe}'"
+    async with serving("--store", "8MiB", redirect=redirect) as served:
+        async with asynckv.connect(await served.until_serving()) as peer:
+            await peer.store.put("key", torch.ones(3))
+        served.signal()
+        assert await served.ended() == 0
+
+
 async def test_consumers_take_what_is_left_before_it_ends(forks: ForkServer) -> None:
     async with serving("--lookup", "8MiB", forks=forks) as served:
         async with asynckv.connect(await served.until_serving()) as peer:
@@ -294,7 +320,7 @@ def test_a_deadline_that_is_kept_ends_nothing(
     ends = list[int]()
     monkeypatch.setattr("os._exit", ends.append)
     before = set(threading.enumerate())
-    with EndDeadline() as deadline:
+    with EndDeadline(logging.NullHandler()) as deadline:
         deadline.set(60.0)
         deadline.set(30.0)
     for timer in set(threading.enumerate()) - before:
