@@ -213,6 +213,33 @@ async def test_a_second_signal_ends_it_at_once(
             assert await served.ended() == -signal.SIGTERM
 
 
+SLOW_TO_IMPORT = """
+import signal
+print("importing", flush=True)
+signal.pause()
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+async def test_a_signal_while_it_imports_ends_it_without_a_word(
+    tmp_path: Path, number: signal.Signals
+) -> None:
+    (tmp_path / "cyclopts.py").write_text(SLOW_TO_IMPORT)
+    async with serving(path=tmp_path) as served:
+        assert await served.line() == "importing"
+        served.signal(number)
+        assert await served.ended() == -number
+    assert served.log == []
+
+
+async def test_it_ends_well_though_standard_streams_are_closed() -> None:
+    async with serving("--store", "8MiB", redirect="<&- 2>&-") as served:
+        async with asynckv.connect(await served.until_serving()) as peer:
+            await peer.store.put("key", torch.ones(3))
+        served.signal()
+        assert await served.ended() == 0
+
+
 @pytest.fixture
 def full_pipe(tmp_path: Path) -> Iterator[Path]:
     """Return a pipe that takes nothing more: nobody reads it."""
