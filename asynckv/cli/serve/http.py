@@ -1,7 +1,7 @@
 """A few pages over HTTP, for probes and scrapers, within fixed bounds of everything.
 
 One GET or HEAD a connection, of at most 8 KiB, answered within 5 s or not at all; no
-body is read. There are at most 32 connections: the next one is hung up on.
+body is read. There are at most 32 connections: for the next one the oldest goes.
 """
 
 from __future__ import annotations
@@ -47,16 +47,21 @@ async def serve_http(address: str, pages: Pages) -> AsyncIterator[str]:
     :raises ConfigError: that is no address, or nobody can listen there
     """
     host, port = _host_and_port(address)
-    answering = OwnTasks()
+    answering, oldest_first = OwnTasks(), dict[asyncio.Task[None], None]()
 
     def take(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        if len(answering) >= _MAX_CONNECTIONS:
+        def end(task: asyncio.Task[None]) -> None:
+            oldest_first.pop(task, None)
             writer.transport.abort()
-        else:
-            work = _answer(pages, reader, writer)
-            task = answering.own(work, "asynckv: an HTTP request")
-            # Also of one that was cancelled before it began.
-            task.add_done_callback(lambda _: writer.transport.abort())
+
+        if len(oldest_first) >= _MAX_CONNECTIONS:
+            oldest = next(iter(oldest_first))
+            del oldest_first[oldest]
+            oldest.cancel()
+        work = _answer(pages, reader, writer)
+        task = answering.own(work, "asynckv: an HTTP request")
+        oldest_first[task] = None
+        task.add_done_callback(end)  # also of one that was cancelled before it began
 
     try:
         server = await asyncio.start_server(take, host, port, limit=_MAX_REQUEST_NBYTES)
