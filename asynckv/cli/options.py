@@ -279,15 +279,31 @@ class ServeOptions:
     log_level: LogLevel = "info"
     """The least that is logged: debug, info, warning or error."""
 
-    def check(self) -> None:
-        """Refuse options that mean nothing together.
+    def check(self, keys: KeyOptions = NO_KEY_OPTIONS) -> None:
+        """Refuse options that mean nothing, with ``keys``.
 
-        :raises ConfigError: what is missing, or is one too many
+        :raises ConfigError: what is missing, is one too many, or is no address
         """
+        from asynckv.cli.serve.http import host_and_port
+        from asynckv.links.address import parse_url
+
+        tls = keys.tls
+        if parse_url(self.listen).scheme == "mem":
+            raise ConfigError(
+                "--listen is mem://, and nobody else is in this process",
+                hint="tcp://127.0.0.1:14579, unix:///run/asynckv.sock",
+            )
+        if self.http is not None:
+            host_and_port(self.http)
         if self.lookup is None and self.store is None:
             raise ConfigError("nothing to serve", hint="--store 2GiB, --lookup 2GiB")
         if self.tier and self.store is None:
             raise ConfigError("--tier is below a store", hint="add --store 2GiB")
+        if self.tenant and tls is None:
+            raise ConfigError(
+                "--tenant is of peers with certificates",
+                hint="add --certificate, --key and --ca",
+            )
         if len(dict(self.tenant)) < len(self.tenant):
             raise ConfigError("--tenant has the same tenant twice")
         if not self.tier and (self.namespace or self.admit != "always"):

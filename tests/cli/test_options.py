@@ -159,8 +159,9 @@ def test_tenants_are_pairs_and_each_comes_once() -> None:
     found = parsed("--store", "1MiB", "--tenant", "a=b.example", "--tenant", "c=d")
     assert found.tenant == (("a", "b.example"), ("c", "d"))
     twice = dataclasses.replace(found, tenant=(("a", "b"), ("a", "c")))
+    keys = KeyOptions(certificate=Path("a"), key=Path("b"), ca=Path("c"))
     with pytest.raises(ConfigError, match="same tenant twice"):
-        twice.check()
+        twice.check(keys)
     for wrong in ("a", "=b", "a="):
         with pytest.raises(CycloptsError, match="is not NAME=CERTIFICATE_NAME"):
             parsed("--tenant", wrong)

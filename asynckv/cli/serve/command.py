@@ -45,8 +45,8 @@ def serve(
     """
     from asynckv.cli.serve.running import EndDeadline, run_until_stopped
 
+    options.check(keys)
     try:
-        options.check()
         logging_ = logging_to_stderr(options.log_level, options.tier)
         with logging_ as log, EndDeadline(log) as deadline:
             run(run_until_stopped(options, keys, deadline))

@@ -18,7 +18,7 @@ from asynckv.errors import ConfigError
 from asynckv.security.names import is_host
 from asynckv.waits.waiting import OwnTasks
 
-__all__ = ("Page", "Pages", "serve_http")
+__all__ = ("Page", "Pages", "host_and_port", "serve_http")
 
 _MAX_REQUEST_NBYTES: Final = 8 * 1024
 _MAX_CONNECTIONS: Final = 32
@@ -46,7 +46,7 @@ async def serve_http(address: str, pages: Pages) -> AsyncIterator[str]:
 
     :raises ConfigError: that is no address, or nobody can listen there
     """
-    host, port = _host_and_port(address)
+    host, port = host_and_port(address)
     answering, oldest_first = OwnTasks(), dict[asyncio.Task[None], None]()
 
     def take(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -79,7 +79,11 @@ async def serve_http(address: str, pages: Pages) -> AsyncIterator[str]:
         await answering.quiesce()
 
 
-def _host_and_port(address: str) -> tuple[str, int]:
+def host_and_port(address: str) -> tuple[str, int]:
+    """Return what ``--http`` says.
+
+    :raises ConfigError: that is no address
+    """
     try:
         parts = urllib.parse.urlsplit(f"//{address}")
         host, port = parts.hostname, parts.port
