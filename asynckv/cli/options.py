@@ -22,7 +22,7 @@ from cyclopts.config import Dict, Env
 
 from asynckv.errors import ConfigError
 from asynckv.observability.lines import without_secrets
-from asynckv.security.shared_secret import secret_file_from
+from asynckv.security.shared_secret import SECRET_VARIABLE, secret_file_from
 from asynckv.security.tls import TLS
 from asynckv.types import KVFingerprint, parse_bytes
 
@@ -126,8 +126,14 @@ Fingerprint: TypeAlias = Annotated[
 
 
 def _secret_file(hint: object, tokens: Sequence[Token]) -> Path:
-    if tokens[0].source == ENVIRONMENT.source:
+    source = tokens[0].source
+    if source == ENVIRONMENT.source:
         secret_file_from(os.environ)  # refuses a second secret there
+    elif source != "cli" and SECRET_VARIABLE in os.environ:
+        raise ConfigError(
+            f"both secret_file in {source} and {SECRET_VARIABLE} are set",
+            hint="leave one of them out",
+        )
     return Path(tokens[0].value)
 
 
@@ -279,7 +285,7 @@ class ServeOptions:
     log_level: LogLevel = "info"
     """The least that is logged: debug, info, warning or error."""
 
-    def check(self, keys: KeyOptions = NO_KEY_OPTIONS) -> None:
+    def check(self, keys: KeyOptions) -> None:
         """Refuse options that mean nothing, with ``keys``.
 
         :raises ConfigError: what is missing, is one too many, or is no address
