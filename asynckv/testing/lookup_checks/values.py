@@ -116,8 +116,7 @@ async def borrow(
 
 async def fill(producer: KVLookupBuffer) -> None:
     """Leave less than 1 MiB of room; the tokens of what takes it are ``[0]``."""
-    nbytes = LOOKUP_MAX_BYTES - MIB // 2
-    await producer.insert([0], None, noise(nbytes), None, None)
+    await insert(producer, 0, LOOKUP_MAX_BYTES - MIB // 2)
 
 
 async def five_waiting(
