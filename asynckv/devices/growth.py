@@ -161,6 +161,8 @@ logger = logging.getLogger(__name__)
 _P = ParamSpec("_P")
 _LOOK_AGAIN_S: Final = 1e-3
 _SETTLE_LOOKS: Final = 1000
+_CLOSE_S: Final = 2.0
+"""CUDA may keep whoever allocates or frees waiting for as long as it likes."""
 
 
 class _Told(TypedDict):
@@ -308,14 +310,16 @@ class Growth:
     async def aclose(self) -> None:
         """Wait until no thread is at a slab. The memory of views stays theirs.
 
-        Waits at most 1 s for a GPU to be done with views that have ended.
+        Waits at most 1 s for a GPU to be done with views that have ended, then 2 s for
+        its memory to be allocated, and to be freed: that ends by itself.
         """
         self.close()
         await self._settle()
+        limit_s = None if self.device_pages is None else _CLOSE_S
         if self._growing is not None:
-            await asyncio.wait({self._growing})
+            await asyncio.wait({self._growing}, timeout=limit_s)
         if self._dropping:
-            await asyncio.wait(self._dropping)
+            await asyncio.wait(self._dropping, timeout=limit_s)
 
     async def _settle(self) -> None:
         arena = self._slabs
@@ -339,12 +343,16 @@ class Growth:
 
     def _make_slab(self, loop: asyncio.AbstractEventLoop, slab: _Slab) -> None:
         nbytes: int | None = 0
+        arena = self._slabs
         try:
-            if self._slabs is not None:
-                nbytes = self._slabs.pages.make_slab()
+            if arena is not None:
+                nbytes = arena.pages.make_slab()
         finally:
-            with contextlib.suppress(RuntimeError):  # the loop is closed
+            try:
                 loop.call_soon_threadsafe(slab.set_result, nbytes)
+            except RuntimeError:  # the loop is closed: nobody else would drop it
+                if arena is not None:
+                    arena.add_slab(nbytes)
 
     def _given_back(self) -> None:
         self._call_when_given_back()

@@ -5,13 +5,15 @@ import errno
 import gc
 import os
 import threading
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import anyio
 import pytest
 import torch
 
+from asynckv.devices import growth as growth_module
 from asynckv.devices.growth import Growth, SpareMemory, allocate_but
 from asynckv.tensors import slabs as slabs_module
 from asynckv.tensors.arena import HeapArena
@@ -19,7 +21,7 @@ from asynckv.tensors.paged_arena import PagedArena, SlabArena, SlabRegion
 from asynckv.tensors.slabs import MIN_SLAB_NBYTES, has_slabs
 from asynckv.testing.blocked import until
 from asynckv.types import TensorSpec
-from harness.fake_devices import fake_device
+from harness.fake_devices import FakeDevice, fake_device
 
 pytestmark = pytest.mark.skipif(not has_slabs(), reason="no memory files here")
 
@@ -232,6 +234,61 @@ async def test_its_end_waits_for_all_that_is_dropped(growth: Growth) -> None:
     first.may_go.set()
     await closing
     assert first.is_gone
+
+
+class Held:
+    """A call of CUDA that keeps whoever makes it until a test lets go."""
+
+    def __init__(self, call: Callable[..., Any]) -> None:
+        self._call = call
+        self.may_return = threading.Event()
+        self.is_under_way = self.has_returned = False
+
+    def __call__(self, *args: Any) -> Any:
+        self.is_under_way = True
+        self.may_return.wait(30)
+        self.has_returned = True
+        return self._call(*args)
+
+
+def hold(gpu: FakeDevice, name: str) -> Held:
+    held = Held(getattr(gpu.process.cuda, name))
+    setattr(gpu.process.cuda, name, held)
+    return held
+
+
+@pytest.mark.parametrize("name", ["malloc", "free"])
+async def test_its_end_does_not_wait_for_ever_while_a_gpu_allocates_or_frees(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setattr(growth_module, "_CLOSE_S", 0.01)
+    with fake_device() as gpu:
+        growth = Growth(_MIB, device=gpu.device)
+        if name == "free":
+            await growth.open()
+        held = hold(gpu, name)
+        growth.awaits(_MIB)
+        await until(lambda: held.is_under_way or name == "free")
+        await growth.aclose()
+        assert not held.has_returned
+        held.may_return.set()
+        await until(lambda: not gpu.process.owned and not growth._dropping)
+
+
+def test_what_is_allocated_after_the_loop_is_freed() -> None:
+    async def begin(growth: Growth, held: Held) -> None:
+        growth.awaits(_MIB)
+        await until(lambda: held.is_under_way)
+        growth.close()
+
+    with fake_device() as gpu:
+        growth, held = Growth(_MIB, device=gpu.device), hold(gpu, "malloc")
+        asyncio.run(begin(growth, held))
+        held.may_return.set()
+        for thread in threading.enumerate():
+            if thread.name == "asynckv-slab":
+                thread.join()
+        assert not gpu.process.owned and not growth.arena.used_bytes
 
 
 async def test_a_slab_that_is_not_under_way_is_not_waited_for() -> None:
