@@ -461,6 +461,11 @@ class DeviceArena(PagedArena):
             else:
                 region.end_hold()
 
+    def pin(self, region: SlabRegion) -> None:
+        super().pin(region)
+        if self.is_waiting:  # views of it may have ended before its release
+            self._freed()
+
     def give_back(self, region: Region) -> None:
         super().give_back(region)
         self._given_back()

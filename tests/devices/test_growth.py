@@ -22,6 +22,7 @@ from asynckv.tensors.slabs import MIN_SLAB_NBYTES, has_slabs
 from asynckv.testing.blocked import until
 from asynckv.types import TensorSpec
 from harness.fake_devices import FakeDevice, fake_device
+from harness.fake_gpus.gates import Gate
 
 pytestmark = pytest.mark.skipif(not has_slabs(), reason="no memory files here")
 
@@ -317,6 +318,23 @@ async def test_whoever_wants_to_know_is_told_when_memory_of_a_gpu_is_free_again(
         assert told == [2**18]
         hold.release()
         assert (len(told), arena.pinned_bytes) == (2, 0)
+        await growth.aclose()
+
+
+async def test_memory_is_found_free_whose_views_ended_before_it_was_released(
+    changes: Changes,
+) -> None:
+    with fake_device() as gpu:
+        growth, gate = Growth(_MIB, changes, gpu.device), Gate()
+        await growth.open()
+        regions = growth.arena.allocate([_MIB]) or []
+        view = regions[0].tensor(_LARGE)
+        gpu.tensors.stream(0).add(gate)
+        del view
+        growth.arena.free(regions)
+        before = changes.times
+        gate.open()
+        await until(lambda: changes.times > before and not growth.arena.pinned_bytes)
         await growth.aclose()
 
 
