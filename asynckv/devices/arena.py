@@ -418,6 +418,9 @@ def region_behind(place: DeviceMemory) -> DeviceRegion | None:
 
 _LEAST_SPARE_NBYTES: Final = 1
 
+_MOST_WAITING: Final = 16
+"""Of so many regions that it is at work with the GPU is asked at once, on the loop."""
+
 
 class DeviceArena(PagedArena):
     """Regions in one allocation of up to ``max_bytes`` of ``device``.
@@ -454,12 +457,17 @@ class DeviceArena(PagedArena):
         return bool(self._gone)
 
     def collect(self) -> None:
+        """As the contract says; but of what the GPU has not left a few, in turn."""
+        waiting = 0
         for _ in range(len(self._gone)):
             region = self._gone.popleft()
-            if isinstance(region, DeviceRegion) and not region.is_quiet:
-                self._gone.append(region)
-            else:
+            if not isinstance(region, DeviceRegion) or region.is_quiet:
                 region.end_hold()
+                continue
+            self._gone.append(region)
+            waiting += 1
+            if waiting == _MOST_WAITING:
+                return
 
     def pin(self, region: SlabRegion) -> None:
         super().pin(region)

@@ -9,6 +9,7 @@ that it may free it, or use it again.
 from __future__ import annotations
 
 import asyncio
+import collections
 import contextlib
 import dataclasses
 import os
@@ -43,6 +44,7 @@ _MAX_NBYTES: Final = 2**44
 """No GPU has more: what lies beyond would be anybody's."""
 
 _LOOK_AGAIN_S: Final = 1e-3
+_MOST_WAITING: Final = 16
 _CLOSE_S: Final = 2.0
 
 
@@ -166,6 +168,9 @@ class ImportedMemory(MappedMemory):
         self._ours: DeviceAllocation | None = own
         self._handed_out: dict[int, object] = {}
         self._going: set[int] = set()
+        self._fences: collections.deque[tuple[int, Event]] = collections.deque()
+        """What the GPU is to reach before they are gone."""
+        self._looking: asyncio.TimerHandle | None = None
         self._is_hung_up = False
         self.closed: asyncio.Future[None] = self._loop.create_future()
 
@@ -204,14 +209,28 @@ class ImportedMemory(MappedMemory):
                 self._release_now(number, fence)
 
     def _release_later(self, number: int, fence: Event) -> None:
-        try:
-            is_over = fence.query()
-        except GPUFailed:
-            return
-        if is_over:
-            self._release_now(number, fence)
-        else:
-            self._loop.call_later(_LOOK_AGAIN_S, self._release_later, number, fence)
+        self._fences.append((number, fence))
+        if self._looking is None:
+            self._look()
+
+    def _look(self) -> None:
+        """Ask for all fences, but only for a few that are not reached, in turn."""
+        self._looking, waiting = None, 0
+        for _ in range(len(self._fences)):
+            number, fence = self._fences.popleft()
+            try:
+                is_over = fence.query()
+            except GPUFailed:
+                continue  # as above
+            if is_over:
+                self._release_now(number, fence)
+                continue
+            self._fences.append((number, fence))
+            waiting += 1
+            if waiting == _MOST_WAITING:
+                break
+        if self._fences:
+            self._looking = self._loop.call_later(_LOOK_AGAIN_S, self._look)
 
     def _release_now(self, number: int, fence: Event) -> None:
         fence.close()

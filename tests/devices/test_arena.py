@@ -226,6 +226,32 @@ def test_its_memory_is_nobody_elses_before_the_gpu_has_left_its_views(
     assert arena.fits([4 * MIB])
 
 
+def test_of_many_views_that_the_gpu_is_at_work_with_few_are_asked_for_at_once(
+    gpu: FakeDevice, arena: DeviceArena, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def counted(event: FakeTorchEvent) -> bool:
+        asked.append(event)
+        return query(event)
+
+    query, asked = FakeTorchEvent.query, list[FakeTorchEvent]()
+    monkeypatch.setattr(FakeTorchEvent, "query", counted)
+    busy, done, spec = Gate(), gpu.tensors.new_stream(0), TensorSpec((8192,), "uint8")
+    regions = arena.allocate([8192] * 100) or []
+    views = [region.tensor(spec) for region in regions[:99]]
+    gpu.tensors.stream(0).add(busy)
+    views.clear()
+    with gpu.tensors.use_stream(done):  # which is not at work with the last one
+        regions[99].tensor(spec)
+    assert arena.fits([MIB]) and len(asked) <= 16
+    for _ in range(7):
+        arena.collect()
+    assert [region.has_views for region in regions] == [True] * 99 + [False]
+    busy.open()
+    arena.collect()
+    assert not arena.is_waiting
+    arena.free(regions)
+
+
 def test_a_released_region_is_lent_no_more(arena: DeviceArena) -> None:
     region = region_in(arena, MIB)
     arena.free([region])

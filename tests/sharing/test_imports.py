@@ -31,7 +31,7 @@ from asynckv.protocol.transfer_frames import Exposed
 from asynckv.protocol.values import Place
 from asynckv.sharing import imports
 from asynckv.sharing.exporter import Exporter, Importer
-from asynckv.sharing.imports import PeerMemory, import_gpu
+from asynckv.sharing.imports import ImportedMemory, PeerMemory, import_gpu
 from asynckv.sharing.peer_imports import check_same_host
 from asynckv.tensors.views import MISSING_DTYPES, bytes_of, tensor_from
 from asynckv.testing.blocked import until, until_blocked
@@ -42,7 +42,8 @@ from asynckv.testing.pipe_checks import LARGE, PIPE_BYTES
 from asynckv.types import DTYPE_NBYTES, TensorSpec
 from harness.fake_devices import FakeDevice, fake_device_of
 from harness.fake_gpus import FakeGpus
-from harness.fake_gpus.streams import Delay
+from harness.fake_gpus.gates import Gate
+from harness.fake_gpus.streams import Delay, FakeTorchEvent
 from harness.gpu_pairs import GpuPair
 from harness.gpu_pipe_pairs import IpcPipes, open_ipc_pipes
 from harness.link_pairs import LinkPair, linked
@@ -366,6 +367,35 @@ async def test_a_cancelled_opening_hangs_up_when_its_thread_has_closed_it(
         may_go_on.set()
     await until(lambda: both.importer._connection is None)
     assert not both.opened
+
+
+async def opened_memory(both: Both) -> ImportedMemory:
+    export, _ = await both.open()
+    assert both.own.allocation is not None
+    return ImportedMemory(export, "off", both.own.allocation)
+
+
+async def test_of_many_views_that_the_gpu_is_at_work_with_few_are_asked_for_at_once(
+    both: Both, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def counted(event: FakeTorchEvent) -> bool:
+        asked.append(event)
+        return query(event)
+
+    query, asked, gate = FakeTorchEvent.query, list[FakeTorchEvent](), Gate()
+    monkeypatch.setattr(FakeTorchEvent, "query", counted)
+    memory = await opened_memory(both)
+    pins = [memory.take(number) for number in range(1, 101)]
+    both.theirs.tensors.stream(0).add(gate)
+    pins.clear()
+    while len(asked) < 100:
+        before = len(asked)
+        await asyncio.sleep(0)
+        assert len(asked) - before <= 16
+    assert memory.pins == 100 and not memory.has_views
+    gate.open()
+    memory.link_over()
+    await until(lambda: not memory.pins and not both.opened)
 
 
 async def test_only_a_peer_of_this_boot_and_host_shares_memory(both: Both) -> None:
