@@ -236,7 +236,7 @@ def test_of_many_views_that_the_gpu_is_at_work_with_few_are_asked_for_at_once(
     query, asked = FakeTorchEvent.query, list[FakeTorchEvent]()
     monkeypatch.setattr(FakeTorchEvent, "query", counted)
     busy, done, spec = Gate(), gpu.tensors.new_stream(0), TensorSpec((8192,), "uint8")
-    regions = arena.allocate([8192] * 100) or []
+    regions = arena.take_spares([8192] * 100) or []
     views = [region.tensor(spec) for region in regions[:99]]
     gpu.tensors.stream(0).add(busy)
     views.clear()
