@@ -12,6 +12,7 @@ import asyncio
 import collections
 import contextlib
 import dataclasses
+import functools
 import os
 import socket
 from collections.abc import Awaitable, Callable
@@ -87,19 +88,16 @@ class GpuImport(ProcessBound):
             hang_up(self.sock)
 
     def close_soon(self, closed: asyncio.Future[None]) -> None:
-        """As :meth:`close`, in a thread, unless the loop is closed; tell ``closed``.
+        """As :meth:`close`, in a thread of its own; tell ``closed``.
 
-        Called in any thread.
+        Called in any thread, also by finalizers: it may be one that opens memory.
         """
 
         def close() -> None:
             self.close()
             set_done(closed)
 
-        if closed.get_loop().is_closed():
-            close()
-        else:
-            in_thread(close)
+        in_thread(close)
 
 
 async def import_gpu(
@@ -204,9 +202,12 @@ class ImportedMemory(MappedMemory):
             # Not asked here: a finalizer may have come in the middle of another call.
             self._loop.call_soon_threadsafe(self._release_later, number, fence)
         except RuntimeError:  # the loop is closed, and looks at nothing any more
-            with contextlib.suppress(GPUFailed):
-                fence.synchronize()
-                self._release_now(number, fence)
+            in_thread(functools.partial(self._release_when_reached, number, fence))
+
+    def _release_when_reached(self, number: int, fence: Event) -> None:
+        with contextlib.suppress(GPUFailed):
+            fence.synchronize()
+            self._release_now(number, fence)
 
     def _release_later(self, number: int, fence: Event) -> None:
         self._fences.append((number, fence))
