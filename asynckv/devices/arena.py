@@ -102,9 +102,13 @@ class DeviceAllocation:
         They are this thread's current one and that on which a view was
         ``handed_out``. Never waits; called in any thread. Who gets it closes it.
 
-        :raises GPUFailed: the GPU does not answer any more
+        :raises GPUFailed: the GPU does not answer any more; or not in a forked child
         """
-        tensors, current = self.gpus.tensors, self.stream()
+        tensors = self.gpus.tensors
+        try:
+            current = self.stream()
+        except RuntimeError as exc:  # what torch raises there
+            raise GPUFailed(f"find the current stream: {exc}") from exc
         mark = tensors.mark(handed_out)
         return mark if current == handed_out else _Both(mark, tensors.mark(current))
 
@@ -218,7 +222,10 @@ class DevicePages(PagesOnDemand):
                 return self._allocate(gpus)
         except (GPUUnavailable, GPUFailed) as exc:
             self.error = exc
-            return None
+        except Exception as exc:  # noqa: BLE001 - raised by who opens
+            self.error = GPUFailed(f"{self.device.name} cannot be opened: {exc!r}")
+            self.error.__cause__ = exc
+        return None
 
     def add_slab(self, nbytes: int | None) -> bool:
         """Use what :meth:`make_slab` has returned; ``False`` if it is too little."""

@@ -23,6 +23,7 @@ from asynckv.devices.copying import CopyPool
 from asynckv.devices.lanes import DeviceLanes
 from asynckv.devices.names import Device
 from asynckv.devices.tensors import KVOnGpu
+from asynckv.errors import GPUFailed
 from asynckv.tensors.arena import Arena, HeapArena, Region
 from asynckv.tensors.blocks import KVMemory
 from asynckv.tensors.late_views import LateViews
@@ -291,7 +292,7 @@ class Growth:
         A cancelled call leaves no trace: the next one waits for the same.
 
         :raises GPUUnavailable: CuPy, a driver or the GPU is missing
-        :raises GPUFailed: it has no memory left
+        :raises GPUFailed: it has no memory left, or cannot be opened
         """
         pages = self.device_pages
         if pages is None or pages.is_open:
@@ -299,8 +300,8 @@ class Growth:
         pages.want()
         if self._growing is not None:
             await asyncio.wait({self._growing})
-        if pages.error is not None:
-            raise pages.error
+        if pages.error is not None or not pages.is_usable:
+            raise pages.error or GPUFailed("the process can have no more threads")
 
     def close(self) -> None:
         """Get no more slabs; one under way ends soon. Never waits."""

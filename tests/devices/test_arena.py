@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import sys
 import threading
 from collections.abc import Callable, Iterator
 
@@ -22,6 +23,7 @@ from asynckv.devices.arena import (
 from asynckv.devices.cuda import DeviceMemory
 from asynckv.devices.imports import import_allocation, open_allocation
 from asynckv.devices.names import Device
+from asynckv.devices.tensors import Gpus
 from asynckv.errors import GPUFailed, GPUUnavailable
 from asynckv.testing.cancellation import CancelMode, Outcome, sweep_cancellation
 from asynckv.types import TensorSpec
@@ -150,6 +152,15 @@ def test_a_gpu_that_is_not_there_is_named(gpu: FakeDevice) -> None:
     pages = pages_on(Device(9, gpu.device.open))
     assert pages.make_slab() is None
     assert isinstance(pages.error, GPUUnavailable) and "cuda:9" in str(pages.error)
+
+
+def test_a_gpu_that_cannot_be_opened_says_why_whatever_it_is() -> None:
+    def fail() -> Gpus:
+        raise ValueError("numpy.dtype size changed")
+
+    pages = pages_on(Device(0, fail))
+    assert pages.make_slab() is None
+    assert isinstance(pages.error, GPUFailed) and "dtype size" in str(pages.error)
 
 
 def test_dropped_memory_goes_with_its_last_view(gpu: FakeDevice) -> None:
@@ -343,26 +354,32 @@ def test_what_asynckv_itself_is_at_needs_no_fence(
     gate.open()
 
 
-@pytest.mark.parametrize("when", ["marked", "asked"])
+@pytest.mark.parametrize("when", ["marked", "asked", "forked"])
 def test_memory_of_a_gpu_that_does_not_answer_stays_held(
     gpu: FakeDevice, arena: DeviceArena, monkeypatch: pytest.MonkeyPatch, when: str
 ) -> None:
     def refuse(*args: object) -> None:
         raise GPUFailed("the context is gone")
 
-    region = region_in(arena, MIB)
+    def refuse_in_child(device: int) -> None:
+        raise RuntimeError("Cannot re-initialize CUDA in forked subprocess")
+
+    region, told = region_in(arena, MIB), list[object]()
     tensor = region.tensor(SPEC)
     arena.free([region])
     with monkeypatch.context() as patch:
+        patch.setattr(sys, "unraisablehook", told.append)
         if when == "marked":
             patch.setattr(gpu.tensors, "mark", refuse)
-        else:
+        elif when == "asked":
             patch.setattr(FakeTorchEvent, "query", refuse)
+        else:
+            patch.setattr(gpu.tensors, "stream_of", refuse_in_child)
         del tensor
         gc.collect()
         arena.collect()
-        assert region.is_quiet == (when == "marked")  # which has no fence
-        assert not arena.fits([4 * MIB])
+        assert region.is_quiet == (when != "asked")  # the others have no fence
+        assert not arena.fits([4 * MIB]) and not told
 
 
 NBYTES = 4096

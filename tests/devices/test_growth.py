@@ -15,6 +15,7 @@ import torch
 
 from asynckv.devices import growth as growth_module
 from asynckv.devices.growth import Growth, SpareMemory, allocate_but
+from asynckv.errors import GPUFailed
 from asynckv.tensors import slabs as slabs_module
 from asynckv.tensors.arena import HeapArena
 from asynckv.tensors.paged_arena import PagedArena, SlabArena, SlabRegion
@@ -127,6 +128,20 @@ async def test_without_memory_files_everything_is_on_the_heap(
     await growth.reach(_MIB)
     assert growth.spares.spare(TensorSpec((_MIB,), "uint8")).nbytes == _MIB
     await growth.aclose()
+
+
+async def test_without_a_thread_memory_of_a_gpu_is_not_taken_for_open(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with fake_device() as gpu:
+        growth = Growth(_MIB, device=gpu.device)
+        monkeypatch.setattr(threading.Thread, "start", refuse)
+        for _ in range(2):
+            with pytest.raises(GPUFailed, match="threads"):
+                await growth.open()
 
 
 async def test_memory_of_the_host_is_open_without_any_slab(growth: Growth) -> None:
