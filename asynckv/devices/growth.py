@@ -13,6 +13,7 @@ from typing import Final, ParamSpec, TypeAlias, TypedDict
 import torch
 
 from asynckv.affinity import watch_forks
+from asynckv.devices.access import PATIENCE_S
 from asynckv.devices.arena import (
     DeviceAllocation,
     DeviceArena,
@@ -162,8 +163,8 @@ logger = logging.getLogger(__name__)
 _P = ParamSpec("_P")
 _LOOK_AGAIN_S: Final = 1e-3
 _SETTLE_LOOKS: Final = 1000
-_CLOSE_S: Final = 2.0
-"""CUDA may keep whoever allocates or frees waiting for as long as it likes."""
+_CLOSE_S: Final = PATIENCE_S + 1.0
+"""Memory is dropped after so long a wait for operations of peers, at the latest."""
 
 
 class _Told(TypedDict):
@@ -311,16 +312,18 @@ class Growth:
     async def aclose(self) -> None:
         """Wait until no thread is at a slab. The memory of views stays theirs.
 
-        Waits at most 1 s for a GPU to be done with views that have ended, then 2 s for
-        its memory to be allocated, and to be freed: that ends by itself.
+        Waits at most 1 s for a GPU to be done with views that have ended, then 6 s for
+        CUDA to allocate and free, which may take for ever: the threads go on.
         """
         self.close()
         await self._settle()
         limit_s = None if self.device_pages is None else _CLOSE_S
-        if self._growing is not None:
-            await asyncio.wait({self._growing}, timeout=limit_s)
-        if self._dropping:
-            await asyncio.wait(self._dropping, timeout=limit_s)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(limit_s):
+                if self._growing is not None:
+                    await asyncio.wait({self._growing})
+                if self._dropping:
+                    await asyncio.wait(self._dropping)
 
     async def _settle(self) -> None:
         arena = self._slabs
