@@ -78,8 +78,10 @@ def _uvloop_factory() -> Callable[[], asyncio.AbstractEventLoop]:
 
 def pytest_configure() -> None:
     # Tests share the cores: threads of torch that spin while they wait for more
-    # would take a third of the time. Also of the processes that tests start.
+    # would take a third of the time. Also of the processes that tests start, and
+    # where an engine has more threads than that.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     # They find harness, too.
     home = str(Path(harness.__file__).parents[1])
     paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)

@@ -267,7 +267,7 @@ class LookupBuffer(InMemoryBuffer, KVLookupBuffer):
             mapped_by=self.exporter.mapped_by,
             outside_bytes=ledger.table.memory.outside_bytes,
             entries=len(ledger.table.entries) - waiting,
-            leased=sum(bool(entry.leases) for entry in ledger.table.entries.values()),
+            leased=ledger.leases.leased_entries,
             waiting_inserts=waiting,
             waiting_selects=ledger.leases.waiting_count,
             oldest_insert_wait_s=self.room.longest_wait_s(now),
@@ -298,6 +298,8 @@ class LookupBuffer(InMemoryBuffer, KVLookupBuffer):
                 await self.room.until(
                     lambda: not self.ledger.table.entries or self.is_closed
                 )
+            for _ in self.ledger.closing():
+                await asyncio.sleep(0)
             self.abort()
             ending = self._end()
             await asyncio.wait({ending})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from typing import Final, NoReturn
@@ -41,6 +42,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     That is 2 if the extra is missing, or if the options make no sense.
     """
+    given = sys.argv[1:] if arguments is None else list(arguments)
+    is_server = arguments is None and given[:1] == ["serve"]
+    _open_closed_streams()
+    if is_server and signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
+        # Without a traceback of an import, which take seconds until it hears of it.
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
         from cyclopts import App, CycloptsError
 
@@ -56,7 +63,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
         exit_on_error=False,
         print_error=False,
     )
-    given = sys.argv[1:] if arguments is None else list(arguments)
     for name, (where, line) in _COMMANDS.items():
         # A command that is asked for its own help says more than that line.
         shown = None if name in given else line
@@ -74,9 +80,20 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(f"asynckv: {exc}", file=sys.stderr)
         sys.exit(2)
     status = status if isinstance(status, int) else 0
-    if arguments is None and given[:1] == ["serve"]:
+    if is_server:
         _end_at_once(status)
     sys.exit(status)
+
+
+def _open_closed_streams() -> None:
+    """Open at nothing what whoever started the process has closed of 0, 1 and 2.
+
+    Else a socket has that number, and gets what is printed.
+    """
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
+        name, mode = (("stdin", "r"), ("stdout", "w"), ("stderr", "w"))[descriptor]
+        setattr(sys, name, open(descriptor, mode, encoding="utf-8"))
+    os.close(descriptor)
 
 
 def _end_at_once(status: int) -> NoReturn:

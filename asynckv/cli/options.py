@@ -22,7 +22,7 @@ from cyclopts.config import Dict, Env
 
 from asynckv.errors import ConfigError
 from asynckv.observability.lines import without_secrets
-from asynckv.security.shared_secret import secret_file_from
+from asynckv.security.shared_secret import SECRET_VARIABLE, secret_file_from
 from asynckv.security.tls import TLS
 from asynckv.types import KVFingerprint, parse_bytes
 
@@ -39,7 +39,6 @@ __all__ = (
     "converter",
     "converter_of_each",
     "from_file",
-    "tls_of",
 )
 
 _T = TypeVar("_T")
@@ -126,8 +125,14 @@ Fingerprint: TypeAlias = Annotated[
 
 
 def _secret_file(hint: object, tokens: Sequence[Token]) -> Path:
-    if tokens[0].source == ENVIRONMENT.source:
+    source = tokens[0].source
+    if source == ENVIRONMENT.source:
         secret_file_from(os.environ)  # refuses a second secret there
+    elif source != "cli" and SECRET_VARIABLE in os.environ:
+        raise ConfigError(
+            f"both secret_file in {source} and {SECRET_VARIABLE} are set",
+            hint="leave one of them out",
+        )
     return Path(tokens[0].value)
 
 
@@ -157,7 +162,12 @@ class KeyOptions:
 
         :raises ConfigError: only some of them are given
         """
-        return tls_of(self.certificate, self.key, self.ca)
+        certificate, key, ca = self.certificate, self.key, self.ca
+        if certificate is None and key is None and ca is None:
+            return None
+        if certificate is None or key is None or ca is None:
+            raise ConfigError("--certificate, --key and --ca belong together")
+        return TLS(certificate=certificate, key=key, ca=ca)
 
     def connect(self, url: str, fingerprint: KVFingerprint | None) -> Peer:
         """Return a connection to enter, which is not made again when it is cut.
@@ -177,18 +187,6 @@ class KeyOptions:
 
 
 NO_KEY_OPTIONS: Final = KeyOptions()
-
-
-def tls_of(certificate: Path | None, key: Path | None, ca: Path | None) -> TLS | None:
-    """Return the certificates that three options name; ``None`` if none of them does.
-
-    :raises ConfigError: only some of them are given
-    """
-    if certificate is None and key is None and ca is None:
-        return None
-    if certificate is None or key is None or ca is None:
-        raise ConfigError("--certificate, --key and --ca belong together")
-    return TLS(certificate=certificate, key=key, ca=ca)
 
 
 _MOST_S: Final = 86_400
@@ -279,15 +277,31 @@ class ServeOptions:
     log_level: LogLevel = "info"
     """The least that is logged: debug, info, warning or error."""
 
-    def check(self) -> None:
-        """Refuse options that mean nothing together.
+    def check(self, keys: KeyOptions) -> None:
+        """Refuse options that mean nothing, with ``keys``.
 
-        :raises ConfigError: what is missing, or is one too many
+        :raises ConfigError: what is missing, is one too many, or is no address
         """
+        from asynckv.cli.serve.http import host_and_port
+        from asynckv.links.address import parse_url
+
+        tls = keys.tls
+        if parse_url(self.listen).scheme == "mem":
+            raise ConfigError(
+                "--listen is mem://, and nobody else is in this process",
+                hint="tcp://127.0.0.1:14579, unix:///run/asynckv.sock",
+            )
+        if self.http is not None:
+            host_and_port(self.http)
         if self.lookup is None and self.store is None:
             raise ConfigError("nothing to serve", hint="--store 2GiB, --lookup 2GiB")
         if self.tier and self.store is None:
             raise ConfigError("--tier is below a store", hint="add --store 2GiB")
+        if self.tenant and tls is None:
+            raise ConfigError(
+                "--tenant is of peers with certificates",
+                hint="add --certificate, --key and --ca",
+            )
         if len(dict(self.tenant)) < len(self.tenant):
             raise ConfigError("--tenant has the same tenant twice")
         if not self.tier and (self.namespace or self.admit != "always"):

@@ -68,16 +68,22 @@ INTERRUPTED = 130
 _POLITE_ENDS = (signal.SIGTERM, signal.SIGHUP)
 
 
+def _not_ignored(*numbers: signal.Signals) -> list[signal.Signals]:
+    """Return those that whoever started the process wants heard: not as ``nohup``."""
+    return [one for one in numbers if signal.getsignal(one) != signal.SIG_IGN]
+
+
 async def until_ended(work: Coroutine[object, object, _T]) -> _T:
     """Run ``work``; a polite end of the process is a cancellation of it."""
     task, loop = asyncio.current_task(), asyncio.get_running_loop()
+    numbers = _not_ignored(*_POLITE_ENDS)
     if task is not None:
-        for number in _POLITE_ENDS:
+        for number in numbers:
             loop.add_signal_handler(number, task.cancel)
     try:
         return await work
     finally:
-        for number in _POLITE_ENDS:
+        for number in numbers:
             loop.remove_signal_handler(number)
 
 
@@ -89,28 +95,30 @@ def stop_signal() -> Iterator[asyncio.Future[str]]:
     """
     loop = asyncio.get_running_loop()
     stopped: asyncio.Future[str] = loop.create_future()
-    numbers = (*_POLITE_ENDS, signal.SIGINT)
+    numbers = _not_ignored(*_POLITE_ENDS, signal.SIGINT)
     interrupts = signal.getsignal(signal.SIGINT)
 
-    def stop(number: signal.Signals) -> None:
+    def let_the_next_one_end_it(*_: object) -> None:
         for one in numbers:
             signal.signal(one, signal.SIG_DFL)
-        if stopped.done():  # it came before that, and the loop sees it only now
+
+    def stop(number: signal.Signals) -> None:
+        if stopped.done():  # it came before that
             os.kill(os.getpid(), number)
         else:
             stopped.set_result(number.name)
 
     for number in numbers:
         loop.add_signal_handler(number, stop, number)
+        # In the place of the loop's, which does nothing: that one only wakes it.
+        signal.signal(number, let_the_next_one_end_it)
     try:
         yield stopped
     finally:
         stopped.cancel()  # unless a signal came
         for number in numbers:
             loop.remove_signal_handler(number)
-            signal.signal(number, signal.SIG_DFL)
-        if stopped.cancelled():
-            signal.signal(signal.SIGINT, interrupts)
+        signal.signal(signal.SIGINT, interrupts)
 
 
 def processor() -> str:

@@ -270,7 +270,8 @@ class Acceptor:
             except (BlockingIOError, InterruptedError, ConnectionAbortedError):
                 return
             except OSError as exc:
-                logger.warning("cannot accept at %s: %s", self._url, exc)
+                level = self._level_of_warning()
+                logger.log(level, "cannot accept at %s: %s", self._url, exc)
                 self._accept_later(_NO_FILES_PAUSE_S)
                 return
             sock.setblocking(False)
@@ -348,15 +349,18 @@ class Acceptor:
             return False
         return True
 
-    def _note_refusal(self, error: AsyncKVError, host: str) -> None:
-        """Warn, but not of each of many: they do not fill our log."""
+    def _level_of_warning(self) -> int:
+        """Return ``WARNING``, but not for each of many: they do not fill our log."""
         now_s = self._loop.time()
-        level = logging.DEBUG
-        if now_s >= self._warns_at_s:
-            level, self._warns_at_s = logging.WARNING, now_s + _WARNING_PAUSE_S
+        if now_s < self._warns_at_s:
+            return logging.DEBUG
+        self._warns_at_s = now_s + _WARNING_PAUSE_S
+        return logging.WARNING
+
+    def _note_refusal(self, error: AsyncKVError, host: str) -> None:
         origin = f" from {host}" if host else ""
         words = "%s: a connection%s is refused: %s"
-        logger.log(level, words, self._url, origin, str(error))
+        logger.log(self._level_of_warning(), words, self._url, origin, str(error))
 
     def _over_tls(self, plain: socket.socket, keys: TlsKeys) -> TlsSocket:
         sock = TlsSocket.over(plain, keys)

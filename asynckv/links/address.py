@@ -19,6 +19,7 @@ from typing import Final, Literal, TypeAlias
 from asynckv.errors import ConfigError
 from asynckv.observability.lines import redacted
 from asynckv.security.keyring import Keyring
+from asynckv.security.names import is_host
 
 __all__ = (
     "LOOPBACK",
@@ -99,26 +100,43 @@ def parse_url(url: str) -> Address:
     if parts.username is not None or parts.fragment:
         raise ConfigError(f"{shown!r}: no user and no fragment belong in it")
     if parts.scheme in ("tcp", "tls"):
-        if parts.path.strip("/"):
-            raise ConfigError(
-                f"{shown!r}: a {parts.scheme} URL has no path", hint=_EXAMPLES
-            )
-        if port is None:
-            raise ConfigError(
-                f"{shown!r} has no port", hint="a listener takes a free one with :0"
-            )
-        host = parts.hostname or LOOPBACK
-        # Not looked up: it means this very host, and names go through a resolver.
-        name, host = ("localhost", LOOPBACK) if host == "localhost" else ("", host)
-        if parts.scheme == "tls":
-            return Address("tls", host=host, port=port, payload=payload, name=name)
-        return Address("tcp", host=host, port=port, payload=payload)
+        return _network_address(shown, parts, port, payload)
     if parts.scheme == "unix":
         return Address("unix", place=_path_of(shown, parts), payload=payload)
     if parts.scheme == "mem":
         place = _unquoted(parts.netloc + parts.path)
         return Address("mem", place=place, payload=payload)
     raise ConfigError(f"{shown!r}: no such scheme here", hint=_EXAMPLES)
+
+
+def _network_address(
+    shown: str, parts: urllib.parse.SplitResult, port: int | None, payload: str
+) -> Address:
+    if parts.path.strip("/"):
+        raise ConfigError(
+            f"{shown!r}: a {parts.scheme} URL has no path", hint=_EXAMPLES
+        )
+    if port is None:
+        raise ConfigError(
+            f"{shown!r} has no port", hint="a listener takes a free one with :0"
+        )
+    host = parts.hostname or LOOPBACK
+    if not is_host(host):
+        raise ConfigError(
+            f"{shown!r}: {host!r} is no host",
+            hint="of a name each part, between two dots, has 1 to 63 characters",
+        )
+    if "%" in host:
+        raise ConfigError(
+            f"{shown!r}: a host with % in it is not taken",
+            hint="instead of an address of one interface, as fe80::1%eth0, write "
+            "another one of that host, or its name",
+        )
+    # Not looked up: it means this very host, and names go through a resolver.
+    name, host = ("localhost", LOOPBACK) if host == "localhost" else ("", host)
+    if parts.scheme == "tls":
+        return Address("tls", host=host, port=port, payload=payload, name=name)
+    return Address("tcp", host=host, port=port, payload=payload)
 
 
 def _path_of(shown: str, parts: urllib.parse.SplitResult) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Final
 
 from asynckv.abc import PayloadTransport
@@ -83,6 +83,8 @@ class Heartbeat:
 
 
 logger = logging.getLogger(__name__)
+
+_TOLD_AT_ONCE: Final = 64
 
 GRACE_S: Final = 1.0
 """How long a peer may take for the last words of a link, and to hang up."""
@@ -175,9 +177,15 @@ class LinkEnd(ProcessBound):
         self._loop.call_soon(self._tell_lost, error)
         self._outgoing.notify_drained()
 
-    def _tell_lost(self, error: PeerLost) -> None:
-        for handler in self._session.take_lost():
+    def _tell_lost(
+        self, error: PeerLost, left: Iterator[StreamHandler] | None = None
+    ) -> None:
+        lost = self._session.take_lost() if left is None else left
+        for number, handler in enumerate(lost, 1):
             self._notify(handler.on_lost, error)
+            if number == _TOLD_AT_ONCE and not self._loop.is_closed():
+                self._loop.call_soon(self._tell_lost, error, lost)
+                return
         for fn in self._when_lost:
             self._notify(fn, error)
         self._when_lost.clear()

@@ -64,6 +64,7 @@ class LinkListener(ProcessBound):
     def __init__(
         self,
         address: Address,
+        sock: socket.socket | None,
         terms: Terms,
         keyring: Keyring,
         service_for: Callable[[Link], Service],
@@ -84,7 +85,7 @@ class LinkListener(ProcessBound):
         self._place = self._name = ""
         self._inode = 0
         self._acceptor: Acceptor | None = None
-        if address.scheme == "mem":
+        if sock is None:
             self._turns = Turns(self.loop)
             self._name = address.place or f"unnamed-{next(_numbers)}"
             self.url = f"mem://{self._name}"
@@ -95,10 +96,9 @@ class LinkListener(ProcessBound):
                 )
             _listeners[self._name] = self
         else:
-            self._acceptor = self._accept_at(address)
+            self._acceptor = self._accept_at(address, sock)
 
-    def _accept_at(self, address: Address) -> Acceptor:
-        sock = bind(address)
+    def _accept_at(self, address: Address, sock: socket.socket) -> Acceptor:
         if address.scheme == "unix":
             self._place = address.place
             self._inode = os.lstat(self._place).st_ino
@@ -229,7 +229,8 @@ async def listen(
     ``service_for(link)`` is asked once a link, before its first frame is read;
     then ``on_link(link)`` is called. Requests of which a part has come keep at most
     ``max_unfinished_bytes``, or what one link may keep if that is more. Waits for
-    the files of ``keyring`` only.
+    the files of ``keyring``, and until a host is found by its name; a cancelled call
+    listens nowhere.
 
     :raises ConfigError: the address cannot be listened at, or asks for more
         protection, or the keys cannot be read
@@ -245,8 +246,10 @@ async def listen(
         limits=limits,
     )
     await keys_of(keyring)
+    sock = None if address.scheme == "mem" else await bind(address)
     return LinkListener(
-        address, terms, keyring, service_for, on_link, max_unfinished_bytes
+        *(address, sock, terms, keyring),
+        *(service_for, on_link, max_unfinished_bytes),
     )
 
 

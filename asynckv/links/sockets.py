@@ -15,7 +15,7 @@ import ssl
 import stat
 import struct
 from collections.abc import Callable
-from typing import Final, TypeVar
+from typing import Any, Final, TypeAlias, TypeVar
 
 import anyio.to_thread
 
@@ -138,6 +138,8 @@ def _settle(ready: asyncio.Future[None]) -> None:
         ready.set_result(None)
 
 
+_Target: TypeAlias = tuple[socket.AddressFamily, str | tuple[Any, ...]]
+
 _BACKLOG: Final = 1024
 _UCRED: Final = struct.Struct("3i")
 _EAGAIN_PAUSE_S: Final = 0.01
@@ -148,6 +150,7 @@ _LISTEN_HINTS: Final = {
     errno.EACCES: "take a port from 1024 on, or a folder that you may write to",
     errno.ENOENT: "make the folder first",
     errno.EADDRNOTAVAIL: "use an address of this machine",
+    errno.EMFILE: "this process has no file descriptors left: see ulimit -n",
 }
 
 
@@ -156,8 +159,15 @@ async def connect(address: Address) -> socket.socket:
 
     :raises PeerLost: nobody listens there, or it cannot be reached
     """
+    try:
+        targets = await _targets(address)
+    except OSError as exc:
+        raise PeerLost(
+            f"{address.host!r} is no host that is known here: {exc}",
+            hint="check the name, or write its IP address",
+        ) from exc
     error: OSError | None = None
-    for family, target in await _targets(address):
+    for family, target in targets:
         sock = socket.socket(family, socket.SOCK_STREAM)
         try:
             sock.setblocking(False)
@@ -184,31 +194,27 @@ async def connect(address: Address) -> socket.socket:
     ) from error
 
 
-async def _targets(
-    address: Address,
-) -> list[tuple[socket.AddressFamily, str | tuple[str, int]]]:
+async def _targets(address: Address) -> list[_Target]:
+    """Return where that is. A cancelled call leaves a thread that ends by itself.
+
+    :raises OSError: no host of that name is known
+    """
     if address.scheme == "unix":
         return [(socket.AF_UNIX, address.place)]
     for family in (socket.AF_INET, socket.AF_INET6):
         with contextlib.suppress(OSError):
             socket.inet_pton(family, address.host)
             return [(family, (address.host, address.port))]
-    try:
-        found = await anyio.to_thread.run_sync(
-            lambda: socket.getaddrinfo(
-                address.host, address.port, type=socket.SOCK_STREAM
-            ),
-            abandon_on_cancel=True,
-        )
-    except OSError as exc:
-        raise PeerLost(
-            f"{address.host!r} is no host that is known here: {exc}",
-            hint="check the name, or write its IP address",
-        ) from exc
-    return [(item[0], (str(item[4][0]), address.port)) for item in found]
+    # A limiter of its own, as in in_thread().
+    found = await anyio.to_thread.run_sync(
+        lambda: socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM),
+        abandon_on_cancel=True,
+        limiter=anyio.CapacityLimiter(1),
+    )
+    return [(item[0], item[4]) for item in found]
 
 
-async def _connect_to(sock: socket.socket, target: str | tuple[str, int]) -> None:
+async def _connect_to(sock: socket.socket, target: str | tuple[Any, ...]) -> None:
     if not isinstance(target, str):
         await asyncio.get_running_loop().sock_connect(sock, target)
         return
@@ -241,32 +247,30 @@ def check_peer(sock: socket.socket) -> None:
         raise AuthError("the other end of the unix socket belongs to another user")
 
 
-def bind(address: Address) -> socket.socket:
+async def bind(address: Address) -> socket.socket:
     """Return a listening, non-blocking socket; port 0 takes a free one.
+
+    Of a name that is several addresses, it is at the first of IPv4 if there is one.
 
     :raises ConfigError: the address cannot be listened at
     """
-    family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
-    if address.scheme == "unix":
-        family = socket.AF_UNIX
-    sock = socket.socket(family, socket.SOCK_STREAM)
     try:
-        sock.setblocking(False)
-        if address.scheme == "unix":
-            _listen_unix(sock, address.place)
-        else:
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            sock.bind((address.host, address.port))
-            sock.listen(_BACKLOG)
+        family, target = min(await _targets(address), key=lambda found: found[0])
+        with contextlib.ExitStack() as stack:
+            sock = stack.enter_context(socket.socket(family, socket.SOCK_STREAM))
+            sock.setblocking(False)
+            if isinstance(target, str):
+                _listen_unix(sock, target)
+            else:
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                sock.bind(target)
+                sock.listen(_BACKLOG)
+            stack.pop_all()
     except OSError as exc:
-        sock.close()
         raise ConfigError(
             f"cannot listen at {address}: {exc.strerror or exc}",
             hint=_LISTEN_HINTS.get(exc.errno or 0, "choose another address"),
         ) from exc
-    except BaseException:
-        sock.close()
-        raise
     return sock
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import math
 from collections.abc import Callable
@@ -19,6 +20,7 @@ logger = logging.getLogger(__name__)
 
 LONG_WAIT_S = 30.0
 _SAME_S = 0.01
+_AT_ONCE = 32
 
 
 class LoggedWait:
@@ -101,15 +103,16 @@ class LoggedWaits(Generic[T]):
     def _recheck(self) -> None:
         """Warn of what has become long; the others are looked at when they have."""
         loop = asyncio.get_running_loop()
-        self._timer = None
-        for wait, since in list(self._since.items()):
-            left_s = since + LONG_WAIT_S - loop.time()
-            if left_s > 0:
-                self._timer = loop.call_later(left_s, self._recheck)
-                return
+        self._timer, left_s = None, 0.0
+        for wait, since in list(itertools.islice(self._since.items(), _AT_ONCE)):
+            left_s = max(since + LONG_WAIT_S - loop.time(), 0.0)
+            if left_s:
+                break
             del self._since[wait]
             self._long.add(wait)
             _warn(self._who(wait), *self._what)
+        if self._since:
+            self._timer = loop.call_later(left_s, self._recheck)
 
 
 def _log_begin(who: str, what: str, until: str) -> None:

@@ -118,7 +118,7 @@ NO_KEYS: Final = Keyring()
 def _stamp_of(path: str) -> tuple[int, ...] | None:
     try:
         found = os.stat(path)
-    except OSError:
+    except (OSError, ValueError):  # reading it says why
         return None
     # The last is for a mode or an owner that was changed, and nothing else.
     return found.st_mtime_ns, found.st_ino, found.st_size, found.st_ctime_ns

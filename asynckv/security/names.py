@@ -8,10 +8,11 @@ has proved already is its assurance.
 
 from __future__ import annotations
 
+import codecs
 import dataclasses
 import ipaddress
 from collections.abc import Collection, Iterable, Mapping
-from typing import Final
+from typing import Final, TypeGuard
 
 from asynckv.errors import AuthError
 
@@ -20,6 +21,7 @@ __all__ = (
     "Assurance",
     "CertifiedNames",
     "canonical",
+    "is_host",
     "names_in",
 )
 
@@ -27,6 +29,7 @@ __all__ = (
 _AT: Final = "@"
 _WILDCARD: Final = "*"
 _INVALID: Final = "<invalid>"  # what ssl says of an IP address that is none
+_IDNA: Final = codecs.lookup("idna")  # its tables are read now, on no event loop
 
 
 def names_in(certificate: Mapping[str, object]) -> tuple[str, ...]:
@@ -53,6 +56,16 @@ def canonical(name: str) -> str:
         return str(ipaddress.ip_address(name.strip()))
     except ValueError:
         return name if "://" in name else name.lower()
+
+
+def is_host(name: object) -> TypeGuard[str]:
+    """Whether ``name`` can be of a host: be looked up, or proved by a certificate."""
+    if not isinstance(name, str) or "\0" in name:
+        return False
+    try:
+        return bool(_IDNA.encode(name)[0])
+    except UnicodeError:
+        return False
 
 
 @dataclasses.dataclass(frozen=True)

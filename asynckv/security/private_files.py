@@ -39,9 +39,10 @@ def _open_private(path: str) -> int:
     try:
         # A named pipe must not make us wait for somebody who writes to it.
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-    except OSError as exc:
+    except (OSError, ValueError) as exc:  # the latter: of a NUL in it
+        why = getattr(exc, "strerror", exc)
         raise ConfigError(
-            f"{path} cannot be read: {exc.strerror}",
+            f"{path} cannot be read: {why}",
             hint="check the path, and that this user owns the file",
         ) from exc
     status = os.fstat(descriptor)

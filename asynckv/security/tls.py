@@ -10,9 +10,11 @@ import dataclasses
 import hashlib
 import os
 import ssl
+from collections.abc import Collection
 from typing import Final, TypeAlias
 
 from asynckv.errors import AsyncKVError, AuthError, ConfigError, PeerLost
+from asynckv.security.names import is_host
 from asynckv.security.private_files import check_private
 
 __all__ = ("ALPN", "TLS", "TlsKeys", "digest_of_certificate", "read_tls", "tls_failure")
@@ -42,7 +44,8 @@ class TLS:
     it, everyone whom ``ca`` has certified. A server is also checked for the
     host that was dialled, or for ``server_name``.
 
-    :raises ConfigError: ``allowed_peers`` is no tuple of names
+    :raises ConfigError: a file is no path, ``allowed_peers`` no tuple of names, or
+        ``server_name`` no name
     """
 
     certificate: _Path
@@ -52,10 +55,26 @@ class TLS:
     server_name: str | None = None
 
     def __post_init__(self) -> None:
-        if isinstance(self.allowed_peers, str):
+        for name in ("certificate", "key", "ca"):
+            path = getattr(self, name)
+            if not isinstance(path, str | os.PathLike) or "\0" in os.fsdecode(path):
+                raise ConfigError(f"{name} is {path!r:.40}", hint="it is a path")
+        allowed: object = self.allowed_peers
+        if isinstance(allowed, str):
             raise ConfigError(
-                "allowed_peers is a single text",
-                hint=f"write ({self.allowed_peers!r},)",
+                "allowed_peers is a single text", hint=f"write ({allowed!r},)"
+            )
+        # Not an iterator: that would be used up by the first peer.
+        if not isinstance(allowed, Collection) or not all(
+            isinstance(name, str) for name in allowed
+        ):
+            raise ConfigError(
+                f"allowed_peers is {allowed!r:.40}", hint="it is a tuple of names"
+            )
+        if self.server_name and not is_host(self.server_name):
+            raise ConfigError(
+                f"server_name is {self.server_name!r:.40}, no name of a host",
+                hint="write one that is in the server's certificate",
             )
 
     @property

@@ -178,12 +178,14 @@ def make_query(
     return Query(key, entry_id, match, min_matched_tokens)
 
 
-def _are_plain_ids(values: object) -> TypeGuard[list[int]]:
+def _are_plain_ids(values: object) -> TypeGuard[Sequence[int]]:
     """Can the short way take them? What begins with a bool is torch's to judge."""
-    return type(values) is list and bool(values) and type(values[0]) is int
+    if type(values) is list or type(values) is tuple:
+        return bool(values) and type(values[0]) is int
+    return False
 
 
-def _key_of_ids(ids: list[int]) -> bytes:
+def _key_of_ids(ids: Sequence[int]) -> bytes:
     """As :func:`key_of` for plain ids, without a tensor in between."""
     try:
         return array.array("q", ids).tobytes()

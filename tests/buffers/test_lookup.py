@@ -173,6 +173,27 @@ async def test_a_cancel_ends_the_drain_and_what_is_left_is_counted(
     assert "1 entries that nobody took leave with the buffer" in caplog.text
 
 
+@pytest.mark.parametrize("is_cancelled", [False, True])
+async def test_where_many_entries_leave_at_the_end_others_have_their_turn_in_between(
+    is_cancelled: bool,
+) -> None:
+    buffer = LookupBuffer(MIB, drain_s=0)
+    for number in range(400):
+        await insert(buffer, number)
+    closing = asyncio.create_task(buffer.aclose())
+    counts = set[int]()
+
+    def has_ended() -> bool:
+        counts.add(buffer.statistics().entries)
+        if is_cancelled and len(counts) == 3:
+            closing.cancel()
+        return closing.done()
+
+    await until(has_ended)
+    assert len(counts) > 3 and buffer.statistics().dropped == 400
+    assert closing.cancelled() is is_cancelled
+
+
 async def test_equal_inserts_under_one_id_at_once_all_succeed(
     full: LookupBuffer,
 ) -> None:

@@ -33,6 +33,7 @@ from asynckv.tensors.shared_file import MappedFile, edges_of
 from asynckv.tensors.stitching import Claim
 from asynckv.tensors.views import bytes_of
 from asynckv.testing import until
+from harness.buffer_fixtures import memory_of
 from harness.link_pairs import Hearer, name_of
 from harness.raw_inserts import RawMapper
 
@@ -203,14 +204,6 @@ async def peer(mappable: Server) -> AsyncIterator[Peer]:
 async def insert_one(buffer: LookupBuffer) -> None:
     tensor = torch.ones(MIB, dtype=torch.uint8)
     await buffer.insert([1, 2], None, tensor, None, None)
-
-
-def memory_of(peer: Peer) -> MappedMemory:
-    link = peer.link_nowait()
-    assert link is not None
-    memory = peer._imports.of(link)
-    assert memory is not None
-    return memory
 
 
 async def views_of(local: LookupBuffer, peer: Peer, count: int) -> list[KVEntry]:

@@ -138,13 +138,19 @@ def test_a_file_does_not_name_another_one(tmp_path: Path) -> None:
         parsed("--config", str(file))
 
 
-def test_a_secret_and_a_file_of_one_in_the_environment_are_refused(
+def test_a_secret_of_the_environment_and_a_file_of_one_are_refused_but_for_a_flag(
+    tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("ASYNCKV_SECRET", "x" * 40)
     monkeypatch.setenv("ASYNCKV_SECRET_FILE", "/b")
     with pytest.raises(ConfigError, match="both ASYNCKV_SECRET_FILE and"):
         parsed()
+    monkeypatch.delenv("ASYNCKV_SECRET_FILE")
+    file = tmp_path / "serve.toml"
+    file.write_text('secret_file = "/c"')
+    with pytest.raises(ConfigError, match=f"both secret_file in {file} and"):
+        parsed("--config", str(file))
     assert parsed_with_keys("--secret-file", "/a")[1].secret_file == Path("/a")
 
 
@@ -159,8 +165,9 @@ def test_tenants_are_pairs_and_each_comes_once() -> None:
     found = parsed("--store", "1MiB", "--tenant", "a=b.example", "--tenant", "c=d")
     assert found.tenant == (("a", "b.example"), ("c", "d"))
     twice = dataclasses.replace(found, tenant=(("a", "b"), ("a", "c")))
+    keys = KeyOptions(certificate=Path("a"), key=Path("b"), ca=Path("c"))
     with pytest.raises(ConfigError, match="same tenant twice"):
-        twice.check()
+        twice.check(keys)
     for wrong in ("a", "=b", "a="):
         with pytest.raises(CycloptsError, match="is not NAME=CERTIFICATE_NAME"):
             parsed("--tenant", wrong)

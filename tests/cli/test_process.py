@@ -74,6 +74,48 @@ async def test_the_first_signal_is_told_and_the_next_one_is_the_kernel_s(
             assert signal.getsignal(one) == signal.SIG_DFL
 
 
+@pytest.mark.both_loops
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+async def test_a_signal_that_is_ignored_stays_so(
+    number: signal.Signals, all_signals: None
+) -> None:
+    signal.signal(number, signal.SIG_IGN)
+
+    async def is_ignored() -> bool:
+        return signal.getsignal(number) == signal.SIG_IGN
+
+    assert await until_ended(is_ignored()) and await is_ignored()
+    with stop_signal():
+        assert await is_ignored()
+    assert await is_ignored()
+
+
+STUCK = """
+import os, signal, sys
+from asynckv.cli.process import run, stop_signal
+
+async def main():
+    with stop_signal():
+        for number in sys.argv[2:]:
+            os.kill(os.getpid(), int(number))
+        print("alone")
+
+run(main(), sys.argv[1])
+"""
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("loop", ["asyncio", "uvloop"])
+@pytest.mark.parametrize("second", [signal.SIGTERM, signal.SIGINT])
+async def test_a_second_signal_ends_it_though_the_loop_is_stuck(
+    forks: ForkServer, loop: LoopName, second: signal.Signals
+) -> None:
+    signals = (f"{signal.SIGTERM:d}", f"{second:d}")
+    async with forks.running(STUCK, loop, *signals, stderr=subprocess.STDOUT) as fork:
+        shown = await fork.stdout.read()
+        assert await fork.wait() == -second, shown
+
+
 BUSY = """
 import asyncio, os, signal, sys
 from asynckv.cli.process import run, stop_signal
@@ -113,9 +155,9 @@ async def test_without_a_signal_all_is_as_it_was(all_signals: None) -> None:
 
 @pytest.fixture
 def all_signals() -> Iterator[None]:
-    """Put back what signals do."""
+    """Let them do what they do by default, and put back what they did."""
     numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-    before = {number: signal.getsignal(number) for number in numbers}
+    before = {number: signal.signal(number, signal.SIG_DFL) for number in numbers}
     yield
     for number, what in before.items():
         signal.signal(number, what)

@@ -16,6 +16,7 @@ from asynckv.links.fd_socket import has_fd_sockets
 from asynckv.links.link import Link, LinkStream
 from asynckv.protocol.codec import Buffer
 from asynckv.protocol.frames import Frame
+from asynckv.sharing.mappings import MappedMemory
 from asynckv.testing.pairs import Peers, open_peers
 from asynckv.transfers import host_copies
 from harness.device_memory import open_device_pool
@@ -33,6 +34,7 @@ __all__ = (
     "local",
     "mappable",
     "mapper",
+    "memory_of",
     "nccl_pair",
     "no_slabs",
     "on_gpu",
@@ -49,6 +51,15 @@ class CutWhen(Protocol):
     def __call__(
         self, link: Link, kind: type, then: Callable[[], object] | None = None
     ) -> None: ...
+
+
+def memory_of(peer: Peer) -> MappedMemory:
+    """Return what a peer has mapped of the other side's memory."""
+    link = peer.link_nowait()
+    assert link is not None
+    memory = peer._imports.of(link)
+    assert memory is not None
+    return memory
 
 
 @pytest.fixture

@@ -128,19 +128,11 @@ async def _flood_with_pings(peer: HostilePeer) -> None:
             await asyncio.sleep(0)
 
 
-async def _flood_with_requests(peer: HostilePeer) -> None:
-    """Requests that cost nothing to make and are all legal."""
+async def _flood_with_requests(peer: HostilePeer, *, cancelled: bool) -> None:
+    """Legal ones that cost nothing to make, or that wait and are taken back at once."""
     async with _reading(peer):
         for stream in itertools.count(1, 200):
-            await peer.control.send(_requests(stream, cancelled=False))
-            await asyncio.sleep(0)
-
-
-async def _flood_with_cancels(peer: HostilePeer) -> None:
-    """Requests that wait, taken back as soon as they are made."""
-    async with _reading(peer):
-        for stream in itertools.count(1, 200):
-            await peer.control.send(_requests(stream, cancelled=True))
+            await peer.control.send(_requests(stream, cancelled=cancelled))
             await asyncio.sleep(0)
 
 
@@ -216,8 +208,8 @@ GREETED: Final[tuple[_Greeted, ...]] = (
     _talk_garbage,
     _acknowledge_late,
     _flood_with_pings,
-    _flood_with_requests,
-    _flood_with_cancels,
+    functools.partial(_flood_with_requests, cancelled=False),
+    functools.partial(_flood_with_requests, cancelled=True),
     _flood_with_nothing,
 )
 """What those do who were let in."""

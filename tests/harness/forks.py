@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import os
 import signal
 import socket
@@ -139,6 +140,7 @@ def main() -> str:
     """Fork until nobody orders any more; return code only where it is to be run."""
     for name in asynckv.__all__:
         getattr(asynckv, name)
+    gc.freeze()  # else each of them looks through all that at its end, and copies it
     with socket.socket(fileno=os.dup(0)) as orders:
         while True:
             data, descriptors, _, _ = socket.recv_fds(orders, _ORDER_BYTES, 3)
@@ -153,6 +155,9 @@ def main() -> str:
                 os._exit(0)
             elif _is_watched(*descriptors):
                 break
+    # Also where the tests themselves are to end by neither, as with nohup.
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     os.environ.clear()
     os.environ.update(order.environ)
     sys.argv[1:] = order.arguments

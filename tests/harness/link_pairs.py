@@ -16,15 +16,17 @@ from asynckv.errors import PeerLost
 from asynckv.links.dial import dial
 from asynckv.links.link import Link, LinkStream
 from asynckv.links.listen import LinkListener, listen
-from asynckv.protocol.frames import Frame, OpeningFrame, Result
+from asynckv.protocol.frames import Frame, OpeningFrame, Peek, Result
 from asynckv.protocol.values import PeerIdentity
 from asynckv.transports.lane_sockets import LaneSocket
 
 __all__ = (
+    "ASK",
     "Answer",
     "Hearer",
     "LinkPair",
     "ScriptedService",
+    "ask",
     "dialled",
     "held_lanes",
     "landed_bytes",
@@ -33,6 +35,9 @@ __all__ = (
 )
 
 Answer: TypeAlias = Callable[[LinkStream, OpeningFrame, bytes], None]
+
+ASK: Final = Peek(has_key=True)
+"""A request that any service may answer."""
 
 _F = TypeVar("_F")
 
@@ -100,6 +105,13 @@ class Hearer:
             self._changed.clear()
             await self._changed.wait()
         return self.losses[0]
+
+
+async def ask(link: Link, body: bytes = b"") -> tuple[Frame, bytes]:
+    """Ask the other end; return the first that it answers."""
+    hearer = Hearer()
+    link.open_stream(hearer, ASK, body)
+    return await hearer.next()
 
 
 def _echo(stream: LinkStream, frame: OpeningFrame, body: bytes) -> None:

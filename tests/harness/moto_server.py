@@ -18,8 +18,6 @@ from collections.abc import Iterator
 import pytest
 from obstore.store import ObjectStore, S3Store
 
-from asynckv.stores.objects import ObjectTier
-
 __all__ = (
     "BUCKET",
     "MotoServer",
@@ -117,6 +115,7 @@ if __name__ == "__main__":
 @pytest.fixture(scope="session")
 def obstore_has_its_threads() -> None:
     """Descriptors of theirs stay until the interpreter ends."""
+    from asynckv.stores.objects import ObjectTier  # no server has a use for torch
 
     async def use() -> None:
         async with ObjectTier.from_url("file:///nowhere/at/all") as tier:

@@ -9,6 +9,7 @@ from that.
 from __future__ import annotations
 
 import asyncio
+import gc
 import itertools
 import os
 import sys
@@ -55,6 +56,7 @@ async def _use(url: str, *, closes: bool) -> None:
 
 
 def _main(urls: list[str]) -> None:
+    gc.freeze()  # else each of them looks through all that at its end, and copies it
     for url, closes in itertools.product(urls, (True, False)):
         if not (pid := os.fork()):
             with asyncio.Runner(loop_factory=_SlowToLeave) as runner:

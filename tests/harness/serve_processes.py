@@ -84,11 +84,13 @@ async def serving(
     forks: ForkServer | None = None,
     environ: Mapping[str, str] | None = None,
     path: Path | None = None,
+    redirect: str = "",
 ) -> AsyncIterator[ServeProcess]:
     """Run ``asynckv serve`` at a free port; leaving kills it, if it still runs.
 
-    It is one of ``forks``; without them it is started as people start it. Modules are
-    looked for in ``path``, too. Of this process's variables it gets none of asynckv.
+    It is one of ``forks``; without them it is started as people start it, by a shell
+    that does ``redirect``. Modules are looked for in ``path``, too. Of this process's
+    variables it gets none of asynckv.
     """
     given, pipe = _environ(environ or {}, path), subprocess.PIPE
     if forks is not None:
@@ -96,9 +98,10 @@ async def serving(
         async with forked as fork:
             yield ServeProcess(fork)
         return
-    command = (sys.executable, "-m", "asynckv", "serve", *options)
+    command = ("sh", "-c", f'exec "$0" "$@" {redirect}', sys.executable)
+    arguments = ("-m", "asynckv", "serve", *options)
     process = await asyncio.create_subprocess_exec(
-        *command, stdout=pipe, stderr=pipe, env=given
+        *command, *arguments, stdout=pipe, stderr=pipe, env=given
     )
     try:
         yield ServeProcess(process)

@@ -123,6 +123,7 @@ def test_a_run_in_which_data_became_code_fails(
         paths.remove(watching)
         monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
         monkeypatch.delenv("ASYNCKV_AUDIT")
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")  # they take seconds
     path = str(Path(asynckv.__file__).parent / "made_up.py")
     pytester.makepyfile(
         f"""
@@ -134,7 +135,8 @@ def test_a_run_in_which_data_became_code_fails(
             assert names["call"]({argument}) == 1
         """
     )
-    result = pytester.runpytest_subprocess("-p", "harness.audit", "-n", workers)
+    plugins = ("-p", "xdist", "-p", "harness.audit")
+    result = pytester.runpytest_subprocess(*plugins, "-n", workers)
     result.assert_outcomes(passed=1)
     assert result.ret == (argument == "'1'")
     if result.ret:

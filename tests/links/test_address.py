@@ -90,6 +90,11 @@ def test_a_url_says_where_a_peer_is(url: str, address: Address) -> None:
         "mem:@",
         "unix:/a/b",
         "unix:///\ud800",
+        "tcp://a..b:7000",
+        "tls://.x:1",
+        "tcp://\u00e4..:0",
+        f"tcp://{'a' * 64}:1",
+        "tcp://[fe80::1%eth0]:1",
     ],
 )
 def test_what_is_no_address_says_so(url: str) -> None:

@@ -57,7 +57,7 @@ async def listening(url: str = "tcp://:0") -> AsyncIterator[LinkListener]:
 async def impostor(*answers: Frame | bytes) -> AsyncIterator[str]:
     """Somebody who gives the n-th connection the n-th answer, and then waits."""
     loop = asyncio.get_running_loop()
-    with bind(parse_url("tcp://:0")) as sock, contextlib.ExitStack() as stack:
+    with await bind(parse_url("tcp://:0")) as sock, contextlib.ExitStack() as stack:
 
         async def play() -> None:
             for answer in answers:
@@ -132,7 +132,7 @@ async def test_nobody_there_is_said_with_what_to_do(url: str) -> None:
 
 @pytest.mark.both_loops
 async def test_one_that_listens_and_never_answers_is_given_up() -> None:
-    with bind(parse_url("tcp://:0")) as silent:
+    with await bind(parse_url("tcp://:0")) as silent:
         url = f"tcp://127.0.0.1:{silent.getsockname()[1]}"
         with pytest.raises(PeerLost, match=r"did not answer within 0\.05 s") as caught:
             await dial(url, identity=ME, timeout_s=0.05)
@@ -141,7 +141,7 @@ async def test_one_that_listens_and_never_answers_is_given_up() -> None:
 
 @pytest.mark.both_loops
 async def test_the_callers_own_timeout_stays_a_timeout() -> None:
-    with bind(parse_url("tcp://:0")) as silent:
+    with await bind(parse_url("tcp://:0")) as silent:
         url = f"tcp://127.0.0.1:{silent.getsockname()[1]}"
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0.05):
@@ -253,7 +253,11 @@ def test_lanes_are_those_of_the_cores_unless_told_otherwise() -> None:
 @pytest.mark.parametrize(
     "linger", [bytes(8), b"\1\0\0\0\0\0\0\0"], ids=["end", "reset"]
 )
-async def test_a_killed_peer_is_lost_at_once(linger: bytes) -> None:
+async def test_a_killed_peer_is_lost_at_once(
+    monkeypatch: pytest.MonkeyPatch, linger: bytes
+) -> None:
+    # The killed one ends by no goodbye.
+    monkeypatch.setattr("asynckv.links.link.GRACE_S", 0.01)
     async with linked(answer=lambda *_: None) as pair:
         sock: socket.socket = pair.far._stream._sock  # type: ignore[attr-defined]
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)

@@ -14,18 +14,14 @@ from asynckv.links.dial import dial
 from asynckv.links.end import MISSED_BEATS, Heartbeat
 from asynckv.protocol.frames import (
     OpenPipe,
-    Peek,
 )
 from asynckv.protocol.values import Limits
 from asynckv.testing.blocked import until
 from harness.children import line_of
 from harness.forks import ForkServer
-from harness.link_pairs import Hearer, linked, name_of
+from harness.link_pairs import ASK, Hearer, linked, name_of
 
 pytestmark = pytest.mark.both_loops
-
-
-ASK = Peek(has_key=True)
 
 
 def never(*_: object) -> None:
@@ -42,6 +38,21 @@ async def test_a_loss_is_told_once_and_never_inside_the_call() -> None:
         pair.near.abort()
         await pair.near.aclose()
         assert len(hearer.losses) == len(told) == 1
+
+
+async def test_where_many_lose_their_link_others_have_their_turn_in_between() -> None:
+    async with linked(answer=never) as pair:
+        hearers, counts = [Hearer() for _ in range(300)], set[int]()
+        for hearer in hearers:
+            pair.near.open_stream(hearer, ASK)
+        pair.near.abort()
+
+        def are_all_told() -> bool:
+            counts.add(sum(len(hearer.losses) for hearer in hearers))
+            return all(hearer.losses for hearer in hearers)
+
+        await until(are_all_told)
+        assert len(counts) > 3 and max(counts) == 300
 
 
 async def test_who_asks_late_learns_of_the_loss_too() -> None:

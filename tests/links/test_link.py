@@ -12,7 +12,7 @@ from asynckv.errors import (
     LocalProtocolError,
     RemoteProtocolError,
 )
-from asynckv.links.link import Link, LinkStream
+from asynckv.links.link import LinkStream
 from asynckv.protocol.frames import (
     Frame,
     OpenPipe,
@@ -23,10 +23,9 @@ from asynckv.protocol.frames import (
 from asynckv.protocol.transfer_frames import Grant
 from asynckv.protocol.values import Limits
 from asynckv.testing.blocked import until, until_blocked
-from harness.link_pairs import Hearer, LinkPair, ScriptedService, linked
+from harness.link_pairs import ASK, Hearer, LinkPair, ScriptedService, ask, linked
 
 SCHEMES = ["tcp", "unix", "mem", "mem-inline"]
-ASK = Peek(has_key=True)
 
 
 @pytest.fixture(params=SCHEMES)
@@ -41,12 +40,6 @@ def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 
 def never(*_: object) -> None:
     """Let the request wait."""
-
-
-async def ask(link: Link, body: bytes = b"") -> tuple[Frame, bytes]:
-    hearer = Hearer()
-    link.open_stream(hearer, ASK, body)
-    return await hearer.next()
 
 
 @pytest.mark.both_loops

@@ -26,18 +26,17 @@ from asynckv.protocol.frames import (
 )
 from asynckv.protocol.values import Limits
 from asynckv.testing.blocked import until
-from harness.link_pairs import Hearer, LinkPair, ScriptedService, linked, name_of
+from harness.link_pairs import (
+    ASK,
+    Hearer,
+    LinkPair,
+    ScriptedService,
+    ask,
+    linked,
+    name_of,
+)
 
 pytestmark = pytest.mark.both_loops
-
-
-ASK = Peek(has_key=True)
-
-
-async def ask(link: Link, body: bytes = b"") -> tuple[Frame, bytes]:
-    hearer = Hearer()
-    link.open_stream(hearer, ASK, body)
-    return await hearer.next()
 
 
 class _Faulty(Hearer):

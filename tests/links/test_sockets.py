@@ -8,11 +8,12 @@ import socket
 import ssl
 import stat
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
 import anyio
+import anyio.to_thread
 import pytest
 
 from asynckv.errors import AuthError, ConfigError, PeerLost, RemoteProtocolError
@@ -40,7 +41,7 @@ from asynckv.protocol.wire import TYPE_CONTROL, pack_header
 from asynckv.security.names import NO_ASSURANCE
 from asynckv.security.tls import TLS, TlsKeys, read_tls
 from asynckv.security.tls_socket import TlsSocket
-from asynckv.testing.blocked import until_blocked
+from asynckv.testing.blocked import until, until_blocked
 from asynckv.testing.certificates import Authority
 
 pytestmark = pytest.mark.both_loops
@@ -61,7 +62,7 @@ def pair() -> tuple[socket.socket, socket.socket]:
 
 
 async def test_a_connection_reaches_its_listener_without_delay() -> None:
-    with bind(LOOPBACK) as listener:
+    with await bind(LOOPBACK) as listener:
         with await connect(port_of(listener)) as sock:
             assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
             assert not sock.getblocking()
@@ -69,12 +70,12 @@ async def test_a_connection_reaches_its_listener_without_delay() -> None:
 
 
 async def test_a_listener_is_at_loopback_unless_told_otherwise() -> None:
-    with bind(parse_url("tcp://:0")) as listener:
+    with await bind(parse_url("tcp://:0")) as listener:
         assert listener.getsockname()[0] == "127.0.0.1"
 
 
 async def test_nobody_there_says_so_and_what_to_do() -> None:
-    with bind(LOOPBACK) as listener:
+    with await bind(LOOPBACK) as listener:
         address = port_of(listener)
     with pytest.raises(PeerLost, match="nobody listens.*start the other side"):
         await connect(address)
@@ -85,28 +86,107 @@ async def test_no_socket_file_says_so(tmp_path: Path) -> None:
         await connect(parse_url(f"unix://{tmp_path}/none.sock"))
 
 
-async def test_an_unknown_host_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    def unknown(*args: object, **kwargs: object) -> None:
-        raise socket.gaierror(-2, "Name or service not known")
+HOST = "kv.example"
 
-    monkeypatch.setattr(socket, "getaddrinfo", unknown)
-    with pytest.raises(PeerLost, match="'nowhere' is no host"):
-        await connect(parse_url("tcp://nowhere:1"))
+
+class Names:
+    """Looks ``HOST`` up at nobody's, in the thread that asks, once it ``may_end``."""
+
+    def __init__(self, addresses: list[str]) -> None:
+        self.may_end = threading.Event()
+        self.may_end.set()
+        self.asked: list[threading.Thread] = []
+        self._addresses = addresses
+        self._real = socket.getaddrinfo
+
+    def look_up(self, host: str, port: int, *, type: int) -> list[Any]:
+        self.asked.append(threading.current_thread())
+        self.may_end.wait()
+        if not self._addresses:
+            raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+        return [
+            found
+            for each in self._addresses
+            for found in self._real(each, port, type=type)
+        ]
+
+
+@pytest.fixture
+def names(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Names:
+    names = Names(getattr(request, "param", ["127.0.0.1"]))
+    monkeypatch.setattr(socket, "getaddrinfo", names.look_up)
+    return names
+
+
+UNKNOWN = pytest.mark.parametrize("names", [[]], indirect=True)
+
+
+@UNKNOWN
+async def test_an_unknown_host_says_so(names: Names) -> None:
+    with pytest.raises(PeerLost, match=f"'{HOST}' is no host"):
+        await connect(Address("tcp", host=HOST, port=1))
+
+
+@UNKNOWN
+async def test_nobody_listens_at_an_unknown_host(names: Names) -> None:
+    with pytest.raises(ConfigError, match=f"cannot listen at tcp://{HOST}:0"):
+        await bind(Address("tcp", host=HOST))
+
+
+@pytest.mark.parametrize("open_socket", [bind, connect])
+async def test_a_host_that_is_looked_up_holds_nothing_up(
+    open_socket: Callable[[Address], Awaitable[socket.socket]], names: Names
+) -> None:
+    names.may_end.clear()
+    task = asyncio.ensure_future(open_socket(Address("tcp", host=HOST)))
+    await until(lambda: bool(names.asked))
+    task.cancel()
+    await asyncio.wait({task})
+    names.may_end.set()
+    assert task.cancelled()
+    assert names.asked[0] is not threading.current_thread()
+
+
+async def test_a_host_is_looked_up_while_an_application_has_all_threads(
+    names: Names,
+) -> None:
+    others = anyio.to_thread.current_default_thread_limiter()
+    for _ in range(int(others.total_tokens)):
+        others.acquire_on_behalf_of_nowait(object())
+    with await bind(Address("tcp", host=HOST)) as listener:
+        port = listener.getsockname()[1]
+        (await connect(Address("tcp", host=HOST, port=port))).close()
+
+
+@pytest.mark.parametrize("names", [["::1", "127.0.0.1"]], indirect=True)
+async def test_a_listener_is_at_the_address_of_ipv4_that_its_host_has(
+    names: Names,
+) -> None:
+    with await bind(Address("tcp", host=HOST)) as listener:
+        assert listener.getsockname()[0] == "127.0.0.1"
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
+async def test_a_number_is_looked_up_nowhere(host: str, names: Names) -> None:
+    with await bind(Address("tcp", host=host)) as listener:
+        port = listener.getsockname()[1]
+        (await connect(Address("tcp", host=host, port=port))).close()
+    assert names.asked == []
 
 
 async def test_a_port_in_use_says_so() -> None:
-    with bind(LOOPBACK) as listener, pytest.raises(ConfigError, match="Port 0"):
-        bind(port_of(listener))
+    with await bind(LOOPBACK) as listener, pytest.raises(ConfigError, match="Port 0"):
+        await bind(port_of(listener))
 
 
 async def test_a_folder_that_is_missing_is_to_be_made(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="make the folder first"):
-        bind(parse_url(f"unix://{tmp_path}/none/a.sock"))
+        await bind(parse_url(f"unix://{tmp_path}/none/a.sock"))
 
 
 async def test_a_socket_file_is_for_its_owner_only(tmp_path: Path) -> None:
     address = parse_url(f"unix://{tmp_path}/a.sock")
-    with bind(address):
+    with await bind(address):
         mode = os.stat(address.place).st_mode
     assert stat.S_ISSOCK(mode)
     assert stat.S_IMODE(mode) == 0o600
@@ -114,16 +194,16 @@ async def test_a_socket_file_is_for_its_owner_only(tmp_path: Path) -> None:
 
 async def test_a_stale_socket_file_is_replaced(tmp_path: Path) -> None:
     address = parse_url(f"unix://{tmp_path}/a.sock")
-    bind(address).close()
-    with bind(address), await connect(address):
+    (await bind(address)).close()
+    with await bind(address), await connect(address):
         pass
 
 
 async def test_a_socket_file_in_use_is_left_alone(tmp_path: Path) -> None:
     address = parse_url(f"unix://{tmp_path}/a.sock")
-    with bind(address):
+    with await bind(address):
         with pytest.raises(ConfigError):
-            bind(address)
+            await bind(address)
         (await connect(address)).close()
 
 
@@ -136,25 +216,29 @@ async def test_a_place_that_another_took_meanwhile_is_left_to_it(
 
         def listen(sock: socket.socket, backlog: int) -> None:
             patch.undo()
-            stack.enter_context(bind(address))  # ours is bound, and takes no one yet
+            # Ours takes no one yet, so it looks stale.
+            remove_place(address.place, os.lstat(address.place).st_ino)
+            other = stack.enter_context(socket.socket(socket.AF_UNIX))
+            other.bind(address.place)
+            real(other, backlog)
             real(sock, backlog)
 
         patch.setattr(socket.socket, "listen", listen)
         with pytest.raises(ConfigError, match="another process"):
-            bind(address)
+            await bind(address)
         (await connect(address)).close()
 
 
 async def test_a_file_that_is_no_socket_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "a.sock").write_text("precious")
     with pytest.raises(ConfigError):
-        bind(parse_url(f"unix://{tmp_path}/a.sock"))
+        await bind(parse_url(f"unix://{tmp_path}/a.sock"))
     assert (tmp_path / "a.sock").read_text() == "precious"
 
 
 async def test_another_listeners_socket_file_is_not_removed(tmp_path: Path) -> None:
     path = tmp_path / "a.sock"
-    with bind(parse_url(f"unix://{path}")):
+    with await bind(parse_url(f"unix://{path}")):
         remove_place(str(path), inode=1)
         assert path.exists()
         remove_place(str(path), path.stat().st_ino)
@@ -240,7 +324,7 @@ async def test_hanging_up_takes_no_more_than_64_kib(
 
 
 async def test_a_cancelled_connect_leaves_no_socket() -> None:
-    with bind(LOOPBACK) as listener:
+    with await bind(LOOPBACK) as listener:
         for ticks in range(4):
             task = asyncio.create_task(connect(port_of(listener)))
             for _ in range(ticks):

@@ -87,6 +87,23 @@ async def test_one_that_has_not_waited_long_enough_is_looked_at_again(
     assert caplog.messages[0].startswith("query 1 has waited") and len(many) == 1
 
 
+async def test_where_many_become_long_at_once_others_have_their_turn_in_between(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(waits, "LONG_WAIT_S", 0.001)
+    many = LoggedWaits("query {}".format, "a match", "an insert")
+    for number in range(200):
+        many.begin(number)
+    counts = set[int]()
+
+    def are_all_told() -> bool:
+        counts.add(len(caplog.records))
+        return len(caplog.records) == 200
+
+    await until(are_all_told)
+    assert len(counts) > 3
+
+
 async def test_who_waits_is_told_in_one_line(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG, waits.logger.name)
     with LoggedWait("select of x\nCRITICAL", "room", "an insert"):

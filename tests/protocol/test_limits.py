@@ -118,33 +118,41 @@ def test_a_body_in_one_part_is_never_unfinished(nbytes: int) -> None:
     assert ended.names == []
 
 
-def test_so_many_at_once_and_no_more() -> None:
-    rate = Rate(10, 100, 0.0)
-    assert rate.spend(100, 0.0)
-    assert not rate.spend(1, 0.0)
-
-
-def test_a_second_adds_as_many_as_may_come_in_one() -> None:
-    rate = Rate(10, 100, 0.0)
-    assert rate.spend(100, 0.0)
-    assert rate.spend(10, 1.0)
-    assert rate.spend(5, 1.5)
-    assert not rate.spend(6, 2.0)
-
-
-def test_what_was_not_used_is_not_saved_up() -> None:
-    rate = Rate(10, 100, 0.0)
-    assert not rate.spend(101, 1000.0)
-
-
-def test_a_rate_is_worth_a_second_at_least() -> None:
-    assert Rate(10, 1, 0.0).spend(10, 0.0)
-
-
-def test_a_clock_that_goes_back_earns_nothing() -> None:
-    rate = Rate(10, 10, 5.0)
-    assert rate.spend(10, 5.0)
-    assert not rate.spend(1, 4.0)
+@pytest.mark.parametrize(
+    ("made", "spends"),
+    [
+        pytest.param(
+            (10, 100, 0.0),
+            [(100, 0.0, True), (1, 0.0, False)],
+            id="so many at once and no more",
+        ),
+        pytest.param(
+            (10, 100, 0.0),
+            [(100, 0.0, True), (10, 1.0, True), (5, 1.5, True), (6, 2.0, False)],
+            id="a second adds as many as may come in one",
+        ),
+        pytest.param(
+            (10, 100, 0.0),
+            [(101, 1000.0, False)],
+            id="what was not used is not saved up",
+        ),
+        pytest.param(
+            (10, 1, 0.0), [(10, 0.0, True)], id="it is worth a second at least"
+        ),
+        pytest.param(
+            (10, 10, 5.0),
+            [(10, 5.0, True), (1, 4.0, False)],
+            id="a clock that goes back earns nothing",
+        ),
+    ],
+)
+def test_a_rate_lets_so_many_come(
+    made: tuple[int, int, float], spends: list[tuple[int, float, bool]]
+) -> None:
+    rate = Rate(*made)
+    assert [rate.spend(count, now) for count, now, _ in spends] == [
+        may for _, _, may in spends
+    ]
 
 
 @given(st.lists(st.tuples(st.integers(0, 50), st.floats(0, 1)), max_size=50))

@@ -301,7 +301,7 @@ async def test_another_protocol_over_tls_is_refused(authority: Authority) -> Non
 @contextlib.asynccontextmanager
 async def impostor(serve: Callable[[socket.socket], object]) -> AsyncIterator[int]:
     """Somebody who takes one connection, in a thread."""
-    with bind(parse_url("tcp://:0")) as listener:
+    with await bind(parse_url("tcp://:0")) as listener:
         listener.settimeout(10)
 
         def run() -> None:

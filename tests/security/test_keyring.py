@@ -70,6 +70,11 @@ def test_a_file_that_never_was_good_is_refused_each_time(
     assert keyring.current().first_secret is not None
 
 
+def test_a_path_that_can_be_none_is_refused() -> None:
+    with pytest.raises(ConfigError, match="cannot be read: embedded null byte"):
+        Keyring(secret_file="a\0b").current()
+
+
 def test_a_file_that_has_changed_is_read_again(
     make_secret: Callable[..., Path],
 ) -> None:

@@ -51,6 +51,25 @@ def test_allowed_peers_are_several(authority: Authority) -> None:
         changed(authority.issue(), allowed_peers="worker-1")
 
 
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        *(
+            (field, path)
+            for field in ("certificate", "key", "ca")
+            for path in (5, "\0")
+        ),
+        *(("allowed_peers", names) for names in (5, (5,), ("a", None), iter("ab"))),
+        *(("server_name", name) for name in (5, ".x", "a..b", "x\0y", "\u00e4" * 70)),
+    ],
+)
+def test_what_can_be_none_is_refused_where_it_is_said(field: str, value: Any) -> None:
+    files: dict[str, Any] = {"certificate": "a", "key": "b", "ca": "c"}
+    with pytest.raises(ConfigError, match=f"{field} is ") as caught:
+        TLS(**files | {field: value})
+    assert caught.value.hint
+
+
 def test_the_first_certificate_of_a_chain_is_ones_own(
     authority: Authority, tmp_path: Path
 ) -> None:

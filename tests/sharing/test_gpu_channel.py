@@ -153,11 +153,14 @@ async def test_memory_that_a_lost_gpu_may_write_to_gets_no_other_bytes(
 ) -> None:
     into = {"key": pair.theirs.tensor(torch.zeros(MIB, dtype=torch.uint8))}
     select = await stalled_select(pair, into=into)
-    pair.near_way.transport._worker.give_up(GPUFailed("it is stuck"))
+    worker = pair.near_way.transport._worker
+    worker.give_up(GPUFailed("it is stuck"))
     with pytest.raises(GPUFailed, match="it is stuck"):
         await select
     again = await pair.peer.lookup.drop_select([1])
     assert is_same(again.key, noise(MIB))  # type: ignore[arg-type]
+    while worker._gpu._operations:  # else who frees waits for them in vain
+        worker._gpu.end_operation()
 
 
 async def test_a_link_that_is_cut_is_connected_again(pair: NcclBuffers) -> None:

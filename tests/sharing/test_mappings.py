@@ -24,10 +24,10 @@ from asynckv.protocol.transfer_frames import Exposed, OpenMemory
 from asynckv.sharing import handshake, peer_imports
 from asynckv.sharing.exporter import Importer
 from asynckv.sharing.handshake import Handshake
-from asynckv.sharing.mappings import MappedMemory
 from asynckv.tensors.paged_arena import SlabArena
 from asynckv.tensors.stitching import Claim
 from asynckv.testing.blocked import until
+from harness.buffer_fixtures import memory_of
 from harness.link_pairs import Hearer, linked
 
 pytestmark = pytest.mark.skipif(not has_fd_sockets(), reason="nothing to map here")
@@ -68,14 +68,6 @@ async def view_in(buffer: LookupBuffer, peer: Peer, value: float = 1.0) -> torch
 
 def pinned(buffer: LookupBuffer) -> int:
     return buffer.statistics().pinned_bytes
-
-
-def memory_of(peer: Peer) -> MappedMemory:
-    link = peer.link_nowait()
-    assert link is not None
-    memory = peer._imports.of(link)
-    assert memory is not None
-    return memory
 
 
 @pytest.mark.both_loops

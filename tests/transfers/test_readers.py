@@ -41,7 +41,7 @@ KIB, MIB = 2**10, 2**20
 
 @pytest.fixture
 async def peer(mappable: Server) -> AsyncIterator[Peer]:
-    async with connect(mappable.url, reconnect_s=0) as peer:
+    async with connect(mappable.url, max_bytes="16MiB", reconnect_s=0) as peer:
         assert peer.transport == "map"
         yield peer
 
@@ -431,6 +431,7 @@ async def test_a_mapping_that_is_asked_for_and_is_not_there_is_an_error() -> Non
         serve("tcp://127.0.0.1:0", store=store) as server,
     ):
         with pytest.raises(IncompatiblePeer, match="cannot be mapped"):
-            async with connect(f"{server.url}?payload=map", device=theirs):
+            url = f"{server.url}?payload=map"
+            async with connect(url, max_bytes="1MiB", device=theirs):
                 raise AssertionError
     gpus.close()

@@ -256,6 +256,7 @@ def find_by_id(
 
 
 _TOKEN_NBYTES: Final = 16
+_AT_A_TIME: Final = 64
 
 logger = logging.getLogger(__name__)
 
@@ -280,6 +281,8 @@ class Leases:
         self._seqs = itertools.count(1)
         self._tokens: list[bytes] = []
         self.is_closed = False
+        self.leased_entries = 0
+        """How many entries somebody holds."""
 
     @property
     def waiting_count(self) -> int:
@@ -411,8 +414,8 @@ class Leases:
         for lease in leases:
             self._take_back(lease, reason)
 
-    def close(self) -> None:
-        """Every query ends, and entries leave.
+    def closing(self) -> Iterator[None]:
+        """Every query ends, and entries leave; yields now and then.
 
         What an application holds whole leaves when it is acknowledged or given
         back; no other delivery goes on, and no stream.
@@ -420,11 +423,16 @@ class Leases:
         self.is_closed = True
         for waiter in self._matcher.everyone():
             waiter.holder.closed()
-        left = [e for e in self._table.entries.values() if e.state is EntryState.READY]
-        for entry in list(self._table.entries.values()):
+        before = self._counters.dropped
+        for number, entry in enumerate(list(self._table.entries.values())):
+            if number and not number % _AT_A_TIME:
+                yield
+            if entry.entry_id not in self._table.entries:
+                continue  # it has left meanwhile
             leases = list(entry.leases.values())
             held = [x for x in leases if x.reached and not x.holder.streams]
             if not entry.complete or not held:
+                self._counters.dropped += entry.state is EntryState.READY
                 self.void(entry, "closed")
                 continue
             self.keep_for_consumers(entry)
@@ -432,9 +440,7 @@ class Leases:
                 if lease not in held:
                     self._end(lease)
                     self._take_back(lease, "closed")
-        dropped = sum(entry.left_by == "closed" for entry in left)
-        if dropped:
-            self._counters.dropped += dropped
+        if dropped := self._counters.dropped - before:
             logger.info("%d entries that nobody took leave with the buffer", dropped)
 
     def _lease(self, entry: StoredEntry, waiter: Waiter, matched_tokens: int) -> None:
@@ -443,6 +449,7 @@ class Leases:
             self._tokens = _random_tokens()
         token = self._tokens.pop()
         lease = Lease(entry, waiter, matched_tokens, entry.attempts, token)
+        self.leased_entries += not entry.leases
         entry.leases[token] = lease
         if entry.consumers is not None:
             entry.consumers.add(waiter.holder.consumer)
@@ -463,6 +470,7 @@ class Leases:
         """If it does not count its consumer may have the entry again."""
         lease.is_valid = False
         del lease.entry.leases[lease.token]
+        self.leased_entries -= not lease.entry.leases
         lease.waiter.lease = None
         if lease.lapse is not None:
             lease.lapse.cancel()

@@ -10,6 +10,8 @@ but keeps its place.
 from __future__ import annotations
 
 import asyncio
+import collections
+from collections.abc import Iterator
 
 from asynckv.buffers.entries.entries import EntryState, StoredEntry
 from asynckv.buffers.entries.leases import Leases, Matcher
@@ -154,9 +156,13 @@ class Ledger:
         self.room.change()
 
     def close(self) -> None:
-        """Every query ends, and entries leave; see :meth:`Leases.close`."""
+        """Every query ends, and entries leave; see :meth:`Leases.closing`."""
+        collections.deque(self.closing(), maxlen=0)
+
+    def closing(self) -> Iterator[None]:
+        """As :meth:`close`; where it yields others may have their turn."""
         self.is_closing = True
-        self.leases.close()
+        yield from self.leases.closing()
         self.table.close()
         self.room.change()
 

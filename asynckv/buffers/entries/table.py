@@ -171,6 +171,10 @@ class EntryMemory:
         self._entries += 1
 
 
+_AT_ONCE: Final = 64
+"""Of many whose time is over so many leave before others have their turn."""
+
+
 class ExpiryClock:
     """Calls ``expire(entry_id)`` when an entry's time is over.
 
@@ -218,7 +222,9 @@ class ExpiryClock:
     def _call(self) -> None:
         self._timer = None
         now = asyncio.get_running_loop().time()
-        while self._due and self._due[0][0] <= now:
+        for _ in range(_AT_ONCE):  # the others of many have the next tick
+            if not self._due or self._due[0][0] > now:
+                break
             self._expire(heapq.heappop(self._due)[1])
         self._arm()
 
@@ -286,12 +292,15 @@ class Tombstones:
 
     def find(self, entry_id: str, now: float) -> Tombstone | None:
         """Return how the entry left, unless that is forgotten or unknown."""
-        while self._by_id:
-            oldest = next(iter(self._by_id.values()))
-            if now - oldest.left_at <= self._max_age_s:
+        for _ in range(_AT_ONCE):
+            oldest = next(iter(self._by_id.values()), None)
+            if oldest is None or now - oldest.left_at <= self._max_age_s:
                 break
             self._forget_oldest()
-        return self._by_id.get(entry_id)
+        found = self._by_id.get(entry_id)
+        if found is None or now - found.left_at > self._max_age_s:
+            return None
+        return found
 
     def _forget_oldest(self) -> None:
         _, stone = self._by_id.popitem(last=False)

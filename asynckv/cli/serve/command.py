@@ -7,8 +7,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
+import logging.handlers
+import os
+import queue
 import sys
+import threading
 from collections.abc import Iterator, Sequence
 from typing import Final
 
@@ -22,9 +25,13 @@ from asynckv.cli.process import run
 from asynckv.errors import AsyncKVError
 from asynckv.observability.lines import without_secrets
 
-__all__ = ("serve",)
+__all__ = ("logging_to_stderr", "serve")
 
 _NO_OPTIONS: Final = ServeOptions()
+
+_STDERR: Final = 2
+_MAX_LINES: Final = 1000
+_LAST_LINES_S: Final = 0.5
 
 
 def serve(
@@ -38,10 +45,10 @@ def serve(
     """
     from asynckv.cli.serve.running import EndDeadline, run_until_stopped
 
+    options.check(keys)
     try:
-        options.check()
-        logging_ = _logging_to_stderr(options.log_level, options.tier)
-        with logging_, EndDeadline() as deadline:
+        logging_ = logging_to_stderr(options.log_level, options.tier)
+        with logging_ as log, EndDeadline(log) as deadline:
             run(run_until_stopped(options, keys, deadline))
     except (KeyboardInterrupt, asyncio.CancelledError):
         return 0
@@ -69,16 +76,60 @@ def _without_passwords(text: str, urls: Sequence[str]) -> str:
     return text
 
 
+class _Lines(logging.handlers.QueueHandler):
+    """Writes to standard error in a thread: if nobody reads it, nobody waits for that.
+
+    It keeps at most so many lines that wait; of the further ones it says how many.
+    """
+
+    def __init__(self) -> None:
+        # No other queue lets a finalizer log in the midst of a put().
+        self._waiting: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+        super().__init__(self._waiting)
+        self._lost = 0
+        name = "asynckv serve: log"
+        self._thread = threading.Thread(target=self._write, name=name, daemon=True)
+        self._thread.start()
+
+    def enqueue(self, record: logging.LogRecord) -> None:
+        if self._waiting.qsize() >= _MAX_LINES:
+            self._lost += 1
+            return
+        if self._lost:
+            self._waiting.put(f"{self._lost} lines are missing here: nobody read them")
+            self._lost = 0
+        self._waiting.put(record.getMessage())
+
+    def close(self) -> None:
+        """Let what waits be written, for a moment at most."""
+        self._waiting.put(None)
+        self._thread.join(_LAST_LINES_S)
+        super().close()
+
+    def _write(self) -> None:
+        while (line := self._waiting.get()) is not None:
+            data = f"{line}\n".encode(errors="backslashreplace")
+            with contextlib.suppress(OSError):
+                while data:
+                    data = data[os.write(_STDERR, data) :]
+
+
 @contextlib.contextmanager
-def _logging_to_stderr(level: LogLevel, urls: Sequence[str]) -> Iterator[None]:
-    """Write what asynckv logs to standard error."""
-    logger, handler = logging.getLogger("asynckv"), logging.StreamHandler()
-    handler.setFormatter(_OneLine(urls))
+def logging_to_stderr(
+    level: LogLevel, urls: Sequence[str] = ()
+) -> Iterator[logging.Handler]:
+    """Write what is logged to standard error, of asynckv from ``level`` on.
+
+    Whoever logs never waits for that. Passwords of ``urls`` are not in it.
+    """
+    logger, lines = logging.getLogger("asynckv"), _Lines()
+    lines.setFormatter(_OneLine(urls))
     before = logger.level
-    logger.addHandler(handler)
+    logging.root.addHandler(lines)
     logger.setLevel(level.upper())
     try:
-        yield
+        yield lines
     finally:
-        logger.removeHandler(handler)
+        logging.root.removeHandler(lines)
         logger.setLevel(before)
+        lines.close()

@@ -1,7 +1,7 @@
 """A few pages over HTTP, for probes and scrapers, within fixed bounds of everything.
 
 One GET or HEAD a connection, of at most 8 KiB, answered within 5 s or not at all; no
-body is read. There are at most 32 connections: the next one is hung up on.
+body is read. There are at most 32 connections: for the next one the oldest goes.
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from typing import Final, TypeAlias
 
 from asynckv.errors import ConfigError
+from asynckv.security.names import is_host
 from asynckv.waits.waiting import OwnTasks
 
-__all__ = ("Page", "Pages", "serve_http")
+__all__ = ("Page", "Pages", "host_and_port", "serve_http")
 
 _MAX_REQUEST_NBYTES: Final = 8 * 1024
 _MAX_CONNECTIONS: Final = 32
@@ -45,17 +46,22 @@ async def serve_http(address: str, pages: Pages) -> AsyncIterator[str]:
 
     :raises ConfigError: that is no address, or nobody can listen there
     """
-    host, port = _host_and_port(address)
-    answering = OwnTasks()
+    host, port = host_and_port(address)
+    answering, oldest_first = OwnTasks(), dict[asyncio.Task[None], None]()
 
     def take(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        if len(answering) >= _MAX_CONNECTIONS:
+        def end(task: asyncio.Task[None]) -> None:
+            oldest_first.pop(task, None)
             writer.transport.abort()
-        else:
-            work = _answer(pages, reader, writer)
-            task = answering.own(work, "asynckv: an HTTP request")
-            # Also of one that was cancelled before it began.
-            task.add_done_callback(lambda _: writer.transport.abort())
+
+        if len(oldest_first) >= _MAX_CONNECTIONS:
+            oldest = next(iter(oldest_first))
+            del oldest_first[oldest]
+            oldest.cancel()
+        work = _answer(pages, reader, writer)
+        task = answering.own(work, "asynckv: an HTTP request")
+        oldest_first[task] = None
+        task.add_done_callback(end)  # also of one that was cancelled before it began
 
     try:
         server = await asyncio.start_server(take, host, port, limit=_MAX_REQUEST_NBYTES)
@@ -73,13 +79,17 @@ async def serve_http(address: str, pages: Pages) -> AsyncIterator[str]:
         await answering.quiesce()
 
 
-def _host_and_port(address: str) -> tuple[str, int]:
+def host_and_port(address: str) -> tuple[str, int]:
+    """Return what ``--http`` says.
+
+    :raises ConfigError: that is no address
+    """
     try:
         parts = urllib.parse.urlsplit(f"//{address}")
         host, port = parts.hostname, parts.port
     except ValueError:
         host = port = None
-    if not host or port is None or parts.netloc != address:
+    if not is_host(host) or port is None or parts.netloc != address:
         raise ConfigError(
             f"--http is {address!r}, no address", hint="write 127.0.0.1:9464"
         )

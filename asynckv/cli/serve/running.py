@@ -70,10 +70,12 @@ async def run_until_stopped(
 class EndDeadline:
     """Ends the process if what it is used for takes longer than it may, once it is set.
 
-    Tasks may refuse to end, and threads hang: nobody waits for those then.
+    Tasks may refuse to end, and threads hang: nobody waits for those then. ``log`` is
+    closed before.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, log: logging.Handler) -> None:
+        self._log = log
         self._timer: threading.Timer | None = None
         self._end_s = math.inf
 
@@ -96,6 +98,7 @@ class EndDeadline:
 
     def _end(self) -> None:
         logger.warning("something does not end; the process ends without it")
+        self._log.close()
         os._exit(0)
 
 

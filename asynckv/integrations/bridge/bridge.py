@@ -16,6 +16,7 @@ from contextlib import AbstractAsyncContextManager
 from typing import Any, Final, Generic, TypeVar, TypeVarTuple
 
 from asynckv.errors import WrongLoop
+from asynckv.types import as_timeout
 
 __all__ = ("Bridge",)
 
@@ -101,7 +102,9 @@ class Bridge(Generic[NewsT]):
         :raises TimeoutError: it took longer, and was cancelled
         :raises WrongLoop: called on the loop, which would wait for itself
         :raises RuntimeError: the bridge was shut down, before or meanwhile
+        :raises ValueError: ``timeout_s`` is negative, or NaN
         """
+        timeout_s = as_timeout(timeout_s, "timeout_s")
         self._check_open()
         self._check_thread()
         running = asyncio.run_coroutine_threadsafe(
@@ -109,7 +112,7 @@ class Bridge(Generic[NewsT]):
         )
         try:
             # The loop keeps the time; a loop that is stuck is not waited for.
-            return running.result(timeout_s + _GRACE_S)
+            return running.result(min(timeout_s + _GRACE_S, threading.TIMEOUT_MAX))
         except concurrent.futures.CancelledError:
             raise RuntimeError(f"{self.name} was shut down meanwhile") from None
         except TimeoutError:

@@ -30,7 +30,7 @@ from asynckv.buffers.remote.peer import Peer, connect as connect_to
 from asynckv.buffers.serve import Server, serve as serve_at
 from asynckv.buffers.store import StoreBuffer
 from asynckv.config import KVTransferConfig
-from asynckv.errors import PeerLost
+from asynckv.errors import AsyncKVError, PeerLost
 from asynckv.node import open as open_node
 from asynckv.security.tls import TLS
 from asynckv.types import KVFingerprint, as_timeout
@@ -93,8 +93,9 @@ def lifespan(
 
     A peer that is not there is waited for, in starting at most ``wait_s``
     seconds; then the app starts and ``/readyz`` says that it is not ready. One
-    that said goodbye, or was not reached again, is waited for anew, except by
-    an app that serves a buffer itself: that stays, and stays ``lost``.
+    that said goodbye, was not reached again, or now refuses this app or is refused
+    by it, is waited for anew, except by an app that serves a buffer itself: that
+    stays, and stays ``lost``.
 
     Stopping lets consumers take what this app serves for at most ``drain_s``.
     A cancelled start leaves nothing behind.
@@ -243,17 +244,24 @@ class _Part:
         await wait_shielded(self._task)
 
     async def _keep(self) -> None:
-        pause_s = _FIRST_PAUSE_S
+        pause_s, refusal, was_open = _FIRST_PAUSE_S, "", False
         while True:
             try:
                 async with self._opens() as opened:
-                    pause_s = _FIRST_PAUSE_S
+                    pause_s, refusal, was_open = _FIRST_PAUSE_S, "", True
                     await self._use(opened)
                 if self.is_draining:
                     return
                 logger.warning("the peer of this app has gone; waiting for another")
             except PeerLost as exc:
                 logger.debug("the peer of this app is not there: %s", exc)
+            except AsyncKVError as exc:
+                # Once it has worked, keys or the peer may be in exchange for others.
+                if not was_open:
+                    raise
+                if str(exc) != refusal:
+                    logger.warning("the peer of this app cannot be used now: %s", exc)
+                refusal = str(exc)
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 

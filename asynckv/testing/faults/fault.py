@@ -22,7 +22,16 @@ import socket
 import weakref
 from collections.abc import Sequence
 from types import TracebackType
-from typing import ClassVar, Final, Literal, NamedTuple, Protocol, Self, TypeAlias
+from typing import (
+    ClassVar,
+    Final,
+    Literal,
+    NamedTuple,
+    Protocol,
+    Self,
+    TypeAlias,
+    get_args,
+)
 
 import msgspec
 
@@ -175,12 +184,17 @@ class Fault:
     ``with fault:`` begins and ends it; it may begin again. By itself it does
     nothing: subclasses override what they need of the five methods at the end,
     which are called on the event loop and must not wait.
+
+    :raises ValueError: there is no such ``direction``, or ``kind``
     """
 
     swallows: ClassVar[bool] = False
     """Whether bytes may be lost in it, and the connection has to outlive that."""
 
     def __init__(self, *, direction: Direction = "both", kind: Kind = "both") -> None:
+        for given, known in ((direction, Direction), (kind, Kind)):
+            if given not in get_args(known):  # it would concern nothing
+                raise ValueError(f"{given!r} is none of {', '.join(get_args(known))}")
         self.direction = direction
         self.kind = kind
         self._wire: Wire | None = None

@@ -43,7 +43,7 @@ class Latency(Fault):
         self, delay_s: float, *, direction: Direction = "both", kind: Kind = "both"
     ) -> None:
         super().__init__(direction=direction, kind=kind)
-        if delay_s < 0:
+        if not delay_s >= 0:  # NaN is not
             raise ValueError(f"a latency of {delay_s} s")
         self._delay_s = delay_s
 
@@ -66,7 +66,7 @@ class Rate(Fault):
         kind: Kind = "both",
     ) -> None:
         super().__init__(direction=direction, kind=kind)
-        if bytes_per_s <= 0:
+        if not 0 < bytes_per_s < math.inf:
             raise ValueError(f"a rate of {bytes_per_s} bytes a second")
         self._bytes_per_s = bytes_per_s
         self._free_at = {"to_listener": 0.0, "to_dialler": 0.0}

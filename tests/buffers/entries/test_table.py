@@ -179,6 +179,16 @@ def test_and_by_age() -> None:
     assert stones.find("new", 11) is not None
 
 
+def test_many_that_are_too_old_are_forgotten_bit_by_bit() -> None:
+    stones = Tombstones(max_age_s=10)
+    for number in range(1000):
+        stones.add(f"{number}", Tombstone("", b"", (), left_at=0.0))
+    assert stones.find("999", now=11.0) is None
+    assert 0 < len(stones) < 1000
+    while stones:
+        assert stones.find("999", now=11.0) is None
+
+
 def test_an_id_that_leaves_again_is_the_newest() -> None:
     stones = Tombstones(max_count=2)
     for name in ("a", "b", "a", "c"):
@@ -224,6 +234,24 @@ async def test_what_has_left_takes_no_place_for_long(
         clock.add(entry.expires_at, entry_id.format(number))
     assert len(clock._due) < 1100
     clock.stop()
+
+
+@pytest.mark.both_loops
+async def test_where_many_are_due_at_once_others_have_their_turn_in_between() -> None:
+    called: list[str] = []
+    others_turn = asyncio.get_running_loop().create_future()
+
+    def expire(entry_id: str) -> None:
+        called.append(entry_id)
+        if len(called) == 1:
+            loop.call_soon(lambda: others_turn.set_result(len(called)))
+
+    clock, loop = ExpiryClock(expire, {}), asyncio.get_running_loop()
+    now = loop.time()
+    for number in range(1000):
+        clock.add(now, f"{number}")
+    assert await others_turn <= 128
+    await until(lambda: len(called) == 1000)
 
 
 @pytest.mark.both_loops

@@ -16,8 +16,15 @@ from asynckv.errors import PeerLost
 from asynckv.testing.certificates import Authority
 
 
+@pytest.fixture
+def for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody is killed for not ending by itself: it is waited for."""
+    monkeypatch.setattr(child, "_STOP_GRACE_S", 180.0)
+
+
 @pytest.mark.timeout(180)
 @pytest.mark.multiprocess
+@pytest.mark.usefixtures("for_ever")
 async def test_a_server_of_our_own_ends_with_the_bench() -> None:
     async with own_server(Settings(digest="off", lanes=1)) as url:
         await check_pings(url, Settings())
@@ -78,12 +85,10 @@ async def test_over_a_unix_socket_the_baselines_are_on_loopback(tmp_path: Path) 
         await check_pings(url, Settings())
 
 
-SERVES = """
-import asyncio, os
-from asynckv.cli.bench import server as child
-from asynckv.cli.bench.server import until_hung_up
+HEARS = """
+import os, sys
 print(os.getpid(), flush=True)
-asyncio.run(until_hung_up())
+sys.stdin.read()
 """
 
 DEAF = """
@@ -103,8 +108,9 @@ def is_there(pid: int) -> bool:
 
 @pytest.mark.multiprocess
 @pytest.mark.timeout(180)
+@pytest.mark.usefixtures("for_ever")
 async def test_a_child_ends_when_it_is_hung_up_on() -> None:
-    async with own_child("-c", SERVES) as line:
+    async with own_child("-c", HEARS) as line:
         pid = int(line)
         assert is_there(pid)
     assert not is_there(pid)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from typing import Any
 
 import pytest
 
 from asynckv.cli.main import main
-from asynckv.cli.options import KeyOptions, ServeOptions
+from asynckv.cli.options import ServeOptions
 from asynckv.cli.serve.command import serve
+from harness.forks import ForkServer
 
 pytest.importorskip("uvloop").new_event_loop().close()  # its first makes a lasting pipe
 
@@ -19,15 +21,7 @@ DISK = "disk:///nowhere/at/all?max=64MiB"
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({}, "nothing to serve (--store 2GiB, --lookup 2GiB)"),
-        ({"lookup": 2**20, "tier": (DISK,)}, "--tier is below a store"),
-        ({"store": 2**20, "namespace": "a"}, "--namespace and --admit are for tiers"),
-        ({"store": 2**20, "admit": "second_use"}, "--namespace and --admit are for"),
-        ({"listen": "nonsense", "store": 2**20}, "nonsense"),
-        ({"listen": "tcp://u:hunter2@h:1", "store": 2**20}, "tcp://u:***@h:1"),
         ({"listen": "tcp://0.0.0.0:0", "store": 2**20}, "beyond this host"),
-        ({"store": 2**20, "tenant": (("a", "b"),)}, "tenants are told apart by cert"),
-        ({"store": 2**20, "http": "9464"}, "--http is '9464', no address"),
         ({"store": 2**20, "http": "192.0.2.1:1"}, "cannot listen at 192.0.2.1:1"),
     ],
 )
@@ -40,13 +34,6 @@ def test_what_cannot_be_served_is_one_line(
     assert words in shown.err and shown.err.count("\n") == 1
 
 
-def test_half_of_the_certificates_is_refused(
-    capsys: pytest.CaptureFixture[str], tmp_path: Any
-) -> None:
-    assert serve(ServeOptions(store=2**20), KeyOptions(ca=tmp_path)) == 1
-    assert "--certificate, --key and --ca belong together" in capsys.readouterr().err
-
-
 def test_without_prometheus_client_it_says_what_to_install(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -57,11 +44,73 @@ def test_without_prometheus_client_it_says_what_to_install(
     assert "--http needs prometheus_client" in shown and '".[metrics]"' in shown
 
 
+CHATTY = """
+import logging, sys
+from asynckv.cli.serve.command import logging_to_stderr
+
+logger, line = logging.getLogger("asynckv"), "x" * 1000
+with logging_to_stderr("info"):
+    for number in range(10_000):
+        logger.info("%d %s", number, line)
+    print("logged", flush=True)
+    while True:
+        logger.info("more")
+"""
+
+
+@pytest.mark.multiprocess
+async def test_lines_that_nobody_reads_are_counted_and_not_waited_for(
+    forks: ForkServer,
+) -> None:
+    async with forks.running(CHATTY, stderr=subprocess.PIPE) as fork:
+        assert await fork.stdout.readline() == b"logged\n" and fork.stderr is not None
+        numbers = list[int]()
+        while b" lines are missing here" not in (line := await fork.stderr.readline()):
+            numbers.append(int(line.split()[3]))
+        assert numbers == [*range(len(numbers))] and 1000 <= len(numbers) < 10_000
+
+
+WRITTEN = """
+import logging
+from asynckv.cli.serve.command import logging_to_stderr
+
+with logging_to_stderr("warning", ["redis://u:hunter2@h"]):
+    logging.getLogger("asynckv.a").warning("no redis://u:hunter2@h \\udcff")
+    logging.getLogger("asynckv.a").info("too little")
+    logging.getLogger("others").error("of others")
+"""
+
+
+@pytest.mark.multiprocess
+async def test_what_was_logged_is_written_without_passwords_before_it_ends(
+    forks: ForkServer,
+) -> None:
+    lines = (await forks.printed_by(WRITTEN)).splitlines()
+    words = [line.split(" ", 2)[2] for line in lines]
+    assert words == [r"WARNING no redis://u:***@h \udcff", "ERROR of others"]
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ("", "nothing to serve (--store 2GiB, --lookup 2GiB)"),
+        ("--store many", "Invalid value for --store: 'many' is not a size"),
+        (f"--lookup 1MiB --tier {DISK}", "--tier is below a store"),
+        ("--store 1MiB --namespace a", "--namespace and --admit are for tiers"),
+        ("--store 1MiB --admit second_use", "--namespace and --admit are for tiers"),
+        ("--store 1MiB --listen nonsense", "'nonsense' is not a URL"),
+        ("--store 1MiB --listen mem://a", "--listen is mem://, and nobody else is in"),
+        ("--store 1MiB --listen tcp://u:hunter2@h:1", "'tcp://u:***@h:1': no user and"),
+        ("--store 1MiB --http 9464", "--http is '9464', no address"),
+        ("--store 1MiB --ca a", "--certificate, --key and --ca belong together"),
+        ("--store 1MiB --tenant a=b", "--tenant is of peers with certificates"),
+    ],
+)
 def test_wrong_options_have_a_status_of_their_own(
-    capsys: pytest.CaptureFixture[str],
+    options: str, words: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as ended:
-        main(["serve", "--store", "many"])
+        main(["serve", *options.split()])
     assert ended.value.code == 2
     shown = capsys.readouterr().err
-    assert shown.startswith("asynckv: Invalid value for --store: 'many' is not a size")
+    assert shown.startswith(f"asynckv: {words}") and shown.count("\n") == 1

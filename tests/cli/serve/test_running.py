@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import logging
+import os
 import re
 import signal
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -209,6 +213,55 @@ async def test_a_second_signal_ends_it_at_once(
             assert await served.ended() == -signal.SIGTERM
 
 
+SLOW_TO_IMPORT = """
+import signal
+print("importing", flush=True)
+signal.pause()
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+async def test_a_signal_while_it_imports_ends_it_without_a_word(
+    tmp_path: Path, number: signal.Signals
+) -> None:
+    (tmp_path / "cyclopts.py").write_text(SLOW_TO_IMPORT)
+    async with serving(path=tmp_path) as served:
+        assert await served.line() == "importing"
+        served.signal(number)
+        assert await served.ended() == -number
+    assert served.log == []
+
+
+async def test_it_ends_well_though_standard_streams_are_closed() -> None:
+    async with serving("--store", "8MiB", redirect="<&- 2>&-") as served:
+        async with asynckv.connect(await served.until_serving()) as peer:
+            await peer.store.put("key", torch.ones(3))
+        served.signal()
+        assert await served.ended() == 0
+
+
+@pytest.fixture
+def full_pipe(tmp_path: Path) -> Iterator[Path]:
+    """Return a pipe that takes nothing more: nobody reads it."""
+    path = tmp_path / "full"
+    os.mkfifo(path)
+    reader = os.open(path, os.O_RDWR | os.O_NONBLOCK)
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            os.write(reader, bytes(4096))
+    yield path
+    os.close(reader)
+
+
+async def test_it_serves_and_ends_though_nobody_reads_its_log(full_pipe: Path) -> None:
+    redirect = f"2>'{full_pipe}'"
+    async with serving("--store", "8MiB", redirect=redirect) as served:
+        async with asynckv.connect(await served.until_serving()) as peer:
+            await peer.store.put("key", torch.ones(3))
+        served.signal()
+        assert await served.ended() == 0
+
+
 async def test_consumers_take_what_is_left_before_it_ends(forks: ForkServer) -> None:
     async with serving("--lookup", "8MiB", forks=forks) as served:
         async with asynckv.connect(await served.until_serving()) as peer:
@@ -294,7 +347,7 @@ def test_a_deadline_that_is_kept_ends_nothing(
     ends = list[int]()
     monkeypatch.setattr("os._exit", ends.append)
     before = set(threading.enumerate())
-    with EndDeadline() as deadline:
+    with EndDeadline(logging.NullHandler()) as deadline:
         deadline.set(60.0)
         deadline.set(30.0)
     for timer in set(threading.enumerate()) - before:

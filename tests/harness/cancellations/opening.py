@@ -7,7 +7,10 @@ import contextlib
 from collections.abc import Callable
 from typing import Any, Final
 
+import pytest
+
 from asynckv.buffers.lookup import LookupBuffer
+from asynckv.buffers.remote import connection
 from asynckv.buffers.remote.peer import Peer, connect
 from asynckv.buffers.serve import serve
 from asynckv.buffers.store import StoreBuffer
@@ -46,13 +49,15 @@ async def a_connection_that_comes_back(
     ground: Ground, sweeper: Sweeper, nbytes: int
 ) -> None:
     """Who waits for it may give up; it comes back all the same."""
-    async with connect(ground.server.url, lanes=1, **ground.options) as peer:
-        async for cancel in sweeper.sweep(is_open=True):
-            (await peer.link()).abort()
-            await until(lambda: not peer.is_connected)
-            await cancel(peer.link)
-            expect((await peer.link()).is_open, "it did not come back")
-            await until(lambda: len(ground.server._services) == 3)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(connection, "_LONGEST_PAUSE_S", 0.01)
+        async with connect(ground.server.url, lanes=1, **ground.options) as peer:
+            async for cancel in sweeper.sweep(is_open=True):
+                (await peer.link()).abort()
+                await until(lambda: not peer.is_connected)
+                await cancel(peer.link)
+                expect((await peer.link()).is_open, "it did not come back")
+                await until(lambda: len(ground.server._services) == 3)
 
 
 @scenario(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
@@ -18,6 +16,7 @@ from harness.fake_gpus import POISON, FakeGpus, FakeProcess
 from harness.fake_gpus.cuda import FakeCuda
 from harness.fake_gpus.gates import Gate
 from harness.fake_gpus.tensors import FakeTensors
+from harness.forks import ForkServer
 
 IMPORTER = """
 import sys
@@ -163,14 +162,14 @@ def test_what_a_dead_process_exported_is_gone(
         gpus.process().cuda.open_memory(handle, 8)
 
 
-def test_a_real_process_opens_what_was_exported_while_its_owner_lives(
-    near: FakeProcess,
+async def test_a_real_process_opens_what_was_exported_while_its_owner_lives(
+    near: FakeProcess, forks: ForkServer
 ) -> None:
     memory = near.cuda.malloc(8)
     near.cuda.view(memory)[:] = list(b"exported")
     handle = near.cuda.export(memory)
-    importer = subprocess.Popen([sys.executable, "-c", IMPORTER, handle.hex()])
-    assert importer.wait() == 0
+    async with forks.running(IMPORTER, handle.hex()) as importer:
+        assert await importer.wait() == 0
     assert near.cuda.view(memory).tobytes() == b"imported"
     of_the_dead = importer.pid.to_bytes(8, "little") + handle[8:]
     with pytest.raises(GPUFailed, match="is gone"):

@@ -48,8 +48,9 @@ def test_samples_are_valid_frames(make: Maker, rng: random.Random) -> None:
 
 
 def test_what_is_picked_is_what_a_peer_may_send(rng: random.Random) -> None:
+    corpus = Corpus(1)
     for _ in range(200):
-        items = Corpus(1).pick(rng, opener=2)
+        items = corpus.pick(rng, opener=2)
         assert len(list(FrameDecoder().feed(join(items)))) == len(items)
     for _ in range(20):
         body = body_of(Insert("e", 1, inline=True), rng)

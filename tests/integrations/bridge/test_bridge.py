@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import subprocess
 import sys
 import threading
@@ -81,6 +82,19 @@ def test_run_cancels_what_takes_too_long(bridge: Bridge[str]) -> None:
     with pytest.raises(TimeoutError):
         bridge.run(forever, timeout_s=0.01)
     assert bridge.news() == ["cancelled"]
+
+
+@pytest.mark.parametrize("timeout_s", [math.nan, -1])
+def test_run_begins_nothing_for_a_time_that_is_none(
+    bridge: Bridge[str], timeout_s: float
+) -> None:
+    async def tell() -> None:
+        bridge.tell("ran")
+
+    with pytest.raises(ValueError, match="timeout_s is a number of seconds"):
+        bridge.run(tell, timeout_s=timeout_s)
+    bridge.run(asyncio.sleep, 0, timeout_s=math.inf)
+    assert bridge.news() == []
 
 
 def test_an_error_that_gets_out_of_a_task_is_logged(

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import math
 import socket
@@ -73,11 +74,11 @@ async def peek(app: Starlette, path: str = "/peek") -> httpx.Response:
 
 @asynccontextmanager
 async def served(
-    url: str = "tcp://127.0.0.1:0",
+    url: str = "tcp://127.0.0.1:0", secret_file: Path | None = None
 ) -> AsyncIterator[tuple[asynckv.LookupBuffer, str]]:
     async with (
         asynckv.LookupBuffer("1MiB", drain_s=0) as buffer,
-        asynckv.serve(url, lookup=buffer) as server,
+        asynckv.serve(url, lookup=buffer, secret_file=secret_file) as server,
     ):
         yield buffer, server.url
 
@@ -87,16 +88,19 @@ def free_url() -> str:
         return f"tcp://127.0.0.1:{listener.getsockname()[1]}"
 
 
+def secret_in(path: Path) -> Path:
+    path.touch(0o600)
+    path.write_text(f"correct-horse-battery-staple-{path.name * 10}")
+    return path
+
+
 @pytest.mark.parametrize("kind", ["secret", "tls"])
 async def test_what_an_app_opens_can_be_protected(
     kind: str, tmp_path: Path, authority: Authority
 ) -> None:
     options: dict[str, Any] = {"tls": authority.issue()}
     if kind == "secret":
-        secret = tmp_path / "secret"
-        secret.touch(0o600)
-        secret.write_text("correct-horse-battery-staple-0123")
-        options = {"secret_file": secret}
+        options = {"secret_file": secret_in(tmp_path / "secret")}
     url = "tls://127.0.0.1:0" if kind == "tls" else "tcp://127.0.0.1:0"
     serving = fastapi_app(lifespan(serve=url, **options))
     async with started(serving):
@@ -209,6 +213,22 @@ async def test_a_peer_that_says_goodbye_is_waited_for_anew() -> None:
             await until(lambda: status_of(app) == "connecting")
             async with served(url):
                 await until(lambda: status_of(app) == "ready")
+
+
+async def test_a_peer_that_has_another_secret_for_a_while_is_waited_for(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    url, ours, other = free_url(), secret_in(tmp_path / "a"), secret_in(tmp_path / "b")
+    app = fastapi_app(lifespan(connect=url, secret_file=ours))
+    async with contextlib.AsyncExitStack() as stack:
+        async with served(url, ours):
+            await stack.enter_async_context(started(app))
+            assert status_of(app) == "ready"
+        async with served(url, other):
+            await until(lambda: "cannot be used now" in caplog.text)
+            assert status_of(app) == "connecting"
+        async with served(url, ours):
+            await until(lambda: status_of(app) == "ready")
 
 
 async def test_a_connection_that_was_cut_is_lost_until_it_is_back() -> None:

@@ -353,6 +353,7 @@ async def hostile_server() -> AsyncIterator[tuple[asynckv.Peer, HostilePeer]]:
         accepting = asyncio.create_task(accept_hostile_peer(listener))
         async with asyncio.timeout(20), peer:
             yield peer, await accepting
+            listener.close()  # else the peer waits a second for that
 
 
 @contextlib.asynccontextmanager

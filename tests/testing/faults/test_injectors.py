@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 from collections.abc import Awaitable, Callable
 
@@ -14,6 +15,7 @@ from asynckv.testing.faults.injectors import (
     CutAfter,
     Latency,
     Rate,
+    Stall,
     TinySlices,
 )
 from asynckv.testing.faults.proxy import Proxy
@@ -247,13 +249,18 @@ async def test_a_seed_says_which_bits(join: Join, carry: Carry, proxy: Proxy) ->
     "make",
     [
         lambda: Latency(-1),
+        lambda: Latency(math.nan),
         lambda: Rate(0),
+        lambda: Rate(math.nan),
+        lambda: Rate(math.inf),
         lambda: TinySlices(0),
         lambda: CutAfter(-1),
         lambda: BitFlip(),
         lambda: BitFlip(1, seed=1),
         lambda: BitFlip(-1),
         lambda: BitFlip(0, bit=8),
+        lambda: Stall(direction="to_server"),  # type: ignore[arg-type]
+        lambda: Stall(kind="lane"),  # type: ignore[arg-type]
     ],
 )
 def test_what_cannot_be_is_refused(make: Callable[[], Fault]) -> None:
