@@ -78,6 +78,16 @@ async def a_load_of_blocks(ground: StoreGround, sweeper: Sweeper) -> None:
         await ground.load(keys)
 
 
+@scenario("StoreRank.keys_of", "keys_of_ranks")
+async def keys_of_a_long_request(ground: StoreGround, sweeper: Sweeper) -> None:
+    """Leaves no trace."""
+    rank = ground.loader._loading._rank
+    order = StoreRequest("k", tuple(f"{number}" for number in range(600)), ())
+    async for cancel in sweeper.sweep():
+        await cancel(rank.keys_of, order)
+        expect(len(await rank.keys_of(order)) == 600, "each has a key")
+
+
 @scenario(
     *("PackedBlocks.gather", "PackedBlocks.scatter"),
     *("BlockMoves.gather", "BlockMoves.scatter"),
