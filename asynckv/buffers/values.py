@@ -36,8 +36,7 @@ _OWN: Final = "asynckv/"
 _ASKED_AT_ONCE: Final = 512
 _FETCHED_AT_ONCE: Final = 16
 _HELD_A_TURN: Final = 64
-_RELEASED_AT_ONCE: Final = 256
-_SWEPT_AT_ONCE: Final = 256
+_LET_GO_AT_ONCE: Final = 256
 _EVICTED_AT_ONCE: Final = 128
 _MAX_KEYS: Final = 2**20
 """Keys cost memory too, which the arena does not count: a bound for tiny values."""
@@ -291,7 +290,7 @@ class StoredValues:
     def _release(self, held: list[PinnedValue | None]) -> Iterator[None]:
         """Release them from the end on: to free many objects takes its time, too."""
         while held:
-            for _ in range(min(len(held), _RELEASED_AT_ONCE)):
+            for _ in range(min(len(held), _LET_GO_AT_ONCE)):
                 pinned = held.pop()
                 if pinned is not None and pinned.is_held:
                     self._release_one(pinned)
@@ -382,12 +381,10 @@ class StoredValues:
             if start:
                 await asyncio.sleep(0)  # others have their turn
             some = keys[start : start + _ASKED_AT_ONCE]
-            nearest += await self._nearest_of_few(some, owner)
+            nearest += await self._nearest(some, owner)
         return nearest
 
-    async def _nearest_of_few(
-        self, keys: Sequence[str], owner: Owner
-    ) -> list[str | None]:
+    async def _nearest(self, keys: Sequence[str], owner: Owner) -> list[str | None]:
         here = self.has(keys, owner)
         nearest = [_HERE if has else None for has in here]
         if self.lower is None or all(here):
@@ -593,7 +590,7 @@ class StoredValues:
         """Give back, step by step, the memory of what nobody finds any more."""
         while self._swept:
             values = self._swept[-1]
-            for _ in range(min(len(values), _SWEPT_AT_ONCE)):
+            for _ in range(min(len(values), _LET_GO_AT_ONCE)):
                 self._drop(values.popitem()[1])
             if not values:
                 self._swept.pop()
