@@ -17,7 +17,7 @@ from asynckv.devices.copying import CopyPool
 from asynckv.devices.cuda import DeviceMemory
 from asynckv.devices.growth import Growth
 from asynckv.devices.tensors import KVOnGpu, gpu_of
-from asynckv.protocol.transfer import is_eager
+from asynckv.protocol.transfer import EAGER_NBYTES
 from asynckv.protocol.wire import digest_of
 from asynckv.tensors.arena import Region
 from asynckv.tensors.blocks import KVBlocks, KVMemory, rows_of, spec_in
@@ -213,7 +213,7 @@ def are_on_gpu(sizes: Sequence[int], regions: Sequence[Region | None]) -> bool:
     """Whether NCCL may send all that is not eager, of parts of so many bytes each."""
     is_any = False
     for nbytes, region in zip(sizes, regions, strict=False):
-        if not is_eager(nbytes):
+        if nbytes > EAGER_NBYTES:
             if region is None or not region.is_on_device:
                 return False
             is_any = True
@@ -309,7 +309,7 @@ async def source_of(
 
     :raises GPUFailed: the GPU failed
     """
-    if nbytes > INLINE_NBYTES and not is_eager(memory.nbytes):
+    if nbytes > INLINE_NBYTES and memory.nbytes > EAGER_NBYTES:
         staged = None if staging is None else await staging.staged(memory)
         if staged is not None:
             return staged
