@@ -76,9 +76,6 @@ class Source(Protocol):
     def place(self) -> Place:
         """Return where they lie, for whoever copies or digests them."""
 
-    def release(self) -> None:
-        """Nothing of them is sent any more: a copy of this side's own is not needed."""
-
 
 class HostSource:
     """Memory of the host: a dense tensor, or blocks.
@@ -108,9 +105,6 @@ class HostSource:
     def place(self) -> KVMemory:
         return self._memory
 
-    def release(self) -> None:
-        pass
-
 
 class CopiedSource:
     """A copy of few bytes, made when they were looked at; with their digest."""
@@ -131,9 +125,6 @@ class CopiedSource:
 
     def place(self) -> torch.Tensor:
         return tensor_over(self._copy, self.spec)
-
-    def release(self) -> None:
-        pass
 
 
 class GpuSource:
@@ -162,9 +153,6 @@ class GpuSource:
     def place(self) -> KVOnGpu:
         return self._memory
 
-    def release(self) -> None:
-        pass
-
 
 class RegionSource:
     """Memory of an arena. Whoever sends it keeps it from being released."""
@@ -184,9 +172,6 @@ class RegionSource:
     def place(self) -> Place:
         return place_of(self.region, self.spec)
 
-    def release(self) -> None:
-        """Its owner does that."""
-
 
 class StagedTensor(RegionSource):
     """A copy of one tensor on this side's GPU, until it is released."""
@@ -204,9 +189,13 @@ class StagedTensor(RegionSource):
 
 
 def release_staged(sources: Sequence[Source]) -> None:
-    """Nothing of them is sent any more. Never waits."""
+    """Nothing of them is sent any more: no copy of this side's own is needed.
+
+    Never waits.
+    """
     for source in sources:
-        source.release()
+        if isinstance(source, StagedTensor):
+            source.release()
 
 
 def are_on_gpu(sizes: Sequence[int], regions: Sequence[Region | None]) -> bool:
