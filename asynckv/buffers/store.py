@@ -150,8 +150,7 @@ class StoreBuffer(InMemoryBuffer, KVStoreBuffer):
         self._check_loop()
         self.abort()
         with anyio.CancelScope(shield=True):
-            await self.values.room.aclose()
-            await self._wait_closed()
+            await self._wait_closed(self.values.room)
 
     def abort(self) -> None:
         self.values.close()

@@ -11,6 +11,7 @@ from typing import Final, Literal
 
 import anyio
 
+from asynckv.abc import KVCacheBuffer
 from asynckv.affinity import LoopBound
 from asynckv.devices.growth import Growth
 from asynckv.devices.names import Device
@@ -31,6 +32,7 @@ __all__ = (
     "ANSWER_S",
     "STEADY_S",
     "Backoff",
+    "PeerBuffer",
     "PeerConnection",
     "ReconnectingLink",
     "ask",
@@ -372,6 +374,22 @@ class PeerConnection(LoopBound):
 
     def _linked(self) -> Link:
         return self._links.linked()
+
+
+class PeerBuffer(KVCacheBuffer):
+    """A buffer that ``peer`` serves, which is the only way to it: both are closed."""
+
+    def __init__(self, peer: PeerConnection) -> None:
+        self._peer = peer
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} of {self._peer!r}>"
+
+    async def aclose(self) -> None:
+        await self._peer.aclose()
+
+    def abort(self) -> None:
+        self._peer.abort()
 
 
 ANSWER_S: Final = 30.0
