@@ -276,10 +276,16 @@ class PeerConnection(LoopBound):
             else GpuRoutes(self._imports, self.budget, self.on_gpu)
         )
         self.pool = self.routes.pool
-        self._fingerprint = fingerprint
-        self._digest: Literal["full", "off"] = digest
-        self._lanes = lanes
-        self._keyring = keyring
+        self._new_link = partial(
+            dial,
+            url,
+            identity=own_identity,
+            fingerprint=fingerprint,
+            digest=digest,
+            lanes=lanes,
+            limits=Limits(max_receive_bytes=max_bytes),
+            keyring=keyring,
+        )
 
     @property
     def reconnect_s(self) -> float:
@@ -355,16 +361,7 @@ class PeerConnection(LoopBound):
         self.memory.close()
 
     async def _dial(self, timeout_s: float) -> Link:
-        link = await dial(
-            self.url,
-            identity=self.own_identity,
-            fingerprint=self._fingerprint,
-            digest=self._digest,
-            lanes=self._lanes,
-            limits=Limits(max_receive_bytes=self.budget.max_bytes),
-            keyring=self._keyring,
-            timeout_s=timeout_s,
-        )
+        link = await self._new_link(timeout_s=timeout_s)
         try:
             await self._imports.open(link)
         except BaseException:
