@@ -39,7 +39,6 @@ __all__ = (
     "converter",
     "converter_of_each",
     "from_file",
-    "tls_of",
 )
 
 _T = TypeVar("_T")
@@ -163,7 +162,12 @@ class KeyOptions:
 
         :raises ConfigError: only some of them are given
         """
-        return tls_of(self.certificate, self.key, self.ca)
+        certificate, key, ca = self.certificate, self.key, self.ca
+        if certificate is None and key is None and ca is None:
+            return None
+        if certificate is None or key is None or ca is None:
+            raise ConfigError("--certificate, --key and --ca belong together")
+        return TLS(certificate=certificate, key=key, ca=ca)
 
     def connect(self, url: str, fingerprint: KVFingerprint | None) -> Peer:
         """Return a connection to enter, which is not made again when it is cut.
@@ -183,18 +187,6 @@ class KeyOptions:
 
 
 NO_KEY_OPTIONS: Final = KeyOptions()
-
-
-def tls_of(certificate: Path | None, key: Path | None, ca: Path | None) -> TLS | None:
-    """Return the certificates that three options name; ``None`` if none of them does.
-
-    :raises ConfigError: only some of them are given
-    """
-    if certificate is None and key is None and ca is None:
-        return None
-    if certificate is None or key is None or ca is None:
-        raise ConfigError("--certificate, --key and --ca belong together")
-    return TLS(certificate=certificate, key=key, ca=ca)
 
 
 _MOST_S: Final = 86_400

@@ -102,9 +102,13 @@ class DeviceAllocation:
         They are this thread's current one and that on which a view was
         ``handed_out``. Never waits; called in any thread. Who gets it closes it.
 
-        :raises GPUFailed: the GPU does not answer any more
+        :raises GPUFailed: the GPU does not answer any more; or not in a forked child
         """
-        tensors, current = self.gpus.tensors, self.stream()
+        tensors = self.gpus.tensors
+        try:
+            current = self.stream()
+        except RuntimeError as exc:  # what torch raises there
+            raise GPUFailed(f"find the current stream: {exc}") from exc
         mark = tensors.mark(handed_out)
         return mark if current == handed_out else _Both(mark, tensors.mark(current))
 
@@ -218,7 +222,10 @@ class DevicePages(PagesOnDemand):
                 return self._allocate(gpus)
         except (GPUUnavailable, GPUFailed) as exc:
             self.error = exc
-            return None
+        except Exception as exc:  # noqa: BLE001 - raised by who opens
+            self.error = GPUFailed(f"{self.device.name} cannot be opened: {exc!r}")
+            self.error.__cause__ = exc
+        return None
 
     def add_slab(self, nbytes: int | None) -> bool:
         """Use what :meth:`make_slab` has returned; ``False`` if it is too little."""
@@ -418,6 +425,9 @@ def region_behind(place: DeviceMemory) -> DeviceRegion | None:
 
 _LEAST_SPARE_NBYTES: Final = 1
 
+_MOST_WAITING: Final = 16
+"""Of so many regions that it is at work with the GPU is asked at once, on the loop."""
+
 
 class DeviceArena(PagedArena):
     """Regions in one allocation of up to ``max_bytes`` of ``device``.
@@ -454,12 +464,22 @@ class DeviceArena(PagedArena):
         return bool(self._gone)
 
     def collect(self) -> None:
+        """As the contract says; but of what the GPU has not left a few, in turn."""
+        waiting = 0
         for _ in range(len(self._gone)):
             region = self._gone.popleft()
-            if isinstance(region, DeviceRegion) and not region.is_quiet:
-                self._gone.append(region)
-            else:
+            if not isinstance(region, DeviceRegion) or region.is_quiet:
                 region.end_hold()
+                continue
+            self._gone.append(region)
+            waiting += 1
+            if waiting == _MOST_WAITING:
+                return
+
+    def pin(self, region: SlabRegion) -> None:
+        super().pin(region)
+        if self.is_waiting:  # views of it may have ended before its release
+            self._freed()
 
     def give_back(self, region: Region) -> None:
         super().give_back(region)

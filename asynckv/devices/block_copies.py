@@ -20,6 +20,7 @@ import torch
 from asynckv.devices.copying import CopyPool, DeviceCopy
 from asynckv.devices.cuda import Event
 from asynckv.devices.lanes import DeviceLanes, DeviceRows
+from asynckv.devices.marks import StreamMarks
 from asynckv.devices.tensors import at_once, gpu_of
 from asynckv.tensors.blocks import whole_numbers
 from asynckv.tensors.jobs import CopyJob, Pace, run_jobs
@@ -394,6 +395,7 @@ class BlockCopier:
         self._pool = pool
         self._block_dim = block_dim
         self._operation: CopyBlocksOp | None = None
+        self._stream_marks = StreamMarks()
 
     def set_host_xfer_buffer_ops(self, copy_operation: CopyBlocksOp | None) -> None:
         """Let ``copy_operation`` do what is copied from now on; ``None``: we do again.
@@ -419,21 +421,21 @@ class BlockCopier:
         Caches on a GPU are read and written when the caller's current stream of it has
         done what it was given until now; blocks of all layers then move together.
 
-        A cancelled call ends when no thread touches a cache any more: after the next
-        piece (1 MiB; a whole layer between devices), but an engine's own operation runs
-        to its end. Blocks of the destination may hold part of the copy then, as they
-        may after an error.
+        A cancelled call ends when no thread touches a cache any more: at once before
+        the first does, else after the next piece (1 MiB; a whole layer between
+        devices), but an engine's own operation runs to its end. Blocks of the
+        destination may hold part of the copy then, as they may after an error.
 
         :raises ValueError: as ``copy_kv_blocks`` does; or the engine's operation needs
             a direction
         :raises IndexError: there is no block of that id
+        :raises GPUFailed: CUDA failed, or the caller's stream does not get on
         :raises RuntimeError: the pool is closed, or the process can have no thread
         """
         marks = [*self._marks(src_kv_caches), *self._marks(dst_kv_caches)]
         make = functools.partial(
             self._jobs,
             self._operation,
-            marks,
             src_kv_caches,
             dst_kv_caches,
             _kept(src_block_ids),
@@ -444,8 +446,11 @@ class BlockCopier:
         is_small = len(src_kv_caches) <= _FEW_LAYERS and blocks <= _FEW_BLOCKS
         if is_small and not marks:
             await self._pool.run(make())
-        else:
-            await self._pool.make_and_run(make)
+            return
+        for mark in marks:
+            await self._stream_marks.reached(mark)
+            mark.close()
+        await self._pool.make_and_run(make)
 
     def _marks(self, caches: Mapping[str, torch.Tensor]) -> Iterator[Event]:
         """Mark where the caller's stream is, whose thread this is: not the pool's."""
@@ -460,16 +465,12 @@ class BlockCopier:
     def _jobs(
         self,
         operation: CopyBlocksOp | None,
-        marks: Sequence[Event],
         src_kv_caches: Mapping[str, torch.Tensor],
         dst_kv_caches: Mapping[str, torch.Tensor],
         src_block_ids: BlockIds,
         dst_block_ids: BlockIds,
         direction: CopyDirection | None,
     ) -> list[CopyJob]:
-        for mark in marks:
-            mark.synchronize()
-            mark.close()
         jobs = block_copy_jobs(
             src_kv_caches,
             dst_kv_caches,

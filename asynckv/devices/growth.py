@@ -13,6 +13,7 @@ from typing import Final, ParamSpec, TypeAlias, TypedDict
 import torch
 
 from asynckv.affinity import watch_forks
+from asynckv.devices.access import PATIENCE_S
 from asynckv.devices.arena import (
     DeviceAllocation,
     DeviceArena,
@@ -23,6 +24,7 @@ from asynckv.devices.copying import CopyPool
 from asynckv.devices.lanes import DeviceLanes
 from asynckv.devices.names import Device
 from asynckv.devices.tensors import KVOnGpu
+from asynckv.errors import GPUFailed
 from asynckv.tensors.arena import Arena, HeapArena, Region
 from asynckv.tensors.blocks import KVMemory
 from asynckv.tensors.late_views import LateViews
@@ -161,6 +163,8 @@ logger = logging.getLogger(__name__)
 _P = ParamSpec("_P")
 _LOOK_AGAIN_S: Final = 1e-3
 _SETTLE_LOOKS: Final = 1000
+_CLOSE_S: Final = PATIENCE_S + 1.0
+"""Memory is dropped after so long a wait for operations of peers, at the latest."""
 
 
 class _Told(TypedDict):
@@ -289,7 +293,7 @@ class Growth:
         A cancelled call leaves no trace: the next one waits for the same.
 
         :raises GPUUnavailable: CuPy, a driver or the GPU is missing
-        :raises GPUFailed: it has no memory left
+        :raises GPUFailed: it has no memory left, or cannot be opened
         """
         pages = self.device_pages
         if pages is None or pages.is_open:
@@ -297,8 +301,8 @@ class Growth:
         pages.want()
         if self._growing is not None:
             await asyncio.wait({self._growing})
-        if pages.error is not None:
-            raise pages.error
+        if pages.error is not None or not pages.is_usable:
+            raise pages.error or GPUFailed("the process can have no more threads")
 
     def close(self) -> None:
         """Get no more slabs; one under way ends soon. Never waits."""
@@ -308,14 +312,18 @@ class Growth:
     async def aclose(self) -> None:
         """Wait until no thread is at a slab. The memory of views stays theirs.
 
-        Waits at most 1 s for a GPU to be done with views that have ended.
+        Waits at most 1 s for a GPU to be done with views that have ended, then 6 s for
+        CUDA to allocate and free, which may take for ever: the threads go on.
         """
         self.close()
         await self._settle()
-        if self._growing is not None:
-            await asyncio.wait({self._growing})
-        if self._dropping:
-            await asyncio.wait(self._dropping)
+        limit_s = None if self.device_pages is None else _CLOSE_S
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(limit_s):
+                if self._growing is not None:
+                    await asyncio.wait({self._growing})
+                if self._dropping:
+                    await asyncio.wait(self._dropping)
 
     async def _settle(self) -> None:
         arena = self._slabs
@@ -339,12 +347,16 @@ class Growth:
 
     def _make_slab(self, loop: asyncio.AbstractEventLoop, slab: _Slab) -> None:
         nbytes: int | None = 0
+        arena = self._slabs
         try:
-            if self._slabs is not None:
-                nbytes = self._slabs.pages.make_slab()
+            if arena is not None:
+                nbytes = arena.pages.make_slab()
         finally:
-            with contextlib.suppress(RuntimeError):  # the loop is closed
+            try:
                 loop.call_soon_threadsafe(slab.set_result, nbytes)
+            except RuntimeError:  # the loop is closed: nobody else would drop it
+                if arena is not None:
+                    arena.add_slab(nbytes)
 
     def _given_back(self) -> None:
         self._call_when_given_back()

@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import functools
 import logging
+import sys
 import threading
 import weakref
 from collections.abc import Callable
@@ -178,6 +179,9 @@ async def open_allocation(
 
 def in_thread(work: Callable[[], None]) -> None:
     """Let a thread of its own do ``work``; this one, where there are no more."""
+    if sys.is_finalizing():  # Python 3.11 would wait for ever for it to begin
+        work()
+        return
     thread = threading.Thread(target=work, name="asynckv-ipc")
     try:
         thread.start()

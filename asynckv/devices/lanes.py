@@ -438,10 +438,9 @@ class DeviceLane:
         if self._scratch is None:
             nbytes = self._slot_nbytes + 8 * self._table_rows
             with gpu_access(self._cuda, self._device).allocating():
-                scratch = self._cuda.malloc(nbytes)
+                scratch = self._scratch = self._cuda.malloc(nbytes)
                 spec = TensorSpec((1, 8), "uint8")
                 table = self._tensors.tensor_over(scratch.part(0, 8), spec)
-                self._scratch = scratch
                 slot = self._slots[0]  # no id of which is on its way: none ever was
                 row = DeviceRows(table, numpy.zeros(1, numpy.int64), scratch.part(0, 8))
                 for is_read in (True, False):

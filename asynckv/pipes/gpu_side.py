@@ -295,7 +295,7 @@ class GpuSide:
         self._close()
 
     async def aclose(self) -> None:
-        """As :meth:`abort`, and wait for it: about 5 s at most. Shielded.
+        """As :meth:`abort`, and wait for it: about 7 s at most. Shielded.
 
         Tensors that the application has keep the memory.
         """

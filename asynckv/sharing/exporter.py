@@ -60,6 +60,8 @@ class ExportedMemory:
     must_be_closed_there: ClassVar[bool] = True
     exports_parts: ClassVar[bool] = True
 
+    _fd = -1  # until there is one: the process may have no more
+
     def __init__(self, allocation: DeviceAllocation) -> None:
         self.handle = allocation.handle
         self.gpu_uuid = allocation.uuid

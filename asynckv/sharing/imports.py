@@ -9,8 +9,10 @@ that it may free it, or use it again.
 from __future__ import annotations
 
 import asyncio
+import collections
 import contextlib
 import dataclasses
+import functools
 import os
 import socket
 from collections.abc import Awaitable, Callable
@@ -43,6 +45,7 @@ _MAX_NBYTES: Final = 2**44
 """No GPU has more: what lies beyond would be anybody's."""
 
 _LOOK_AGAIN_S: Final = 1e-3
+_MOST_WAITING: Final = 16
 _CLOSE_S: Final = 2.0
 
 
@@ -85,19 +88,16 @@ class GpuImport(ProcessBound):
             hang_up(self.sock)
 
     def close_soon(self, closed: asyncio.Future[None]) -> None:
-        """As :meth:`close`, in a thread, unless the loop is closed; tell ``closed``.
+        """As :meth:`close`, in a thread of its own; tell ``closed``.
 
-        Called in any thread.
+        Called in any thread, also by finalizers: it may be one that opens memory.
         """
 
         def close() -> None:
             self.close()
             set_done(closed)
 
-        if closed.get_loop().is_closed():
-            close()
-        else:
-            in_thread(close)
+        in_thread(close)
 
 
 async def import_gpu(
@@ -166,6 +166,9 @@ class ImportedMemory(MappedMemory):
         self._ours: DeviceAllocation | None = own
         self._handed_out: dict[int, object] = {}
         self._going: set[int] = set()
+        self._fences: collections.deque[tuple[int, Event]] = collections.deque()
+        """What the GPU is to reach before they are gone."""
+        self._looking: asyncio.TimerHandle | None = None
         self._is_hung_up = False
         self.closed: asyncio.Future[None] = self._loop.create_future()
 
@@ -199,19 +202,36 @@ class ImportedMemory(MappedMemory):
             # Not asked here: a finalizer may have come in the middle of another call.
             self._loop.call_soon_threadsafe(self._release_later, number, fence)
         except RuntimeError:  # the loop is closed, and looks at nothing any more
-            with contextlib.suppress(GPUFailed):
-                fence.synchronize()
-                self._release_now(number, fence)
+            in_thread(functools.partial(self._release_when_reached, number, fence))
+
+    def _release_when_reached(self, number: int, fence: Event) -> None:
+        with contextlib.suppress(GPUFailed):
+            fence.synchronize()
+            self._release_now(number, fence)
 
     def _release_later(self, number: int, fence: Event) -> None:
-        try:
-            is_over = fence.query()
-        except GPUFailed:
-            return
-        if is_over:
-            self._release_now(number, fence)
-        else:
-            self._loop.call_later(_LOOK_AGAIN_S, self._release_later, number, fence)
+        self._fences.append((number, fence))
+        if self._looking is None:
+            self._look()
+
+    def _look(self) -> None:
+        """Ask for all fences, but only for a few that are not reached, in turn."""
+        self._looking, waiting = None, 0
+        for _ in range(len(self._fences)):
+            number, fence = self._fences.popleft()
+            try:
+                is_over = fence.query()
+            except GPUFailed:
+                continue  # as above
+            if is_over:
+                self._release_now(number, fence)
+                continue
+            self._fences.append((number, fence))
+            waiting += 1
+            if waiting == _MOST_WAITING:
+                break
+        if self._fences:
+            self._looking = self._loop.call_later(_LOOK_AGAIN_S, self._look)
 
     def _release_now(self, number: int, fence: Event) -> None:
         fence.close()

@@ -17,7 +17,6 @@ import os
 import queue
 import socket
 import struct
-import threading
 from bisect import bisect_left
 from collections.abc import Iterator
 from typing import Final, TypeAlias
@@ -133,10 +132,7 @@ class MappedMemory(ProcessBound):
         if self._is_releasing:
             return
         self._is_releasing = True
-        try:
-            threading.Thread(target=self._release_all, name="asynckv-release").start()
-        except RuntimeError:  # there are no more, or the interpreter ends
-            self._release_all()
+        in_thread(self._release_all)
 
     def _release_all(self) -> None:
         """End what has much to look through. The thread ends when nothing is left."""

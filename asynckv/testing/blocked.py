@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Any, Final, TypeVar
 
@@ -19,7 +19,6 @@ _T = TypeVar("_T")
 _R = TypeVar("_R")
 
 _TIMEOUT_S: Final = 10.0
-_STEP_TIMEOUT_S: Final = 10.0
 _QUIET_TICKS: Final = 5
 _BUSY_TURNS: Final = 100
 _PAUSE_S: Final = 0.0005
@@ -82,7 +81,7 @@ async def use_across_tasks(
     manager: AbstractAsyncContextManager[_T, Any],
     use: Callable[[_T], Awaitable[object]] | None = None,
     *,
-    step_timeout_s: float = _STEP_TIMEOUT_S,
+    step_timeout_s: float = _TIMEOUT_S,
 ) -> None:
     """Enter ``manager`` in one task, use it in a second and leave it in a third.
 
@@ -96,14 +95,11 @@ async def use_across_tasks(
         if use is not None:
             await use(entered)
 
-    async def leave() -> None:
-        await manager.__aexit__(None, None, None)
-
     entered = await _in_a_task(manager.__aenter__(), step_timeout_s)
     try:
         await _in_a_task(using(entered), step_timeout_s)
     finally:
-        await _in_a_task(leave(), step_timeout_s)
+        await _in_a_task(manager.__aexit__(None, None, None), step_timeout_s)
 
 
 def _place(predicate: Callable[[], bool]) -> str:
@@ -120,5 +116,4 @@ async def _in_a_task(step: Awaitable[_R], timeout_s: float) -> _R:
     async def run() -> _R:
         return await step
 
-    coroutine: Coroutine[Any, Any, _R] = run()
-    return await asyncio.wait_for(asyncio.create_task(coroutine), timeout_s)
+    return await asyncio.wait_for(asyncio.create_task(run()), timeout_s)

@@ -12,7 +12,9 @@ import dataclasses
 import functools
 import gc
 import math
+import types
 from collections.abc import (
+    AsyncIterator,
     Awaitable,
     Callable,
     Coroutine,
@@ -240,9 +242,8 @@ class Round:
         task = asyncio.current_task()
         if task is None:
             raise RuntimeError("a round runs in a task")
-        return Outcome(
-            cancelled=False, value=await _Driven(coroutine, self, task.cancel)
-        )
+        value = await self._drive(coroutine, task.cancel)
+        return Outcome(cancelled=False, value=value)
 
     async def _in_scope(self, coroutine: Coroutine[Any, Any, _T]) -> Outcome[_T]:
         with anyio.CancelScope() as scope:
@@ -250,7 +251,7 @@ class Round:
             def expire() -> None:
                 scope.deadline = -math.inf
 
-            value = await _Driven(coroutine, self, expire)
+            value = await self._drive(coroutine, expire)
             return Outcome(cancelled=False, value=value)
         return Outcome(cancelled=True)
 
@@ -259,8 +260,8 @@ class Round:
         timeout = asyncio.timeout(None)
         try:
             async with timeout:
-                value = await _Driven(
-                    coroutine, self, lambda: timeout.reschedule(loop.time())
+                value = await self._drive(
+                    coroutine, lambda: timeout.reschedule(loop.time())
                 )
                 return Outcome(cancelled=False, value=value)
         except TimeoutError:
@@ -268,16 +269,42 @@ class Round:
                 raise
         return Outcome(cancelled=True)
 
-    def before_start(self) -> BaseException | None:
-        """Return what the event loop throws into a task cancelled before it starts."""
-        self.has_fired = self.k == 0
-        return asyncio.CancelledError() if self.has_fired else None
+    @types.coroutine
+    def _drive(
+        self, coroutine: Coroutine[Any, Any, _T], cancel: Callable[[], object]
+    ) -> Generator[Any, Any, _T]:
+        """Await the coroutine, and look at each of its suspensions.
 
-    def over(self) -> None:
-        """The coroutine has ended: it is too late to cancel it."""
-        self._is_over = True
+        What it yields to the event loop is passed on untouched.
+        """
+        error: BaseException | None = None
+        if self.k == 0:  # what the event loop throws into a task before it starts
+            self.has_fired, error = True, asyncio.CancelledError()
+        while True:
+            try:
+                if error is None:
+                    awaited = coroutine.send(None)
+                else:
+                    awaited = coroutine.throw(error)
+            except StopIteration as stop:
+                self._is_over = True
+                value: _T = stop.value
+                return value
+            except BaseException:
+                self._is_over = True
+                error = None  # its traceback holds this frame, and others hold memory
+                raise
+            self._look_at_suspension(coroutine, awaited, cancel)
+            error = None
+            try:
+                yield awaited
+            except GeneratorExit:
+                coroutine.close()
+                raise
+            except BaseException as exc:  # noqa: BLE001 - thrown in where it belongs
+                error = exc
 
-    def at_suspension(
+    def _look_at_suspension(
         self, coroutine: object, awaited: object, cancel: Callable[[], object]
     ) -> None:
         """Cancel now, or when what is awaited is done, if this is suspension ``k``."""
@@ -299,68 +326,16 @@ class Round:
             self.places = tuple(frame.f_code for frame in frames_of(coroutine))
             cancel()
 
-    def _limit(self, what: str) -> _Limit:
-        return _Limit(self._timeout_s, f"{what} does not return: {self}")
-
-
-class _Limit:
-    """``asyncio.timeout`` with a message."""
-
-    def __init__(self, timeout_s: float, message: str) -> None:
-        self._timeout = asyncio.timeout(timeout_s)
-        self._message = message
-
-    async def __aenter__(self) -> None:
-        await self._timeout.__aenter__()
-
-    async def __aexit__(self, *exc_info: Any) -> None:
+    @contextlib.asynccontextmanager
+    async def _limit(self, what: str) -> AsyncIterator[None]:
+        """As ``asyncio.timeout``, with a message."""
         try:
-            await self._timeout.__aexit__(*exc_info)
+            async with asyncio.timeout(self._timeout_s) as timeout:
+                yield
         except TimeoutError as exc:
-            raise TimeoutError(self._message) from exc
-
-
-class _Driven(Generic[_T]):
-    """Awaits a coroutine and reports each of its suspensions.
-
-    What it yields to the event loop is passed on untouched.
-    """
-
-    def __init__(
-        self,
-        coroutine: Coroutine[Any, Any, _T],
-        round_: Round,
-        cancel: Callable[[], object],
-    ) -> None:
-        self._coroutine = coroutine
-        self._round = round_
-        self._cancel = cancel
-
-    def __await__(self) -> Generator[Any, Any, _T]:
-        error = self._round.before_start()
-        while True:
-            try:
-                if error is None:
-                    awaited = self._coroutine.send(None)
-                else:
-                    awaited = self._coroutine.throw(error)
-            except StopIteration as stop:
-                self._round.over()
-                value: _T = stop.value
-                return value
-            except BaseException:
-                self._round.over()
-                error = None  # its traceback holds this frame, and others hold memory
-                raise
-            self._round.at_suspension(self._coroutine, awaited, self._cancel)
-            error = None
-            try:
-                yield awaited
-            except GeneratorExit:
-                self._coroutine.close()
-                raise
-            except BaseException as exc:  # noqa: BLE001 - thrown in where it belongs
-                error = exc
+            if timeout.expired():
+                raise TimeoutError(f"{what} does not return: {self}") from exc
+            raise
 
 
 def _after(ticks: int, fire: Callable[[], object]) -> None:

@@ -279,14 +279,12 @@ async def open_transport_pair(
     lanes: int = 2,
 ) -> AsyncIterator[tuple[PayloadTransport, PayloadTransport]]:
     """Open both ends; they are closed when it is left, whatever was done to them."""
+    make = MemTransport if kind == "mem" else InlineTransport
     loop = asyncio.get_running_loop()
-    if kind == "mem":
-        near: PayloadTransport = MemTransport(lanes, digest, loop, near_lost)
-        far: PayloadTransport = MemTransport(lanes, digest, loop, far_lost)
-        channels: tuple[object, object] = (far, near)
-    else:
-        near = InlineTransport(lanes, digest, loop, near_lost)
-        far = InlineTransport(lanes, digest, loop, far_lost)
+    near = make(lanes, digest, loop, near_lost)
+    far = make(lanes, digest, loop, far_lost)
+    channels: tuple[object, object] = (far, near)
+    if kind != "mem":
         with contextlib.ExitStack() as stack:
             pairs = []
             for _ in range(lanes):
@@ -295,15 +293,10 @@ async def open_transport_pair(
                     stack.enter_context(sock)
             stack.pop_all()
         channels = ([pair[0] for pair in pairs], [pair[1] for pair in pairs])
-    try:
+    async with contextlib.aclosing(far), contextlib.aclosing(near):
         await near.open(far.describe(), channels[0])
         await far.open(near.describe(), channels[1])
         yield near, far
-    finally:
-        try:
-            await near.aclose()
-        finally:
-            await far.aclose()
 
 
 async def _connected(kind: TransportKind) -> tuple[socket.socket, socket.socket]:

@@ -197,11 +197,9 @@ async def tensors_come_in_the_order_of_the_sends(near: KVPipe, far: KVPipe) -> N
 
 async def sending_waits_for_no_receive(near: KVPipe, far: KVPipe) -> None:
     """What fits is in the peer's memory before it asks for anything."""
-    for seed in range(4):
-        await near.send_tensor(noise(LARGE, seed))
+    await send_many(near, 4)
     await near.flush()
-    for seed in range(4):
-        expect_same(await far.recv_tensor(), noise(LARGE, seed))
+    await receive_many(far, 4)
 
 
 async def a_full_pipe_makes_senders_wait_in_turn(near: KVPipe, far: KVPipe) -> None:
@@ -214,8 +212,7 @@ async def a_full_pipe_makes_senders_wait_in_turn(near: KVPipe, far: KVPipe) -> N
     await asyncio.wait(sends[:8])
     await until_blocked(*sends[8:])
     expect(not any(task.done() for task in sends[8:]), "the bound was passed")
-    for seed in range(12):
-        expect_same(await far.recv_tensor(), noise(LARGE, seed))
+    await receive_many(far, 12)
     expect_same(await far.recv_tensor(), noise(1, 12))
     await asyncio.gather(*sends)
 
@@ -239,16 +236,14 @@ async def both_sides_may_send_before_either_receives(near: KVPipe, far: KVPipe) 
 
     async def exchange(pipe: KVPipe) -> None:
         sending = asyncio.create_task(send_many(pipe, 16))
-        for seed in range(16):
-            expect_same(await pipe.recv_tensor(), noise(LARGE, seed))
+        await receive_many(pipe, 16)
         await sending
 
     for pipe in (near, far):
         await send_many(pipe, 4)
     for pipe in (near, far):
         await pipe.flush()
-        for seed in range(4):
-            expect_same(await pipe.recv_tensor(), noise(LARGE, seed))
+        await receive_many(pipe, 4)
     await asyncio.gather(exchange(near), exchange(far))
 
 
@@ -304,8 +299,7 @@ async def a_lost_peer_is_an_error(near: KVPipe, far: KVPipe) -> None:
     """What had come can be received; then it is ``PeerLost``, and never the end."""
     await far.send_tensor(torch.ones(1))
     await far.flush()
-    for seed in range(8):
-        await near.send_tensor(noise(LARGE, seed))
+    await send_many(near, 8)
     sending = asyncio.create_task(near.send_tensor(noise(LARGE, 9)))
     await until_blocked(sending)
     far.abort()

@@ -104,13 +104,12 @@ def own_memory(nbytes: int, pieces: int = 1, *, has_pages: bool = True) -> TierM
         memory = memoryview(mmap.mmap(-1, nbytes + _PAGE_NBYTES))[1:]
         return TierMemory(nbytes, [memory[start:stop] for start, stop in spans])
     each = max(-(-nbytes // (_PAGE_NBYTES * pieces)) * _PAGE_NBYTES, _PAGE_NBYTES)
-    pages, shown, left = [], [], nbytes
-    while left:
-        some = min(each, left)
-        whole = memoryview(mmap.mmap(-1, -(-some // _PAGE_NBYTES) * _PAGE_NBYTES))
-        pages.append(whole)
-        shown.append(whole[:some])
-        left -= some
+    sizes = [min(each, nbytes - start) for start in range(0, nbytes, each)]
+    pages = [
+        memoryview(mmap.mmap(-1, -(-size // _PAGE_NBYTES) * _PAGE_NBYTES))
+        for size in sizes
+    ]
+    shown = [whole[:size] for whole, size in zip(pages, sizes, strict=True)]
     return TierMemory(nbytes, shown, pages)
 
 

@@ -11,6 +11,7 @@ import torch
 
 from asynckv import (
     ConfigError,
+    GPUFailed,
     GPUUnavailable,
     KVEntry,
     LookupBuffer,
@@ -24,6 +25,8 @@ from asynckv.buffers.statistics import (
     StoreCounters,
     StoreStatistics,
 )
+from asynckv.devices.names import Device
+from asynckv.devices.tensors import Gpus
 from asynckv.testing import LOOKUP_CHECKS
 from asynckv.testing.expectations import is_same
 from asynckv.testing.lookup_checks.values import (
@@ -121,6 +124,15 @@ async def test_a_gpu_that_is_not_there_is_unavailable(gpu: FakeDevice) -> None:
     with pytest.raises(GPUUnavailable, match="cuda:7"):
         await buffer.insert([1], None, torch.ones(2), None, None)
     await buffer.aclose()
+
+
+async def test_a_buffer_is_not_entered_whose_gpu_cannot_be_opened() -> None:
+    def fail() -> Gpus:
+        raise ValueError("numpy.dtype size changed")
+
+    with pytest.raises(GPUFailed, match="dtype size"):
+        async with LookupBuffer("1MiB", device=Device(0, fail)):
+            pass
 
 
 async def test_a_view_that_the_gpu_still_reads_keeps_its_memory(

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import sys
 import threading
 from collections.abc import Callable, Iterator
 
@@ -22,6 +23,7 @@ from asynckv.devices.arena import (
 from asynckv.devices.cuda import DeviceMemory
 from asynckv.devices.imports import import_allocation, open_allocation
 from asynckv.devices.names import Device
+from asynckv.devices.tensors import Gpus
 from asynckv.errors import GPUFailed, GPUUnavailable
 from asynckv.testing.cancellation import CancelMode, Outcome, sweep_cancellation
 from asynckv.types import TensorSpec
@@ -152,6 +154,15 @@ def test_a_gpu_that_is_not_there_is_named(gpu: FakeDevice) -> None:
     assert isinstance(pages.error, GPUUnavailable) and "cuda:9" in str(pages.error)
 
 
+def test_a_gpu_that_cannot_be_opened_says_why_whatever_it_is() -> None:
+    def fail() -> Gpus:
+        raise ValueError("numpy.dtype size changed")
+
+    pages = pages_on(Device(0, fail))
+    assert pages.make_slab() is None
+    assert isinstance(pages.error, GPUFailed) and "dtype size" in str(pages.error)
+
+
 def test_dropped_memory_goes_with_its_last_view(gpu: FakeDevice) -> None:
     pages = pages_on(gpu.device)
     pages.add_slab(pages.make_slab())
@@ -224,6 +235,32 @@ def test_its_memory_is_nobody_elses_before_the_gpu_has_left_its_views(
         assert not arena.fits([4 * MIB])
     arena.collect()
     assert arena.fits([4 * MIB])
+
+
+def test_of_many_views_that_the_gpu_is_at_work_with_few_are_asked_for_at_once(
+    gpu: FakeDevice, arena: DeviceArena, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def counted(event: FakeTorchEvent) -> bool:
+        asked.append(event)
+        return query(event)
+
+    query, asked = FakeTorchEvent.query, list[FakeTorchEvent]()
+    monkeypatch.setattr(FakeTorchEvent, "query", counted)
+    busy, done, spec = Gate(), gpu.tensors.new_stream(0), TensorSpec((8192,), "uint8")
+    regions = arena.take_spares([8192] * 100) or []
+    views = [region.tensor(spec) for region in regions[:99]]
+    gpu.tensors.stream(0).add(busy)
+    views.clear()
+    with gpu.tensors.use_stream(done):  # which is not at work with the last one
+        regions[99].tensor(spec)
+    assert arena.fits([MIB]) and len(asked) <= 16
+    for _ in range(7):
+        arena.collect()
+    assert [region.has_views for region in regions] == [True] * 99 + [False]
+    busy.open()
+    arena.collect()
+    assert not arena.is_waiting
+    arena.free(regions)
 
 
 def test_a_released_region_is_lent_no_more(arena: DeviceArena) -> None:
@@ -317,26 +354,32 @@ def test_what_asynckv_itself_is_at_needs_no_fence(
     gate.open()
 
 
-@pytest.mark.parametrize("when", ["marked", "asked"])
+@pytest.mark.parametrize("when", ["marked", "asked", "forked"])
 def test_memory_of_a_gpu_that_does_not_answer_stays_held(
     gpu: FakeDevice, arena: DeviceArena, monkeypatch: pytest.MonkeyPatch, when: str
 ) -> None:
     def refuse(*args: object) -> None:
         raise GPUFailed("the context is gone")
 
-    region = region_in(arena, MIB)
+    def refuse_in_child(device: int) -> None:
+        raise RuntimeError("Cannot re-initialize CUDA in forked subprocess")
+
+    region, told = region_in(arena, MIB), list[object]()
     tensor = region.tensor(SPEC)
     arena.free([region])
     with monkeypatch.context() as patch:
+        patch.setattr(sys, "unraisablehook", told.append)
         if when == "marked":
             patch.setattr(gpu.tensors, "mark", refuse)
-        else:
+        elif when == "asked":
             patch.setattr(FakeTorchEvent, "query", refuse)
+        else:
+            patch.setattr(gpu.tensors, "stream_of", refuse_in_child)
         del tensor
         gc.collect()
         arena.collect()
-        assert region.is_quiet == (when == "marked")  # which has no fence
-        assert not arena.fits([4 * MIB])
+        assert region.is_quiet == (when != "asked")  # the others have no fence
+        assert not arena.fits([4 * MIB]) and not told
 
 
 NBYTES = 4096

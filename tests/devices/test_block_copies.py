@@ -3,8 +3,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
-from collections.abc import Callable, Coroutine, Mapping, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy
 import pytest
@@ -22,8 +22,9 @@ from asynckv.devices.block_copies import (
 from asynckv.devices.copying import CopyPool, DeviceCopy
 from asynckv.testing.blocked import until
 from asynckv.types import DTYPE_NBYTES
-from harness.fake_gpus import FakeProcess
+from harness.children import Begin
 from harness.fake_gpus.gates import Gate
+from harness.fake_gpus.streams import FakeTorchEvent
 from harness.fake_gpus.tensors import FakeTensors
 
 
@@ -267,12 +268,6 @@ def test_blocks_come_back_from_a_device_as_they_went(
     assert all(torch.equal(back[layer], expected[layer]) for layer in back)
 
 
-_Cancel: TypeAlias = Callable[[], Coroutine[Any, Any, None]]
-_Begin: TypeAlias = Callable[
-    [Coroutine[Any, Any, None]], tuple[asyncio.Task[None], _Cancel]
-]
-
-
 def _filled_caches(blocks: int, width: int, fill: int) -> dict[str, torch.Tensor]:
     return {
         f"layers.{layer}": torch.full((blocks, width), fill, dtype=torch.uint8)
@@ -299,7 +294,7 @@ async def test_large_blocks_are_copied_in_threads_of_the_pool(pool: CopyPool) ->
 
 
 async def test_after_a_cancelled_copy_nothing_is_written_any_more(
-    pool: CopyPool, begin: _Begin
+    pool: CopyPool, begin: Begin
 ) -> None:
     src, dst = _filled_caches(24, 2**20, 1), _filled_caches(24, 2**20, 0)
     _, cancel = begin(BlockCopier(pool).copy(src, dst, range(24), range(24)))
@@ -484,11 +479,24 @@ class Fill:
         return True
 
 
+@pytest.fixture
+def looks(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """What each look at a mark in a caller's stream has found."""
+
+    def look(event: FakeTorchEvent) -> bool:
+        found.append(query(event))
+        return found[-1]
+
+    query, found = FakeTorchEvent.query, list[bool]()
+    monkeypatch.setattr(FakeTorchEvent, "query", look)
+    return found
+
+
 @pytest.mark.parametrize("direction", ["d2h", "h2d"])
 async def test_what_the_callers_stream_was_given_before_is_done_first(
     gpu_pool: CopyPool,
     tensors: FakeTensors,
-    process: FakeProcess,
+    looks: list[bool],
     direction: CopyDirection,
 ) -> None:
     on_gpu, on_host = _on_gpu(_cache((8, 64)), tensors), _cache((8, 64))
@@ -500,8 +508,20 @@ async def test_what_the_callers_stream_was_given_before_is_done_first(
     engines.add(Fill(on_gpu, 7))
     with tensors.use_stream(engines):
         copying = asyncio.create_task(copier.copy(source, target, [3], [5], direction))
-        await until(lambda: copying.done() or "an event to fire" in process.gpus.kept)
+        await until(lambda: copying.done() or len(looks) > 3)
     assert not copying.done()
     gate.open()
     await copying
     assert [int(layer.cpu()[5, 0]) for layer in target.values()] == expected
+
+
+async def test_a_copy_is_cancelled_while_the_callers_stream_is_at_work(
+    gpu_pool: CopyPool, tensors: FakeTensors, looks: list[bool], begin: Begin
+) -> None:
+    source, target, gate = _on_gpu(_cache((8, 64)), tensors), _cache((8, 64)), Gate()
+    tensors.stream(0).add(gate)
+    _, cancel = begin(BlockCopier(gpu_pool).copy(source, target, [3], [5], "d2h"))
+    await until(lambda: len(looks) > 3)
+    await cancel()
+    assert not any(looks)
+    gate.open()

@@ -5,21 +5,25 @@ import errno
 import gc
 import os
 import threading
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import anyio
 import pytest
 import torch
 
+from asynckv.devices import growth as growth_module
 from asynckv.devices.growth import Growth, SpareMemory, allocate_but
+from asynckv.errors import GPUFailed
 from asynckv.tensors import slabs as slabs_module
 from asynckv.tensors.arena import HeapArena
 from asynckv.tensors.paged_arena import PagedArena, SlabArena, SlabRegion
 from asynckv.tensors.slabs import MIN_SLAB_NBYTES, has_slabs
 from asynckv.testing.blocked import until
 from asynckv.types import TensorSpec
-from harness.fake_devices import fake_device
+from harness.fake_devices import FakeDevice, fake_device
+from harness.fake_gpus.gates import Gate
 
 pytestmark = pytest.mark.skipif(not has_slabs(), reason="no memory files here")
 
@@ -124,6 +128,20 @@ async def test_without_memory_files_everything_is_on_the_heap(
     await growth.reach(_MIB)
     assert growth.spares.spare(TensorSpec((_MIB,), "uint8")).nbytes == _MIB
     await growth.aclose()
+
+
+async def test_without_a_thread_memory_of_a_gpu_is_not_taken_for_open(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with fake_device() as gpu:
+        growth = Growth(_MIB, device=gpu.device)
+        monkeypatch.setattr(threading.Thread, "start", refuse)
+        for _ in range(2):
+            with pytest.raises(GPUFailed, match="threads"):
+                await growth.open()
 
 
 async def test_memory_of_the_host_is_open_without_any_slab(growth: Growth) -> None:
@@ -234,6 +252,61 @@ async def test_its_end_waits_for_all_that_is_dropped(growth: Growth) -> None:
     assert first.is_gone
 
 
+class Held:
+    """A call of CUDA that keeps whoever makes it until a test lets go."""
+
+    def __init__(self, call: Callable[..., Any]) -> None:
+        self._call = call
+        self.may_return = threading.Event()
+        self.is_under_way = self.has_returned = False
+
+    def __call__(self, *args: Any) -> Any:
+        self.is_under_way = True
+        self.may_return.wait(30)
+        self.has_returned = True
+        return self._call(*args)
+
+
+def hold(gpu: FakeDevice, name: str) -> Held:
+    held = Held(getattr(gpu.process.cuda, name))
+    setattr(gpu.process.cuda, name, held)
+    return held
+
+
+@pytest.mark.parametrize("name", ["malloc", "free"])
+async def test_its_end_does_not_wait_for_ever_while_a_gpu_allocates_or_frees(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setattr(growth_module, "_CLOSE_S", 0.01)
+    with fake_device() as gpu:
+        growth = Growth(_MIB, device=gpu.device)
+        if name == "free":
+            await growth.open()
+        held = hold(gpu, name)
+        growth.awaits(_MIB)
+        await until(lambda: held.is_under_way or name == "free")
+        await growth.aclose()
+        assert not held.has_returned
+        held.may_return.set()
+        await until(lambda: not gpu.process.owned and not growth._dropping)
+
+
+def test_what_is_allocated_after_the_loop_is_freed() -> None:
+    async def begin(growth: Growth, held: Held) -> None:
+        growth.awaits(_MIB)
+        await until(lambda: held.is_under_way)
+        growth.close()
+
+    with fake_device() as gpu:
+        growth, held = Growth(_MIB, device=gpu.device), hold(gpu, "malloc")
+        asyncio.run(begin(growth, held))
+        held.may_return.set()
+        for thread in threading.enumerate():
+            if thread.name == "asynckv-slab":
+                thread.join()
+        assert not gpu.process.owned and not growth.arena.used_bytes
+
+
 async def test_a_slab_that_is_not_under_way_is_not_waited_for() -> None:
     growth = Growth(2**20)
     assert not await growth.grown()
@@ -260,6 +333,23 @@ async def test_whoever_wants_to_know_is_told_when_memory_of_a_gpu_is_free_again(
         assert told == [2**18]
         hold.release()
         assert (len(told), arena.pinned_bytes) == (2, 0)
+        await growth.aclose()
+
+
+async def test_memory_is_found_free_whose_views_ended_before_it_was_released(
+    changes: Changes,
+) -> None:
+    with fake_device() as gpu:
+        growth, gate = Growth(_MIB, changes, gpu.device), Gate()
+        await growth.open()
+        regions = growth.arena.allocate([_MIB]) or []
+        view = regions[0].tensor(_LARGE)
+        gpu.tensors.stream(0).add(gate)
+        del view
+        growth.arena.free(regions)
+        before = changes.times
+        gate.open()
+        await until(lambda: changes.times > before and not growth.arena.pinned_bytes)
         await growth.aclose()
 
 

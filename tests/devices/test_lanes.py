@@ -21,6 +21,7 @@ from asynckv.devices.tensors import at_once
 from asynckv.errors import GPUFailed
 from asynckv.tensors.runs import Memory, runs_at
 from asynckv.testing.lookup_checks.values import noise
+from asynckv.types import TensorSpec
 from harness.fake_devices import FakeDevice, fake_device
 from harness.fake_gpus.gates import Gate
 from harness.fake_gpus.streams import FakeStream
@@ -244,6 +245,21 @@ def test_what_is_closed_has_no_memory_and_no_stream(gpu: FakeDevice) -> None:
     lanes.close()
     assert len(gpu.process.space.allocations()) == count
     assert set(gpu.process.streams) == before
+
+
+def test_nothing_is_left_of_memory_for_rows_that_torch_cannot_use(
+    gpu: FakeDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(memory: DeviceMemory, spec: TensorSpec) -> None:
+        raise RuntimeError("no kernel image is available for execution")
+
+    rows = rows_with(gpu, noise(64).view(8, 8), [3, 1])
+    count, lanes = len(gpu.process.owned), lanes_with(gpu)
+    monkeypatch.setattr(gpu.tensors, "tensor_over", refuse)
+    with pytest.raises(RuntimeError, match="no kernel"), lanes.lane(0) as lane:
+        read_all(lane, [rows])
+    lanes.close()
+    assert len(gpu.process.owned) == count
 
 
 def test_a_gpu_whose_context_is_gone_fails_no_closing(

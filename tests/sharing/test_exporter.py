@@ -6,9 +6,12 @@ What buffers show of theirs is tried in ``tests/buffers/test_sharing.py``.
 from __future__ import annotations
 
 import asyncio
+import errno
 import fcntl
+import gc
 import os
 import socket
+import sys
 import threading
 import tracemalloc
 from collections.abc import AsyncIterator, Iterator
@@ -192,6 +195,21 @@ def test_a_descriptor_is_open_until_it_is_closed(gpu: FakeDevice) -> None:
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(fd)
     shown.close()
+
+
+def test_without_a_descriptor_nothing_is_shown_and_nothing_else_is_wrong(
+    gpu: FakeDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*args: object) -> None:
+        raise OSError(errno.EMFILE, "too many open files")
+
+    pages, told = opened(gpu), list[object]()
+    monkeypatch.setattr(sys, "unraisablehook", told.append)
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="too many"):
+        patch.setattr(os, "open", refuse)
+        ExportedMemory(pages.allocation)
+    gc.collect()
+    assert not told
 
 
 def test_edges_tell_generations_and_bytes_apart() -> None:

@@ -20,10 +20,14 @@ import torch
 
 from asynckv.abc import KVEntry
 from asynckv.buffers.remote.peer import connect
-from asynckv.devices.arena import place_of
+from asynckv.devices.arena import DeviceAllocation, place_of
 from asynckv.devices.cuda import DeviceMemory
 from asynckv.devices.growth import Growth
-from asynckv.devices.imports import ImportedAllocation, in_thread
+from asynckv.devices.imports import (
+    ImportedAllocation,
+    import_allocation,
+    in_thread,
+)
 from asynckv.errors import ChecksumError, GPUFailed, PeerLost, RemoteProtocolError
 from asynckv.links.fd_socket import fetch_file, has_fd_sockets
 from asynckv.protocol.frames import Push
@@ -31,7 +35,13 @@ from asynckv.protocol.transfer_frames import Exposed
 from asynckv.protocol.values import Place
 from asynckv.sharing import imports
 from asynckv.sharing.exporter import Exporter, Importer
-from asynckv.sharing.imports import PeerMemory, import_gpu
+from asynckv.sharing.imports import (
+    GpuImport,
+    ImportedMemory,
+    PeerMemory,
+    import_gpu,
+)
+from asynckv.sharing.mappings import MappedPin
 from asynckv.sharing.peer_imports import check_same_host
 from asynckv.tensors.views import MISSING_DTYPES, bytes_of, tensor_from
 from asynckv.testing.blocked import until, until_blocked
@@ -40,9 +50,11 @@ from asynckv.testing.expectations import is_same
 from asynckv.testing.lookup_checks.values import MIB, noise
 from asynckv.testing.pipe_checks import LARGE, PIPE_BYTES
 from asynckv.types import DTYPE_NBYTES, TensorSpec
+from harness.children import line_of, running
 from harness.fake_devices import FakeDevice, fake_device_of
 from harness.fake_gpus import FakeGpus
-from harness.fake_gpus.streams import Delay
+from harness.fake_gpus.gates import Gate
+from harness.fake_gpus.streams import Delay, FakeTorchEvent
 from harness.gpu_pairs import GpuPair
 from harness.gpu_pipe_pairs import IpcPipes, open_ipc_pipes
 from harness.link_pairs import LinkPair, linked
@@ -366,6 +378,90 @@ async def test_a_cancelled_opening_hangs_up_when_its_thread_has_closed_it(
         may_go_on.set()
     await until(lambda: both.importer._connection is None)
     assert not both.opened
+
+
+async def opened_memory(both: Both) -> ImportedMemory:
+    export, _ = await both.open()
+    assert both.own.allocation is not None
+    return ImportedMemory(export, "off", both.own.allocation)
+
+
+async def test_of_many_views_that_the_gpu_is_at_work_with_few_are_asked_for_at_once(
+    both: Both, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def counted(event: FakeTorchEvent) -> bool:
+        asked.append(event)
+        return query(event)
+
+    query, asked, gate = FakeTorchEvent.query, list[FakeTorchEvent](), Gate()
+    monkeypatch.setattr(FakeTorchEvent, "query", counted)
+    memory = await opened_memory(both)
+    pins = [memory.take(number) for number in range(1, 101)]
+    both.theirs.tensors.stream(0).add(gate)
+    pins.clear()
+    while len(asked) < 100:
+        before = len(asked)
+        await asyncio.sleep(0)
+        assert len(asked) - before <= 16
+    assert memory.pins == 100 and not memory.has_views
+    gate.open()
+    memory.link_over()
+    await until(lambda: not memory.pins and not both.opened)
+
+
+def test_a_view_that_outlived_its_loop_may_end_in_the_midst_of_an_opening(
+    gpus: FakeGpus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours, theirs = (fake_device_of(gpus.process()).device.opened() for _ in range(2))
+    own, *shown = (
+        DeviceAllocation(of, of.cuda.malloc(MIB)) for of in (theirs, ours, ours)
+    )
+    cuda, open_memory = theirs.cuda, theirs.cuda.open_memory
+
+    async def take(sock: socket.socket) -> MappedPin:
+        allocation = import_allocation(cuda, 0, shown[0].handle, MIB)
+        memory = ImportedMemory(GpuImport(sock, allocation, theirs), "off", own)
+        pin = memory.take(1)
+        memory.link_over()
+        return pin
+
+    def open_meanwhile(handle: bytes, nbytes: int) -> DeviceMemory:
+        views.clear()  # as the garbage collector does, at any moment
+        return open_memory(handle, nbytes)
+
+    def open_second() -> None:
+        import_allocation(cuda, 0, shown[1].handle, MIB).release()
+
+    with contextlib.closing(socket.socket()) as sock:
+        views = [asyncio.run(take(sock))]
+        monkeypatch.setattr(cuda, "open_memory", open_meanwhile)
+        opening = threading.Thread(target=open_second, daemon=True)
+        opening.start()
+        opening.join(10)
+        assert not opening.is_alive()
+        for thread in threading.enumerate():
+            if thread.name == "asynckv-ipc":
+                thread.join()
+        assert sock.fileno() < 0
+
+
+KEPT_TO_THE_END = """
+import builtins
+from asynckv.devices.imports import in_thread
+
+class View:
+    def __del__(self, in_thread=in_thread):
+        in_thread(lambda: print("let go", flush=True))
+
+builtins.kept = View()
+"""
+
+
+@pytest.mark.multiprocess
+async def test_a_view_that_is_kept_to_the_end_does_not_keep_the_interpreter() -> None:
+    async with running(KEPT_TO_THE_END) as process:
+        assert await line_of(process) == "let go"
+        assert await process.wait() == 0
 
 
 async def test_only_a_peer_of_this_boot_and_host_shares_memory(both: Both) -> None:

@@ -16,7 +16,7 @@ from rich.text import Text
 
 from asynckv.cli.bench.report import DigestName, Selection, Settings
 from asynckv.cli.document import check_writable
-from asynckv.cli.options import tls_of
+from asynckv.cli.options import NO_KEY_OPTIONS, KeyOptions
 from asynckv.cli.process import INTERRUPTED, LoopName, run, until_ended
 from asynckv.errors import AsyncKVError, ConfigError
 
@@ -41,12 +41,8 @@ def bench(
     html: Path | None = None,
     digest: DigestName = "auto",
     lanes: int | None = None,
-    secret_file: Path | None = None,
-    certificate: Path | None = None,
-    key: Path | None = None,
-    ca: Path | None = None,
-    allow_plaintext: _Flag = False,
     loop: LoopName = "auto",
+    keys: KeyOptions = NO_KEY_OPTIONS,
 ) -> int:
     """Measure asynckv on your own machines, each figure beside a baseline.
 
@@ -79,16 +75,6 @@ def bench(
         ``full``, ``edges``, ``off``, or what suits the path.
     lanes
         Payload lanes of the link.
-    secret_file
-        The secret that both sides share, as for ``serve`` and ``connect``.
-    certificate
-        This side's certificate for ``tls://``, with --key and --ca.
-    key
-        The key of the certificate.
-    ca
-        The authorities that certify peers.
-    allow_plaintext
-        Allow ``tcp://`` beyond this host.
     loop
         ``asyncio`` or ``uvloop``, by itself the latter where it is installed.
     """
@@ -99,9 +85,9 @@ def bench(
         settings = Settings(
             digest=digest,
             lanes=lanes,
-            secret_file=None if secret_file is None else str(secret_file),
-            tls=tls_of(certificate, key, ca),
-            allow_plaintext=allow_plaintext,
+            secret_file=keys.secret_file,
+            tls=keys.tls,
+            allow_plaintext=keys.allow_plaintext,
             loop=loop,
         )
         if serve:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
+import os
 import statistics
 from collections.abc import Sequence
 from typing import Final, Literal, TypeAlias
@@ -55,7 +56,7 @@ class Settings:
 
     digest: DigestName = "auto"
     lanes: int | None = None
-    secret_file: str | None = None
+    secret_file: str | os.PathLike[str] | None = None
     tls: TLS | None = None
     allow_plaintext: bool = False
     loop: LoopName = "auto"

@@ -82,8 +82,7 @@ def demo(
 
         return played()
 
-    shown = render_page, final_table
-    return _show(play, *shown, model=model, html=html, json=json)
+    return _show(play, render_page, final_table, model=model, html=html, json=json)
 
 
 def demo_cache(
@@ -113,8 +112,9 @@ def demo_cache(
     def play(scratch: Path, display: LiveDisplay) -> _Played[CacheReport]:
         return play_cache(model, read_workload(), scratch, display)
 
-    shown = render_cache_page, cache_table
-    return _show(play, *shown, model=model, html=html, json=json)
+    return _show(
+        play, render_cache_page, cache_table, model=model, html=html, json=json
+    )
 
 
 class _Report(Protocol):
@@ -172,9 +172,11 @@ def cache_table(report: CacheReport) -> Group:
         style = "bold" if heading == "shared" else ""
         table.add_column(heading, justify="right", style=style, no_wrap=True)
     for one, other in report.pairs:
-        found = (f"{each.found_tokens:,}" for each in (one, other))
-        first = (write_seconds(each.first_token_s) for each in (one, other))
-        cells = (cell for pair in zip(found, first, strict=True) for cell in pair)
+        cells = (
+            cell
+            for each in (one, other)
+            for cell in (f"{each.found_tokens:,}", write_seconds(each.first_token_s))
+        )
         name, engine = other.name, str(other.engine)
         table.add_row(name, engine, f"{other.prompt_tokens:,}", *cells)
     problems = [Text(f"problem: {problem}", "bold red") for problem in report.problems]

@@ -32,10 +32,11 @@ from asynckv.cli.demo.worker import (
     MAX_NEW_TOKENS,
     Continuation,
     Engine,
-    LayerClock,
     LoopLag,
     Stage,
     TokenClock,
+    by_layer,
+    timing_layers,
 )
 from asynckv.integrations.transformers import (
     LayerEvent,
@@ -172,13 +173,8 @@ class DecodeWorker:
                     **engine.options(recording.clock),
                 )
         done = engine.continuation(recording, generated.sequences)
-        # A layer that shares another one's cache never travels.
-        earliest = min(landed.values())
-        times = tuple(
-            landed.get(index, earliest) for index in range(len(engine.layers))
-        )
-        sources = generated.attempt, generated.matched_tokens
-        return _generated(done, lag, times, *sources)
+        times = by_layer(landed, len(engine.layers))
+        return _generated(done, lag, times, generated.attempt, generated.matched_tokens)
 
     async def _select_slowly(self, entries: int, pause_s: float) -> SlowlySelected:
         engine, lookup = self._ready()
@@ -200,7 +196,7 @@ class DecodeWorker:
             if layer < layers:
                 self._send(Doing(what, layer + 1, layers))
 
-        with LayerClock(engine.layers).timing(computed):
+        with timing_layers(engine.layers, computed):
             yield
 
     def _send_decoding(self, tokens: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Sequence
 from types import TracebackType
@@ -33,18 +34,18 @@ _BAR_WIDTH = 30
 _STAGES = ("blue", "yellow", "green")
 
 
+@dataclasses.dataclass
 class _Act:
     """One act as the display shows it."""
 
-    def __init__(self, title: str) -> None:
-        self.title = title
-        self.began_s = time.monotonic()
-        self.outcome: str | None = None
-        self.took_s = 0.0
-        self.computed = 0
-        self.landed = 0
-        self.sampled: Sampled | None = None
-        self.doing: Doing | None = None
+    title: str
+    began_s: float = dataclasses.field(default_factory=time.monotonic)
+    outcome: str | None = None
+    took_s: float = 0.0
+    computed: int = 0
+    landed: int = 0
+    sampled: Sampled | None = None
+    doing: Doing | None = None
 
 
 class LiveDisplay:
@@ -61,7 +62,6 @@ class LiveDisplay:
             console=console,
             get_renderable=self._render,
             refresh_per_second=_REFRESH_PER_SECOND,
-            transient=False,
         )
 
     def __enter__(self) -> Self:
@@ -77,10 +77,6 @@ class LiveDisplay:
     ) -> None:
         if self._console.is_terminal:
             self._live.stop()
-
-    def say(self, text: str) -> None:
-        """Print a line that stays."""
-        self._console.print(text, highlight=False)
 
     def expect_layers(self, layers: int) -> None:
         """Learn how many layers a hand-over has."""
@@ -99,7 +95,8 @@ class LiveDisplay:
         act = self._acts[-1]
         act.outcome, act.took_s = outcome, time.monotonic() - act.began_s
         if not self._console.is_terminal:
-            self.say(f"{act.title}: {outcome}  ({write_seconds(act.took_s)})")
+            line = f"{act.title}: {outcome}  ({write_seconds(act.took_s)})"
+            self._console.print(line, highlight=False)
 
     def note(self, progress: Progress) -> None:
         """Show progress of the act that began last."""
@@ -157,10 +154,9 @@ def final_table(report: DemoReport) -> Group:
         table.add_row(*figure)
     text = Panel(Text(report.text), title="the decoder wrote", title_align="left")
     problems = [Text(f"problem: {problem}", "bold red") for problem in report.problems]
-    bars = first_token_bars(report)
     return Group(
         Text("\ntime to first token, from the request", "bold"),
-        _bars(bars),
+        _bars(first_token_bars(report)),
         Text("\na second request on the same document", "bold"),
         _bars(second_request_bars(report.second)),
         Text(f"{write_fall(report.second)}\n"),

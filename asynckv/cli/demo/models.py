@@ -256,7 +256,7 @@ _RANDOM_SHAPES = {
 
 
 def _make_random(model: str, scratch: Path) -> PreparedModel:
-    layers, max_tokens = _RANDOM_SHAPES[model][0], _RANDOM_SHAPES[model][-1]
+    layers, *_, max_tokens = _RANDOM_SHAPES[model]
     if not (scratch / "config.json").exists():
         _save_random(model, scratch)
     name = f"random Llama, {layers} layers"

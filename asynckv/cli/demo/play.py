@@ -6,7 +6,6 @@ have noted.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import dataclasses
 import datetime
@@ -56,6 +55,7 @@ from asynckv.cli.demo.report import (
     write_tail,
 )
 from asynckv.cli.process import describe_host
+from asynckv.waits.waiting import PlainTaskGroup
 
 __all__ = (
     "ActFailed",
@@ -75,23 +75,22 @@ def account_hand_over(
     title: str, asked_s: float, prefilled: Prefilled, generated: Generated
 ) -> HandOver:
     """Join both sides' notes of one hand-over, counted from ``asked_s``."""
-    zero = asked_s
     sides = zip(prefilled.spans, prefilled.handed_s, generated.landed_s, strict=True)
     return HandOver(
         title=title,
-        prefill_s=prefilled.ended_s - zero,
-        landed_s=max(generated.landed_s) - zero,
-        first_token_s=generated.token_times_s[0] - zero,
+        prefill_s=prefilled.ended_s - asked_s,
+        landed_s=max(generated.landed_s) - asked_s,
+        first_token_s=generated.token_times_s[0] - asked_s,
         prompt_positions=generated.prompt_positions,
         attempt=generated.attempt,
         tokens=generated.tokens,
         layers=tuple(
             LayerTrace(
                 name=f"layers.{index}",
-                compute_start_s=start_s - zero,
-                compute_end_s=end_s - zero,
-                handed_s=handed_s - zero,
-                landed_s=landed_s - zero,
+                compute_start_s=start_s - asked_s,
+                compute_end_s=end_s - asked_s,
+                handed_s=handed_s - asked_s,
+                landed_s=landed_s - asked_s,
             )
             for index, ((start_s, end_s), handed_s, landed_s) in enumerate(sides)
         ),
@@ -186,13 +185,12 @@ class Acts:
         )
         return await decode.ask(order, Ready)
 
-    async def recompute(self, decode: Worker) -> Recompute:
-        """Act 1: the decoder computes the prompt itself."""
-        return await self._recompute(decode, Continue())
-
-    async def _recompute(self, decode: Worker, order: Continue) -> Recompute:
+    async def recompute(
+        self, decode: Worker, *, second: bool = False, first_only: bool = False
+    ) -> Recompute:
+        """Act 1: the decoder computes the prompt itself, or the ``second`` one."""
         asked_s = self._clock()
-        done = await decode.ask(order, Generated)
+        done = await decode.ask(Continue(second, first_only), Generated)
         self._note_lag(decode_s=done.worst_lag_s)
         return Recompute(
             first_token_s=done.token_times_s[0] - asked_s,
@@ -218,7 +216,7 @@ class Acts:
 
         :raises ActFailed: the kept KV was not found
         """
-        recomputed = await self._recompute(decode, Continue(second=True))
+        recomputed = await self.recompute(decode, second=True)
         entry_id = "demo-document"
         order = Prefill("layerwise", entry_id, document_only=True)
         await self._prefill.ask(order, Prefilled)
@@ -227,7 +225,7 @@ class Acts:
         self._note_lag(decode_s=done.worst_lag_s)
         if not done.matched_tokens:
             raise ActFailed("the document's KV was not found")
-        again = await self._recompute(decode, Continue(second=True, first_only=True))
+        again = await self.recompute(decode, second=True, first_only=True)
         fastest_s = min(recomputed.first_token_s, again.first_token_s)
         return SecondRequest(
             prompt_tokens=len(self._ready.second_prompt),
@@ -330,13 +328,9 @@ async def both(
     first: Coroutine[Any, Any, _A], second: Coroutine[Any, Any, _B]
 ) -> tuple[_A, _B]:
     """Wait for both; if one fails the other is cancelled and its error is raised."""
-    tasks = asyncio.create_task(first), asyncio.create_task(second)
-    try:
-        return await asyncio.gather(*tasks)
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.wait(tasks)
+    async with PlainTaskGroup() as group:
+        one, other = group.create_task(first), group.create_task(second)
+    return one.result(), other.result()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -379,12 +373,14 @@ async def play_demo(
         display.doing("importing torch and transformers")
         ready = await prefill.expect(Ready)
         display.end(f"{ready.model}, {len(ready.prompt):,} prompt tokens")
-        machine = msgspec.structs.replace(machine, torch=ready.torch)
         report = await _play(
             prefill, decode, ready, start_decoder, display, machine=machine
         )
-    report = msgspec.structs.replace(report, seconds=time.monotonic() - began_s)
-    return msgspec.structs.replace(report, problems=tuple(find_problems(report)))
+    return msgspec.structs.replace(
+        report,
+        seconds=time.monotonic() - began_s,
+        problems=tuple(find_problems(report)),
+    )
 
 
 def this_machine() -> Machine:
@@ -445,7 +441,7 @@ async def _play(
         prefill_lag_s=acts.prefill_lag_s,
         decode_lag_s=acts.decode_lag_s,
         text=await acts.read_back(recompute.tokens),
-        machine=machine,
+        machine=msgspec.structs.replace(machine, torch=ready.torch),
         seconds=0.0,
     )
 

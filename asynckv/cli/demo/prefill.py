@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import os
 import sys
 import time
@@ -43,7 +44,14 @@ from asynckv.cli.demo.models import (
     prepare_model,
 )
 from asynckv.cli.demo.report import BackpressureSample
-from asynckv.cli.demo.worker import Engine, LoopLag, Stage, resident_bytes, ticking
+from asynckv.cli.demo.worker import (
+    Engine,
+    LoopLag,
+    Stage,
+    by_layer,
+    resident_bytes,
+    ticking,
+)
 from asynckv.errors import AsyncKVError
 from asynckv.integrations.transformers import (
     LayerEvent,
@@ -100,14 +108,14 @@ class PrefillWorker:
         prompt = self._engine.prompt
         if order.document_only:
             prompt = prompt[:, : self._document_tokens]
-        lag, clock = LoopLag(), self._engine.layer_clock()
+        lag = LoopLag()
         handed: dict[int, float] = {}
 
         def note(event: LayerEvent) -> None:
             if event.what == "computed":
                 handed[event.layer] = event.at
 
-        with clock.timing(self._send_computed):
+        with self._engine.timing(self._send_computed) as spans:
             async with lag.watch():
                 prefilled = await prefill(
                     self._engine.model,
@@ -119,22 +127,22 @@ class PrefillWorker:
                 )
         return Prefilled(
             ended_s=prefilled.computed_at,
-            spans=tuple(clock.spans),
-            handed_s=_by_layer(handed, len(clock.spans)),
+            spans=tuple(spans),
+            handed_s=by_layer(handed, len(spans)),
             worst_lag_s=lag.worst_s,
         )
 
     async def _prefill_in_bulk(self, entry_id: str) -> Prefilled:
-        lag, clock = LoopLag(), self._engine.layer_clock()
-        with clock.timing(self._send_computed):
+        lag = LoopLag()
+        with self._engine.timing(self._send_computed) as spans:
             async with lag.watch():
                 ended_s = await self._engine.compute(self._compute)
                 handed_s = time.monotonic()
                 await self._insert(entry_id)
         return Prefilled(
             ended_s=ended_s,
-            spans=tuple(clock.spans),
-            handed_s=(handed_s,) * len(clock.spans),
+            spans=tuple(spans),
+            handed_s=(handed_s,) * len(spans),
             worst_lag_s=lag.worst_s,
         )
 
@@ -200,12 +208,6 @@ class PrefillWorker:
         self._send(Computed(layer))
 
 
-def _by_layer(times: dict[int, float], layers: int) -> tuple[float, ...]:
-    # A layer that shares another one's cache has nothing to hand over.
-    earliest = min(times.values())
-    return tuple(times.get(layer, earliest) for layer in range(layers))
-
-
 def main(find_place: Callable[[str], Place] = place_named) -> None:
     """Prepare the model of ``argv``, then serve until the parent hangs up."""
     model, scratch, place = sys.argv[1], Path(sys.argv[2]), find_place(sys.argv[3])
@@ -234,9 +236,9 @@ class _Prompts:
         encode = tokenizer.encode_prompt
         self.first = tuple(encode(asked.document, asked.question))
         self.second = tuple(encode(asked.document, asked.second_question))
-        pairs = enumerate(zip(self.first, self.second, strict=False))
-        shortest = min(len(self.first), len(self.second))
-        self.in_common = next((n for n, (a, b) in pairs if a != b), shortest)
+        pairs = zip(self.first, self.second, strict=False)
+        same = itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)
+        self.in_common = len(list(same))
 
 
 def _warm_up(engine: Engine, stage: Stage) -> int:
@@ -246,7 +248,7 @@ def _warm_up(engine: Engine, stage: Stage) -> int:
         engine.model, lambda _, *states: nbytes.extend(t.nbytes for t in states)
     )
     layers = len(engine.layers)
-    with engine.layer_clock().timing(
+    with engine.timing(
         lambda layer: stage.send(Doing("warming up: layer", layer + 1, layers))
     ):
         engine.prefill(cache)

@@ -57,6 +57,11 @@ class Recompute(msgspec.Struct, frozen=True):
     prompt_positions: int
     tokens: tuple[int, ...]
 
+    @property
+    def stages_s(self) -> tuple[float, float, float]:
+        """As those of a hand-over: nothing is waited for but its compute."""
+        return self.first_token_s, 0.0, 0.0
+
 
 class HandOver(msgspec.Struct, frozen=True):
     """Acts 2, 3 and 6: one prefill here and one decode there.
@@ -290,34 +295,24 @@ def write_transport(transport: str) -> str:
 def first_token_bars(report: DemoReport) -> tuple[Bar, ...]:
     """Return the three ways to a first token, all counted from the request."""
     return (
-        _recompute_bar(report.recompute),
-        Bar(
-            "KV in bulk", report.bulk.stages_s, _computes(report.bulk.prompt_positions)
-        ),
-        Bar(
-            "KV layer by layer",
-            report.layerwise.stages_s,
-            _computes(report.layerwise.prompt_positions),
-        ),
+        _bar("recompute", report.recompute),
+        _bar("KV in bulk", report.bulk),
+        _bar("KV layer by layer", report.layerwise),
     )
 
 
 def second_request_bars(second: SecondRequest) -> tuple[Bar, ...]:
     """Return the second request without and with the kept KV."""
     return (
-        _recompute_bar(second.recomputed),
-        Bar("KV kept", second.stages_s, _computes(second.prompt_positions)),
+        _bar("recompute", second.recomputed),
+        _bar("KV kept", second),
     )
 
 
-def _recompute_bar(run: Recompute) -> Bar:
-    stages_s = (run.first_token_s, 0.0, 0.0)
-    return Bar("recompute", stages_s, _computes(run.prompt_positions))
-
-
-def _computes(positions: int) -> str:
-    some = "1 position" if positions == 1 else f"{positions:,} positions"
-    return f"decoder computes {some}"
+def _bar(name: str, run: Recompute | HandOver | SecondRequest) -> Bar:
+    several = "" if run.prompt_positions == 1 else "s"
+    remark = f"decoder computes {run.prompt_positions:,} position{several}"
+    return Bar(name, run.stages_s, remark)
 
 
 def figures_of(report: DemoReport) -> tuple[Figure, ...]:

@@ -23,6 +23,7 @@ import torch
 
 from asynckv.cli.demo.messages import Failed, Note, Order, decode_order, encode_line
 from asynckv.cli.demo.models import HOST, Place
+from asynckv.waits.waiting import OwnTasks
 
 if TYPE_CHECKING:  # it takes seconds to import
     from transformers import DynamicCache, PreTrainedModel
@@ -31,14 +32,15 @@ __all__ = (
     "MAX_NEW_TOKENS",
     "Continuation",
     "Engine",
-    "LayerClock",
     "LoopLag",
-    "PositionCounter",
     "Recording",
     "Stage",
     "TokenClock",
+    "by_layer",
+    "counting_positions",
     "resident_bytes",
     "ticking",
+    "timing_layers",
 )
 
 
@@ -92,63 +94,60 @@ class LoopLag:
         self._due_s = now + self._every_s
 
 
-class PositionCounter:
-    """Counts the positions that a model really computes, forward by forward."""
+@contextlib.contextmanager
+def counting_positions(model: torch.nn.Module) -> Iterator[list[int]]:
+    """Yield how many positions the model really computes, one number a forward."""
+    forwards: list[int] = []
 
-    def __init__(self, model: torch.nn.Module) -> None:
-        self._model = model
-        self.forwards: list[int] = []
+    def note(module: object, arguments: tuple[torch.Tensor, ...]) -> None:
+        forwards.append(int(arguments[0].shape[-1]))
 
-    @contextlib.contextmanager
-    def counting(self) -> Iterator[list[int]]:
-        """Yield the list that holds one number of positions a forward."""
-        forwards = self.forwards = []
+    embedding = model.get_input_embeddings()  # type: ignore[operator]
+    handle = embedding.register_forward_pre_hook(note)
+    try:
+        yield forwards
+    finally:
+        handle.remove()
 
-        def note(module: object, arguments: tuple[torch.Tensor, ...]) -> None:
-            forwards.append(int(arguments[0].shape[-1]))
 
-        embedding = self._model.get_input_embeddings()  # type: ignore[operator]
-        handle = embedding.register_forward_pre_hook(note)
-        try:
-            yield forwards
-        finally:
+@contextlib.contextmanager
+def timing_layers(
+    layers: torch.nn.ModuleList,
+    computed: Callable[[int], None],
+    settle: Callable[[], None] = lambda: None,
+) -> Iterator[list[tuple[float, float]]]:
+    """Yield when each decoder layer of a model computes, from the forward's thread.
+
+    ``computed(index)`` is called there. Before it ``settle`` waits for what was only
+    begun: a GPU is given layers ahead.
+    """
+    spans: list[tuple[float, float]] = []
+    began: list[float] = []
+
+    def begin(*_: object) -> None:
+        began.append(time.monotonic())
+
+    def end(*_: object) -> None:
+        settle()
+        spans.append((began.pop(), time.monotonic()))
+        computed(len(spans) - 1)
+
+    handles = [layer.register_forward_pre_hook(begin) for layer in layers]
+    handles += [layer.register_forward_hook(end) for layer in layers]
+    try:
+        yield spans
+    finally:
+        for handle in handles:
             handle.remove()
 
 
-class LayerClock:
-    """Notes when each decoder layer of a model computes, from the forward's thread.
+def by_layer(times_s: dict[int, float], layers: int) -> tuple[float, ...]:
+    """Return a time for each layer.
 
-    ``settle`` waits there for what was only begun: a GPU is given layers ahead.
+    One that shares another one's cache never travels: it gets the earliest.
     """
-
-    def __init__(
-        self, layers: torch.nn.ModuleList, settle: Callable[[], None] = lambda: None
-    ) -> None:
-        self._layers = layers
-        self._settle = settle
-        self.spans: list[tuple[float, float]] = []
-
-    @contextlib.contextmanager
-    def timing(self, computed: Callable[[int], None]) -> Iterator[None]:
-        """Fill ``spans``; ``computed(index)`` is called in the forward's thread."""
-        spans = self.spans = []
-        began: list[float] = []
-
-        def begin(*_: object) -> None:
-            began.append(time.monotonic())
-
-        def end(*_: object) -> None:
-            self._settle()
-            spans.append((began.pop(), time.monotonic()))
-            computed(len(spans) - 1)
-
-        handles = [layer.register_forward_pre_hook(begin) for layer in self._layers]
-        handles += [layer.register_forward_hook(end) for layer in self._layers]
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
+    earliest_s = min(times_s.values())
+    return tuple(times_s.get(layer, earliest_s) for layer in range(layers))
 
 
 class TokenClock:
@@ -203,7 +202,6 @@ class Engine:
         self.model = model
         self.place = place
         self.prompt = torch.tensor([prompt], dtype=torch.int64)
-        self._inputs = self.prompt.to(model.device)
         self.layers = _decoder_layers(model)
         self._thread = concurrent.futures.ThreadPoolExecutor(1, "demo compute")
 
@@ -211,7 +209,6 @@ class Engine:
         """Return the same engine, and thread, with another prompt."""
         other = copy.copy(self)
         other.prompt = torch.tensor([prompt], dtype=torch.int64)
-        other._inputs = other.prompt.to(self.model.device)
         return other
 
     async def compute(self, call: Callable[[], _T]) -> _T:
@@ -224,27 +221,34 @@ class Engine:
 
     def prefill(self, cache: DynamicCache) -> None:
         """Compute the prompt into ``cache``. Blocks."""
+        inputs = self.prompt.to(self.model.device)
         with torch.inference_mode():
-            self.model(
-                self._inputs, past_key_values=cache, use_cache=True, logits_to_keep=1
-            )
+            self.model(inputs, past_key_values=cache, use_cache=True, logits_to_keep=1)
         self.place.settle()
 
     def generate(
-        self, streamer: TokenClock, max_new_tokens: int = MAX_NEW_TOKENS
-    ) -> torch.Tensor:
+        self,
+        streamer: TokenClock,
+        max_new_tokens: int = MAX_NEW_TOKENS,
+        **options: Any,
+    ) -> Any:
         """Compute the prompt and go on greedily. Blocks."""
-        options = self.options(streamer) | {"max_new_tokens": max_new_tokens}
-        mask = torch.ones_like(self._inputs)
+        inputs = self.prompt.to(self.model.device)
         generate: Any = self.model.generate
-        sequences: torch.Tensor = generate(self._inputs, attention_mask=mask, **options)
-        return sequences
+        return generate(
+            inputs,
+            attention_mask=torch.ones_like(inputs),
+            **self.options(streamer, max_new_tokens),
+            **options,
+        )
 
-    def options(self, streamer: TokenClock) -> dict[str, Any]:
+    def options(
+        self, streamer: TokenClock, max_new_tokens: int = MAX_NEW_TOKENS
+    ) -> dict[str, Any]:
         """What all acts give to ``generate``."""
         return {
             "do_sample": False,
-            "max_new_tokens": MAX_NEW_TOKENS,
+            "max_new_tokens": max_new_tokens,
             "streamer": streamer,
         }
 
@@ -256,12 +260,14 @@ class Engine:
 
         ``came`` is called with how many tokens there are, in the computing thread.
         """
-        with PositionCounter(self.model).counting() as forwards:
+        with counting_positions(self.model) as forwards:
             yield Recording(forwards, TokenClock(came))
 
-    def layer_clock(self) -> LayerClock:
-        """A clock for the layers of this model."""
-        return LayerClock(self.layers, self.place.settle)
+    def timing(
+        self, computed: Callable[[int], None]
+    ) -> contextlib.AbstractContextManager[list[tuple[float, float]]]:
+        """As :func:`timing_layers`, of this model, whose GPU is waited for."""
+        return timing_layers(self.layers, computed, self.place.settle)
 
     def continuation(
         self, recording: Recording, sequences: torch.Tensor
@@ -334,18 +340,13 @@ class Stage:
         What is under way then is cancelled; a forward pass that does not end
         within a second is cut off with the process.
         """
-        under_way: set[asyncio.Task[None]] = set()
+        under_way = OwnTasks()
         async for order in self.orders():
-            task = asyncio.create_task(self._perform_one(do, order))
-            under_way.add(task)
-            task.add_done_callback(under_way.discard)
+            under_way.own(self._perform_one(do, order), "order of the demo")
         deadline = threading.Timer(_EXIT_GRACE_S, os._exit, (0,))
         deadline.daemon = True
         deadline.start()
-        for task in under_way:
-            task.cancel()
-        if under_way:
-            await asyncio.wait(under_way)
+        await under_way.quiesce()
 
     async def _perform_one(
         self, do: Callable[[Order], Awaitable[Note]], order: Order

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 from collections.abc import Awaitable, Callable
@@ -14,7 +15,7 @@ from asynckv.buffers.lookup import LookupBuffer
 from asynckv.errors import EntryAborted
 from asynckv.testing.blocked import until
 from asynckv.testing.cancellation import CancelMode, Outcome, sweep_cancellation
-from asynckv.testing.expectations import expect
+from asynckv.testing.expectations import CANCEL_MODES, expect
 from asynckv.testing.lookup_checks.values import (
     MIB,
     LookupCheck,
@@ -34,7 +35,6 @@ __all__ = (
     "a_cancelled_writer_aborts_or_commits_whole",
 )
 
-_MODES: Final[tuple[CancelMode, ...]] = ("task", "scope", "completion")
 _SIZES: Final = (1024, 2 * MIB)
 _OVERWRITE: Final = 9
 
@@ -75,7 +75,7 @@ async def _sweep_delivery(
         await _take_if_there(consumer, local, nbytes)
         await empty(local)
 
-    await sweep_cancellation(operation, check, before=before, modes=_MODES)
+    await sweep_cancellation(operation, check, before=before, modes=CANCEL_MODES)
 
 
 async def _settled(side: KVLookupBuffer, local: LookupBuffer) -> None:
@@ -124,7 +124,7 @@ async def a_cancelled_insert_is_in_whole_or_not_at_all(
         lambda: producer.insert([1], None, key, None, None, entry_id=name),
         check,
         before=before,
-        modes=_MODES,
+        modes=CANCEL_MODES,
     )
 
 
@@ -147,7 +147,7 @@ async def a_cancelled_select_loses_no_entry(
         expect(bool((target == _OVERWRITE).all()), "into was written to later")
 
     await sweep_cancellation(
-        lambda: _await(consumer, target), check, before=before, modes=_MODES
+        lambda: _await(consumer, target), check, before=before, modes=CANCEL_MODES
     )
 
 
@@ -203,7 +203,7 @@ async def a_cancelled_writer_aborts_or_commits_whole(
         await _take_if_there(consumer, local, nbytes)
         await empty(local)
 
-    await sweep_cancellation(write, check, before=before, modes=_MODES)
+    await sweep_cancellation(write, check, before=before, modes=CANCEL_MODES)
 
 
 async def a_cancelled_taken_leaves_no_trace(
@@ -219,16 +219,14 @@ async def a_cancelled_taken_leaves_no_trace(
         await producer.insert([1], None, None, None, None, entry_id=name, ttl_s=0)
 
     async def wait() -> None:
-        try:
+        with contextlib.suppress(EntryAborted):
             await producer.taken(name)
-        except EntryAborted:
-            pass
 
     async def check(k: int, mode: CancelMode, outcome: Outcome[Any]) -> None:
         await wait()
         await empty(local)
 
-    await sweep_cancellation(wait, check, before=before, modes=_MODES)
+    await sweep_cancellation(wait, check, before=before, modes=CANCEL_MODES)
 
 
 CANCELLING_CHECKS: Final[tuple[LookupCheck, ...]] = (

@@ -11,6 +11,7 @@ import torch
 
 from asynckv.abc import KVLookupBuffer
 from asynckv.buffers.lookup import LookupBuffer
+from asynckv.errors import EntryAborted
 from asynckv.testing.blocked import until, until_blocked
 from asynckv.testing.expectations import expect, is_same
 
@@ -22,6 +23,7 @@ __all__ = (
     "borrow",
     "cancelled",
     "empty",
+    "expect_aborted",
     "expect_error",
     "fill",
     "five_waiting",
@@ -81,6 +83,17 @@ async def expect_error(
     raise AssertionError(f"no {kind.__name__}")
 
 
+async def expect_aborted(
+    reason: str, operation: Callable[..., Awaitable[object]], *args: Any
+) -> None:
+    """Let ``operation(*args)`` be told that the entry left for that reason.
+
+    :raises AssertionError: it does not fail, or the reason is another one
+    """
+    error = await expect_error(EntryAborted, operation, *args)
+    expect(error.reason == reason, error.reason)
+
+
 async def insert(
     lookup: KVLookupBuffer, token: int, nbytes: int = 64, **options: Any
 ) -> str:
@@ -103,8 +116,7 @@ async def borrow(
 
 async def fill(producer: KVLookupBuffer) -> None:
     """Leave less than 1 MiB of room; the tokens of what takes it are ``[0]``."""
-    nbytes = LOOKUP_MAX_BYTES - MIB // 2
-    await producer.insert([0], None, noise(nbytes), None, None)
+    await insert(producer, 0, LOOKUP_MAX_BYTES - MIB // 2)
 
 
 async def five_waiting(

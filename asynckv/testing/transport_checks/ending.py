@@ -201,16 +201,15 @@ async def a_cancelled_close_has_closed(make_pair: MakeTransportPair) -> None:
         sides[:] = await stack.enter_async_context(open_sides(make_pair))
         _begin_everything(sides[0], sides[1], CHUNK)
 
-    async def close() -> None:
-        await sides[0].transport.aclose()
-
     async def check(k: int, mode: CancelMode, outcome: Outcome[None]) -> None:
         if k:  # it has begun
             await all_told(sides[0])
         await stack.aclose()
 
     try:
-        await sweep_cancellation(close, check, before=before, modes=CANCEL_MODES)
+        await sweep_cancellation(
+            lambda: _close(sides[0]), check, before=before, modes=CANCEL_MODES
+        )
     finally:
         await stack.aclose()
 

@@ -155,7 +155,9 @@ class Side:
 
     def stop(self, transfer: int) -> None:
         self.transport.stop(transfer)
-        self._note_stop(transfer)
+        for landing in self.landings:
+            if landing.transfer == transfer:
+                landing.is_stopped = True
 
     async def quiesce(self, transfer: int) -> None:
         self.stop(transfer)
@@ -176,11 +178,6 @@ class Side:
         landing = Landing(transfer, told)
         self.landings.append(landing)
         return landing
-
-    def _note_stop(self, transfer: int) -> None:
-        for landing in self.landings:
-            if landing.transfer == transfer:
-                landing.is_stopped = True
 
 
 def _view(buffer: Bytes | bytes | bytearray) -> memoryview:

@@ -469,6 +469,7 @@ class WorkerUse:
     """One user of a GPU's worker, until :meth:`end`."""
 
     def __init__(self, key: tuple[CudaApi, int], worker: DeviceWorker) -> None:
+        worker.users += 1
         self.worker = worker
         self._key: tuple[CudaApi, int] | None = key
 
@@ -488,6 +489,9 @@ class WorkerUse:
                 self.worker.stop()
 
 
+_making: Final = threading.Lock()
+"""Has whoever makes one, which takes its time: who ends a use does not wait for it."""
+
 _lock: Final = threading.Lock()
 _workers: Final[dict[tuple[CudaApi, int], DeviceWorker]] = {}
 
@@ -503,15 +507,14 @@ def use_worker(device: Device) -> WorkerUse:
     if not isinstance(nccl, NcclApi):
         raise ConfigError(f"{nccl!r} is no NCCL")
     key = gpus.cuda, device.index
-    with _lock:
-        worker = _workers.get(key)
-        if worker is None:
-            worker = DeviceWorker(gpus.cuda, nccl, device.index)
-        elif (why_not := worker.why_not) is not None:
-            raise why_not
-        _workers[key] = worker
-        worker.users += 1
-    return WorkerUse(key, worker)
+    with _making:
+        with _lock:
+            if (worker := _workers.get(key)) is not None:
+                if (why_not := worker.why_not) is not None:
+                    raise why_not
+                return WorkerUse(key, worker)
+        worker = _workers[key] = DeviceWorker(gpus.cuda, nccl, device.index)
+        return WorkerUse(key, worker)
 
 
 async def worker_of(device: Device) -> WorkerUse:

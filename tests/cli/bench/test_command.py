@@ -16,6 +16,7 @@ import pytest
 from asynckv.cli.bench.command import bench
 from asynckv.cli.bench.report import FORMAT, BenchReport, Settings
 from asynckv.cli.bench.rig import open_rig
+from asynckv.cli.options import KeyOptions
 
 COMMAND = (sys.executable, "-u", "-m", "asynckv", "bench")
 
@@ -129,7 +130,7 @@ def test_the_serving_side_says_what_to_call_and_ends_when_told(tmp_path: Path) -
     ("arguments", "words"),
     [
         ({"url": "nonsense"}, "not a URL"),
-        ({"certificate": Path("a.pem")}, "belong together"),
+        ({"keys": KeyOptions(certificate=Path("a.pem"))}, "belong together"),
         ({"case": ["nonsense"]}, "no case fits 'nonsense'"),
         ({"case": ["entri-1MiB"]}, "no case fits 'entri-1MiB'"),
         ({"shape": ["nonsense"]}, "'nonsense' is no shape"),

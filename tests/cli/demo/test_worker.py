@@ -22,12 +22,12 @@ from asynckv.cli.demo.messages import (
 from asynckv.cli.demo.worker import (
     MAX_NEW_TOKENS,
     Engine,
-    LayerClock,
     LoopLag,
-    PositionCounter,
     TokenClock,
+    counting_positions,
     resident_bytes,
     ticking,
+    timing_layers,
 )
 from harness.forks import ForkServer
 
@@ -177,7 +177,7 @@ def test_memory_that_is_used_is_counted() -> None:
 
 def test_every_computed_position_is_counted() -> None:
     model = tiny_model()
-    with PositionCounter(model).counting() as forwards, torch.inference_mode():
+    with counting_positions(model) as forwards, torch.inference_mode():
         model(torch.tensor([[1, 2, 3]]))
         model(torch.tensor([[4]]))
     assert forwards == [3, 1]
@@ -185,21 +185,21 @@ def test_every_computed_position_is_counted() -> None:
 
 def test_nothing_is_counted_after_the_block() -> None:
     model = tiny_model()
-    counter = PositionCounter(model)
-    with counter.counting():
+    with counting_positions(model) as forwards:
         pass
     with torch.inference_mode():
         model(torch.tensor([[1, 2, 3]]))
-    assert counter.forwards == []
+    assert forwards == []
 
 
 def test_each_layer_has_a_span_and_they_follow_each_other() -> None:
     model = tiny_model()
-    clock, computed = LayerClock(model.model.layers), list[int]()
-    with clock.timing(computed.append), torch.inference_mode():
+    computed = list[int]()
+    timing = timing_layers(model.model.layers, computed.append)
+    with timing as spans, torch.inference_mode():
         model(torch.tensor([[1, 2, 3]]))
     assert computed == [0, 1, 2]
-    times = [moment for span in clock.spans for moment in span]
+    times = [moment for span in spans for moment in span]
     assert times == sorted(times)
 
 

@@ -15,6 +15,7 @@ from asynckv.buffers.lookup import LookupBuffer
 from asynckv.buffers.remote.insert import RemoteWriter
 from asynckv.buffers.remote.peer import Peer
 from asynckv.connectors.caches import BlockMoves
+from asynckv.connectors.p2p import saves
 from asynckv.connectors.p2p.save import P2PSave
 from asynckv.connectors.p2p.worker import P2PWorker
 from asynckv.errors import GPUFailed
@@ -48,6 +49,14 @@ APART = pytest.mark.parametrize(
     "are_apart",
     [pytest.param(False, id="one"), pytest.param(True, id="two", marks=CHAOS)],
 )
+PATIENT = pytest.mark.usefixtures("patient_steps")
+
+
+@pytest.fixture
+def patient_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let no step give up the way by the GPU because the machine is slow."""
+    monkeypatch.setattr(saves, "_FROM_BLOCKS_S", ENDS_S)
+    monkeypatch.setattr(saves, "_STEP_S", 2 * ENDS_S)
 
 
 @contextlib.asynccontextmanager
@@ -95,6 +104,7 @@ def hold_blocks(ground: P2PGround) -> P2PWorker:
     return worker
 
 
+@PATIENT
 @APART
 async def test_no_layer_comes_to_the_host_on_its_way(are_apart: bool) -> None:
     async with pushing(are_apart) as ground:
@@ -160,6 +170,7 @@ async def test_a_gpu_without_memory_pushes_by_the_host(
         assert staged_in_host(ground) == before + 2 * LARGE.layers
 
 
+@PATIENT
 async def test_a_gpu_is_asked_for_memory_again_when_the_link_was_lost(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -214,6 +225,7 @@ def puts_held(monkeypatch: pytest.MonkeyPatch, at: int = 1) -> Any:
     yield go_on
 
 
+@PATIENT
 async def test_a_step_does_not_wait_until_layers_have_left_the_gpu(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -271,6 +283,7 @@ async def test_what_finds_no_room_when_its_step_is_over_goes_on_from_the_host(
         await check_loads(ground, name)
 
 
+@PATIENT
 @CHAOS
 async def test_an_engine_that_holds_blocks_has_them_leave_within_the_gpu(
     monkeypatch: pytest.MonkeyPatch,
@@ -351,6 +364,7 @@ async def test_no_memory_is_taken_for_what_is_not_computed() -> None:
         await check_loads(ground, name)
 
 
+@PATIENT
 @pytest.mark.parametrize("number", [1, 2, 4])
 @APART
 async def test_a_peer_that_is_lost_keeps_no_memory(
@@ -369,6 +383,7 @@ async def test_a_peer_that_is_lost_keeps_no_memory(
             await until(lambda: not SharedPuts(peer).staged_bytes)
 
 
+@PATIENT
 @pytest.mark.parametrize("number", [1, 3])
 async def test_a_save_that_is_given_up_keeps_no_memory(
     monkeypatch: pytest.MonkeyPatch, number: int
@@ -429,6 +444,7 @@ async def test_a_gpu_that_fails_to_gather_fails_the_save(
         await ground.hand_over()
 
 
+@PATIENT
 async def test_what_was_on_its_way_by_nccl_goes_on_by_the_host(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -450,6 +466,7 @@ async def test_what_was_on_its_way_by_nccl_goes_on_by_the_host(
         await until(lambda: not taken_on_gpu(ground))
 
 
+@PATIENT
 @pytest.mark.parametrize("sizes", [(2, 1), pytest.param((1, 2), marks=CHAOS)])
 @APART
 async def test_heads_of_several_ranks_come_to_where_they_belong(

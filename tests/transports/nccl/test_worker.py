@@ -28,7 +28,7 @@ from asynckv.transports.nccl.worker import (
     worker_of,
 )
 from asynckv.transports.nccl.worker_pipes import WorkerPipe
-from harness.fake_devices import fake_device
+from harness.fake_devices import fake_device, fake_device_of
 from harness.fake_gpus import FakeGpus
 
 
@@ -73,6 +73,33 @@ def test_the_next_user_gets_another_one() -> None:
         second = use_worker(gpu.device)
         assert second.worker is not first.worker
         second.end()
+
+
+def test_an_end_does_not_wait_for_another_gpus_worker_to_be_made(
+    two_gpus: FakeGpus,
+) -> None:
+    def held(nbytes: int) -> DeviceMemory:
+        is_made.set()
+        assert may_go_on.wait(30)
+        return malloc(nbytes)
+
+    process = two_gpus.process()
+    ours, theirs = (fake_device_of(process, index) for index in range(2))
+    is_made, may_go_on, malloc = (
+        threading.Event(),
+        threading.Event(),
+        process.cuda.malloc,
+    )
+    use, made = use_worker(ours.device), list[WorkerUse]()
+    process.cuda.malloc = held  # type: ignore[method-assign]
+    making = threading.Thread(target=lambda: made.append(use_worker(theirs.device)))
+    making.start()
+    is_made.wait()
+    use.end()
+    assert not made
+    may_go_on.set()
+    making.join()
+    made[0].end()
 
 
 def test_one_that_was_given_up_is_the_last() -> None:

@@ -135,7 +135,9 @@ class CacheEngine:
         done = engine.continuation(recording, output.sequences)
         await store_prefix(
             engine.model,
-            *(output.sequences, output.past_key_values, store),
+            output.sequences,
+            output.past_key_values,
+            store,
             chunk_tokens=CHUNK_TOKENS,
         )
         self._keys |= dict.fromkeys(keys)
@@ -185,17 +187,17 @@ async def _generate(
     engine: Engine, handoff: Handoff | None, clock: TokenClock, max_new_tokens: int
 ) -> Any:
     """Go on from what was found, or from nothing, and return what the KV is in, too."""
-    options = engine.options(clock) | {
-        "max_new_tokens": max_new_tokens,
-        "return_dict_in_generate": True,
-    }
-    if handoff is not None:
-        return (await continue_from(handoff, use_carried=False, **options)).output
-    generate: Any = engine.model.generate
-    mask = torch.ones_like(engine.prompt)
-    return await engine.compute(
-        lambda: generate(engine.prompt, attention_mask=mask, **options)
+    if handoff is None:
+        return await engine.compute(
+            lambda: engine.generate(clock, max_new_tokens, return_dict_in_generate=True)
+        )
+    generated = await continue_from(
+        handoff,
+        use_carried=False,
+        return_dict_in_generate=True,
+        **engine.options(clock, max_new_tokens),
     )
+    return generated.output
 
 
 def _ready(prepared: PreparedModel, engine: Engine, document: str) -> Ready:

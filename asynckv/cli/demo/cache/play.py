@@ -40,7 +40,7 @@ from asynckv.cli.demo.messages import (
 )
 from asynckv.cli.demo.play import both, start_worker, this_machine
 from asynckv.cli.demo.processes import Worker
-from asynckv.cli.demo.report import write_seconds
+from asynckv.cli.demo.report import Machine, write_seconds
 
 __all__ = ("play_cache",)
 
@@ -127,7 +127,7 @@ class _Asking:
         self._display.doing(f"{step.name}, engine {step.engine}")
         sent_s = time.monotonic()
         first_s, answered = await both(
-            _come(engine, FirstToken), engine.ask(order, Answered)
+            _first_token_of(engine), engine.ask(order, Answered)
         )
         if is_chat:
             self._turns = (*turns, answered.text)
@@ -156,8 +156,8 @@ class _Asking:
         return tuple(done)
 
 
-async def _come(worker: Worker, note: type[FirstToken]) -> float:
-    await worker.expect(note)
+async def _first_token_of(engine: Worker) -> float:
+    await engine.expect(FirstToken)
     return time.monotonic()
 
 
@@ -180,12 +180,12 @@ async def play_cache(
     async with contextlib.AsyncExitStack() as stack:
         cast = _Cast(stack, display, model, workload, scratch)
         alone, ready = await _play_alone(cast, display)
-        report = await _play_shared(cast, display, ready, alone)
-    machine = msgspec.structs.replace(machine, torch=ready.torch)
-    report = msgspec.structs.replace(
-        report, machine=machine, seconds=time.monotonic() - began_s
+        report = await _play_shared(cast, display, ready, alone, machine)
+    return msgspec.structs.replace(
+        report,
+        seconds=time.monotonic() - began_s,
+        problems=tuple(find_problems(report)),
     )
-    return msgspec.structs.replace(report, problems=tuple(find_problems(report)))
 
 
 async def _play_alone(
@@ -202,7 +202,11 @@ async def _play_alone(
 
 
 async def _play_shared(
-    cast: _Cast, display: LiveDisplay, ready: Ready, alone: tuple[Request, ...]
+    cast: _Cast,
+    display: LiveDisplay,
+    ready: Ready,
+    alone: tuple[Request, ...],
+    machine: Machine,
 ) -> CacheReport:
     engines, _ = await cast.engines()
     server, url = await cast.server(ready.kv_bytes)
@@ -238,7 +242,7 @@ async def _play_shared(
         blocks_missing=missing,
         killed_pids=(killed[0].pid, killed[1].pid),
         server_back_s=back_s,
-        machine=this_machine(),
+        machine=msgspec.structs.replace(machine, torch=ready.torch),
         seconds=0.0,
     )
 

@@ -7,6 +7,7 @@ it reads that the token is there.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import importlib.resources
 import itertools
@@ -175,10 +176,9 @@ class CacheReport(msgspec.Struct, frozen=True):
     @property
     def read_blocks(self) -> dict[str, int]:
         """Blocks that engines got out of the shared store, by where they were."""
-        counted: dict[str, int] = {}
+        counted: collections.Counter[str] = collections.Counter()
         for one in (*self.shared, *self.restarted):
-            for tier, blocks in one.by_tier.items():
-                counted[tier] = counted.get(tier, 0) + blocks
+            counted.update(one.by_tier)
         return counted
 
     @property
