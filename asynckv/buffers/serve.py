@@ -18,14 +18,15 @@ from asynckv.buffers.serving.devices import DeviceService
 from asynckv.buffers.serving.lookup import LookupService
 from asynckv.buffers.serving.service import (
     LinkBytes,
+    LinkServices,
     RequestTimes,
     Service,
     WaitingBytes,
 )
 from asynckv.buffers.serving.store import StoreService
 from asynckv.buffers.store import StoreBuffer
-from asynckv.errors import ConfigError, NotServed
-from asynckv.links.link import Link, LinkStream
+from asynckv.errors import ConfigError
+from asynckv.links.link import Link
 from asynckv.links.listen import LinkListener, listen
 from asynckv.links.options import (
     Digest,
@@ -37,21 +38,8 @@ from asynckv.links.options import (
     new_identity,
     payload_digest,
 )
-from asynckv.links.streams import StreamHandler
 from asynckv.observability.latencies import Latencies
 from asynckv.observability.lines import as_line
-from asynckv.protocol.frames import (
-    Clear,
-    Contains,
-    Delete,
-    Get,
-    JoinGroup,
-    OpeningFrame,
-    OpenPipe,
-    Pin,
-    Put,
-    Stat,
-)
 from asynckv.protocol.handshake import ONE_FINGERPRINT, DigestMode
 from asynckv.protocol.values import PeerIdentity
 from asynckv.security.keyring import NO_KEYS, Keyring
@@ -66,11 +54,8 @@ logger = logging.getLogger(__name__)
 _NO_TENANT: Final = "no tenant has the certificate of %s: it shares what others have"
 
 
-class _Services:
-    """What one link may ask of a server that serves ``what``: of ``all``, in turn.
-
-    Those of a lookup buffer know those of the peer's links before.
-    """
+class _Services(LinkServices):
+    """Those of one link; a lookup buffer's know those of the peer's links before."""
 
     def __init__(
         self,
@@ -81,47 +66,12 @@ class _Services:
         lookup: LookupService | None,
         store: StoreService | None,
     ) -> None:
-        self.link = link
-        self.is_lost = False
         self.lookup = lookup
         self.store = store
-        self._what = what
-        self._times = times
         self.devices = None if lookup is None else lookup.devices
         every = (lookup, store, self.devices)
-        self.all = [service for service in every if service is not None]
-
-    @property
-    def has_ended(self) -> bool:
-        """The link is lost and nothing of it is left."""
-        return self.is_lost and all(service.has_ended for service in self.all)
-
-    def open(
-        self, stream: LinkStream, frame: OpeningFrame, body: bytes
-    ) -> StreamHandler:
-        """Have a request answered by whoever knows it.
-
-        :raises NotServed: nobody does
-        """
-        stream = self._times.begin(stream, frame)
-        for service in self.all:
-            handler = service.open(stream, frame, body)
-            if handler is not None:
-                return handler
-        raise _not_served(frame, self._what)
-
-
-def _not_served(frame: OpeningFrame, served: str) -> NotServed:
-    """Return what a peer is told that asks for what is not served here."""
-    if isinstance(frame, OpenPipe | JoinGroup):
-        return NotServed(f"this peer serves {served}, no pipe: use connect()")
-    missing, option = "lookup buffer", "lookup"
-    if isinstance(frame, Put | Get | Delete | Clear | Contains | Pin | Stat):
-        missing = option = "store"
-    # No hint: those of a peer's errors are not sent.
-    return NotServed(
-        f"this peer serves {served}, no {missing}: start it with {option}=..."
-    )
+        there = [service for service in every if service is not None]
+        super().__init__(link, what, times, there)
 
 
 class Server(LoopBound, AsyncWithOnly):

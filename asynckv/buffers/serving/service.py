@@ -8,22 +8,28 @@ from __future__ import annotations
 import abc
 import asyncio
 import time
-from collections.abc import Callable, Coroutine, Mapping
-from typing import Any, Final, NamedTuple
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from typing import Any, Final
 
-from asynckv.errors import EntryAborted, Overloaded, PeerLost
+from asynckv.errors import EntryAborted, NotServed, Overloaded, PeerLost
 from asynckv.links.link import Link, LinkStream, RequestTiming, TimedStream
 from asynckv.links.streams import StreamHandler
 from asynckv.observability.latencies import Latencies
 from asynckv.protocol.frames import (
     Accepted,
+    Clear,
     Contains,
+    Delete,
     Frame,
     Get,
     Insert,
+    JoinGroup,
     OpeningFrame,
+    OpenPipe,
+    Pin,
     Put,
     Result,
+    Stat,
 )
 from asynckv.waits.waiting import OwnTasks
 
@@ -32,6 +38,7 @@ __all__ = (
     "SILENCE_S",
     "KeptBytes",
     "LinkBytes",
+    "LinkServices",
     "RequestTimes",
     "Service",
     "Silence",
@@ -77,11 +84,12 @@ class _Whole:
         self.refused = 0
 
 
-class LinkBytes(NamedTuple):
+class LinkBytes:
     """Of one link."""
 
-    queries: KeptBytes
-    inserts: KeptBytes
+    def __init__(self, queries: KeptBytes, inserts: KeptBytes) -> None:
+        self.queries = queries
+        self.inserts = inserts
 
 
 class KeptBytes:
@@ -295,3 +303,48 @@ class RequestTimes:
     def latencies(self) -> dict[str, Latencies]:
         """Return what was counted so far."""
         return {_TIMED[one][0]: t.latencies() for one, t in self._timings.items()}
+
+
+class LinkServices:
+    """What one link may ask of a server that serves ``what``: of ``all``, in turn."""
+
+    def __init__(
+        self, link: Link, what: str, times: RequestTimes, every: Sequence[Service]
+    ) -> None:
+        self.link = link
+        self.all = every
+        self.is_lost = False
+        self._what = what
+        self._times = times
+
+    @property
+    def has_ended(self) -> bool:
+        """The link is lost and nothing of it is left."""
+        return self.is_lost and all(service.has_ended for service in self.all)
+
+    def open(
+        self, stream: LinkStream, frame: OpeningFrame, body: bytes
+    ) -> StreamHandler:
+        """Have a request answered by whoever knows it.
+
+        :raises NotServed: nobody does
+        """
+        stream = self._times.begin(stream, frame)
+        for service in self.all:
+            handler = service.open(stream, frame, body)
+            if handler is not None:
+                return handler
+        raise _not_served(frame, self._what)
+
+
+def _not_served(frame: OpeningFrame, served: str) -> NotServed:
+    """Return what a peer is told that asks for what is not served here."""
+    if isinstance(frame, OpenPipe | JoinGroup):
+        return NotServed(f"this peer serves {served}, no pipe: use connect()")
+    missing, option = "lookup buffer", "lookup"
+    if isinstance(frame, Put | Get | Delete | Clear | Contains | Pin | Stat):
+        missing = option = "store"
+    # No hint: those of a peer's errors are not sent.
+    return NotServed(
+        f"this peer serves {served}, no {missing}: start it with {option}=..."
+    )
