@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Self
+from typing import Any, Self
 
 from asynckv.abc import KVCacheBuffer
 from asynckv.affinity import LoopBound
@@ -11,6 +11,7 @@ from asynckv.devices.growth import Growth
 from asynckv.devices.names import DeviceName, device_named
 from asynckv.sharing.exporter import Exporter
 from asynckv.types import parse_bytes
+from asynckv.waits.waiting import FairQueue
 
 __all__ = ("InMemoryBuffer",)
 
@@ -89,7 +90,11 @@ class InMemoryBuffer(LoopBound, KVCacheBuffer):
         self.exporter.close()
         self.growth.close()
 
-    async def _wait_closed(self) -> None:
-        """Wait until no thread is at it, and for peers that have to close it first."""
+    async def _wait_closed(self, room: FairQueue[Any]) -> None:
+        """Wait until no thread is at it, and for peers that have to close it first.
+
+        Also for the last word to those who have waited for ``room``.
+        """
+        await room.aclose()
         await self.exporter.aclose()
         await self.growth.aclose()

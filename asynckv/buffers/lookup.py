@@ -212,12 +212,12 @@ class LookupBuffer(InMemoryBuffer, KVLookupBuffer):
         writer = LocalWriter(entry, self.ledger, self.pool)
         try:
             yield writer
-            writer.check_whole()
+            writer.declared.check_whole()
         except BaseException:
             self.admission.abort(entry)
             raise
         finally:
-            writer.close()
+            writer.declared.is_closed = True
         await self.admission.finish(entry)
 
     @async_with_only("open_drop_select(...) as stream")
@@ -313,10 +313,6 @@ class LookupBuffer(InMemoryBuffer, KVLookupBuffer):
         """Wait, in a task of its own, for all that closing leaves to wait for."""
         if self._ending is None or self._ending.done():
             self._ending = asyncio.create_task(
-                self._wait_ended(), name="asynckv: a buffer is closed"
+                self._wait_closed(self.room), name="asynckv: a buffer is closed"
             )
         return self._ending
-
-    async def _wait_ended(self) -> None:
-        await self.room.aclose()
-        await self._wait_closed()

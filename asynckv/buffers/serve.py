@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Mapping
+from functools import partial
 from types import TracebackType
 from typing import Final, Literal, Self
 
@@ -106,11 +107,17 @@ class Server(LoopBound, AsyncWithOnly):
         self._what = " and ".join(
             name for name, one in given.items() if one is not None
         )
-        self._digest = digest
+        self._listen = partial(
+            listen,
+            url,
+            identity=identity,
+            digest=digest,
+            lanes=lanes,
+            keyring=keyring,
+            max_unfinished_bytes=max_waiting_bytes,
+        )
         self._map_digest: DigestMode = map_digest
         self._device_digest: DigestMode = device_digest
-        self._lanes = lanes
-        self._keyring = keyring
         self._tenants = {
             canonical(name): tenant for tenant, name in (tenants or {}).items()
         }
@@ -177,15 +184,9 @@ class Server(LoopBound, AsyncWithOnly):
         fingerprints = {b.fingerprint for b in buffers if b.fingerprint is not None}
         if len(fingerprints) > 1:
             raise ConfigError("lookup and store have different fingerprints")
-        self._listener = await listen(
-            self._asked_url,
-            identity=self.identity,
+        self._listener = await self._listen(
             service_for=self._services_for,
             fingerprint=next(iter(fingerprints), None),
-            digest=self._digest,
-            lanes=self._lanes,
-            keyring=self._keyring,
-            max_unfinished_bytes=self._waiting.max_bytes,
         )
         return self
 

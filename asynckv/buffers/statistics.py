@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 
-from asynckv.abc import KVLookupStatistics, KVStoreStatistics
+from asynckv.abc import KVCacheStatistics, KVLookupStatistics, KVStoreStatistics
 
 __all__ = ("Counters", "LookupStatistics", "StoreCounters", "StoreStatistics")
 
@@ -31,7 +31,18 @@ class Counters:
 
 
 @dataclasses.dataclass(frozen=True)
-class LookupStatistics(KVLookupStatistics):
+class _MemoryStatistics(KVCacheStatistics):
+    """Of what a buffer of this process has in memory: see those of either kind."""
+
+    peak_bytes: int
+    pinned_bytes: int
+    handed_out_bytes: int
+    refused_slabs: int
+    late_views: int
+
+
+@dataclasses.dataclass(frozen=True)
+class LookupStatistics(_MemoryStatistics, KVLookupStatistics):
     """A lookup buffer at one moment. Bytes are of the arena unless said otherwise.
 
     ``pinned_bytes`` are of entries that left while somebody still has a view of
@@ -54,11 +65,6 @@ class LookupStatistics(KVLookupStatistics):
     were left when the buffer was closed.
     """
 
-    peak_bytes: int
-    pinned_bytes: int
-    handed_out_bytes: int
-    refused_slabs: int
-    late_views: int
     mapped_by: Mapping[str, int]
     outside_bytes: int
     entries: int
@@ -94,7 +100,7 @@ class StoreCounters:
 
 
 @dataclasses.dataclass(frozen=True)
-class StoreStatistics(KVStoreStatistics):
+class StoreStatistics(_MemoryStatistics, KVStoreStatistics):
     """A store buffer at one moment.
 
     ``pinned_bytes``, ``handed_out_bytes``, ``refused_slabs`` and ``late_views`` are
@@ -106,11 +112,6 @@ class StoreStatistics(KVStoreStatistics):
     whose time was over when they were looked for.
     """
 
-    peak_bytes: int
-    pinned_bytes: int
-    handed_out_bytes: int
-    refused_slabs: int
-    late_views: int
     keys: int
     oldest_put_wait_s: float
     puts: int

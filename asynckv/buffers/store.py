@@ -153,7 +153,7 @@ class StoreBuffer(InMemoryBuffer, KVStoreBuffer):
         self.abort()
         with anyio.CancelScope(shield=True):
             await self.values.aclose()
-            await self._wait_closed()
+            await self._wait_closed(self.values.room)
 
     def abort(self) -> None:
         self.values.close()

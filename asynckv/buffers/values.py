@@ -466,7 +466,6 @@ class StoredValues:
         """Wait, once it is closed, until all that nobody reads has gone."""
         for _ in self._sweep():
             await asyncio.sleep(0)
-        await self.room.aclose()
 
     def check_usable(self, key: str) -> None:
         """Refuse what is no key, another loop, and any call after the end."""

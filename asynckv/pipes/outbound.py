@@ -30,7 +30,7 @@ from asynckv.protocol.transfer_frames import Grant, Sent
 from asynckv.tensors.paged_arena import SlabRegion
 from asynckv.tensors.runs import joined
 from asynckv.transfers.outgoing import Outgoing, ignore_grant
-from asynckv.transfers.source import Source
+from asynckv.transfers.source import Source, release_staged
 from asynckv.types import TensorSpec
 from asynckv.waits.waiting import FairQueue, wait_shielded
 
@@ -93,7 +93,7 @@ class Parcel:
         if self.outgoing is not None:
             self.outgoing.stop()
         if self.source is not None:
-            self.source.release()
+            release_staged([self.source])
             self.source = None
 
     def settle(self, *, is_verified: bool) -> None:

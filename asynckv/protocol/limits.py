@@ -34,13 +34,6 @@ class Unfinished:
         self.begun: dict[tuple[Share, int], int] = {}
         """How much there is of each body, the first one first."""
 
-    def share(self, give_way: Callable[[RemoteProtocolError], None]) -> Share:
-        """Return what one more link counts on.
-
-        ``give_way(error)`` is called when it is the one to end; it must not raise.
-        """
-        return Share(self, give_way)
-
     def make_room(self) -> None:
         """End links until there is room for the others."""
         while self.nbytes > self.max_bytes:
@@ -51,7 +44,10 @@ class Unfinished:
 
 
 class Share:
-    """What one link keeps of them. After :meth:`end` nothing counts any more."""
+    """What one link keeps of them. After :meth:`end` nothing counts any more.
+
+    ``give_way(error)`` is called when it is the one to end; it must not raise.
+    """
 
     def __init__(
         self, whole: Unfinished, give_way: Callable[[RemoteProtocolError], None]

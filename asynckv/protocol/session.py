@@ -37,7 +37,7 @@ from asynckv.protocol.frames import (
     Took,
     Welcome,
 )
-from asynckv.protocol.limits import Unfinished
+from asynckv.protocol.limits import Share, Unfinished
 from asynckv.protocol.outbox import Outbox
 from asynckv.protocol.values import Limits
 
@@ -237,7 +237,7 @@ class Session(Generic[T]):
 
         ``give_way(error)`` is called when that is too much and this one is to end.
         """
-        self.decoder.bodies.share = whole.share(give_way)
+        self.decoder.bodies.share = Share(whole, give_way)
 
     def end_streams(self) -> None:
         """End all streams on this side; nothing is sent on them any more."""
@@ -381,7 +381,10 @@ class Session(Generic[T]):
             raise RemoteProtocolError(f"{type(frame).__name__} on a stream")
         owner = self._streams.get(stream)
         if owner is None:
-            self._check_was_open(stream, frame)
+            if not self._ids.was_used(stream):
+                raise RemoteProtocolError(
+                    f"{type(frame).__name__} for stream {stream}, never opened"
+                )
             return None
         if role is not _GOES_ON:
             if (role is _ASKS_LAST) is (stream & 1 == self._parity):
@@ -390,12 +393,6 @@ class Session(Generic[T]):
             if owner is not _FORGOTTEN and stream not in self._streams:
                 self._ending = stream
         return None if owner is _FORGOTTEN else Came(owner, frame, body)
-
-    def _check_was_open(self, stream: int, frame: Frame) -> None:
-        if not self._ids.was_used(stream):
-            raise RemoteProtocolError(
-                f"{type(frame).__name__} for stream {stream}, never opened"
-            )
 
     def _check_side(self, stream: int, role: Role, frame: Frame) -> None:
         """Refuse a last frame from the side that cannot say it; a pipe has none."""

@@ -23,11 +23,10 @@ __all__ = (
     "ReceiveState",
     "SendState",
     "Verdict",
-    "is_eager",
 )
 
 EAGER_NBYTES: Final = 16 * 1024
-"""A part of so many bytes leaves with the frame that says so.
+"""A part of at most so many bytes leaves with the frame that says so.
 
 On a lane it would cost both sides a wake-up of a thread and a frame of its own. The
 rule is one of size alone, so that both sides know by which route a part goes.
@@ -45,11 +44,6 @@ once; if it comes once more behind a lost route, ``again``. It ``differs`` from 
 sent. The peer is to ``confirm`` that it knows of it. By the route it is to be ``read``,
 and compared.
 """
-
-
-def is_eager(nbytes: int) -> bool:
-    """Does a part of this size leave with a frame, and not by a lane?"""
-    return nbytes <= EAGER_NBYTES
 
 
 class SendState:

@@ -164,7 +164,8 @@ class Incoming:
         If ``whole``, all of them are there to be sent: see :meth:`expect`.
         """
         state = self._state
-        self._route = route = self._choose_route()
+        find = self._find_route
+        self._route = route = None if find is None else self._choose_route(find)
         # From here on they are the transport's alone: it may be wanted back.
         targets, self._targets = self._targets, ()
         for part, target in enumerate(targets):
@@ -415,11 +416,9 @@ class Incoming:
 
     # from another GPU
 
-    def _choose_route(self) -> Route | None:
-        if self._find_route is None:
-            return None
+    def _choose_route(self, find: Callable[[], Route | None]) -> Route | None:
         large = [self._targets[part] for part in self._state.large]
-        route = self._find_route() if large else None
+        route = find() if large else None
         if route is None or any(t.is_on_device != route.is_to_gpu for t in large):
             return None
         return route

@@ -122,14 +122,15 @@ _read_short = lru_cache(maxsize=64)(_read)
 _read_long = lru_cache(maxsize=4)(_read)
 
 
-def check_dtypes(specs: Iterable[TensorSpec]) -> None:
-    """Refuse what this process's torch has no dtype for.
+def check_dtypes(specs: Iterable[TensorSpec | None]) -> None:
+    """Refuse what this process's torch has no dtype for. ``None`` is of no tensor.
 
     :raises ValueError: there is one
     """
     if MISSING_DTYPES:
         for spec in specs:
-            dtype_of(spec.dtype)
+            if spec is not None:
+                dtype_of(spec.dtype)
 
 
 _WHOLE = ("key", "value", "hidden")
@@ -350,8 +351,7 @@ def _read_head(body: bytes) -> _Head:
     try:
         contents = _decode_contents(body[_LENGTH_NBYTES:end])
         layout = read_layout(contents.layout)
-        rows = contents.input_tokens, contents.roi
-        check_dtypes(spec for spec in rows if spec is not None)
+        check_dtypes((contents.input_tokens, contents.roi))
     except (msgspec.MsgspecError, ValueError, RecursionError) as exc:
         raise RemoteProtocolError(f"an entry's manifest is broken: {exc}") from exc
     digests = contents.digests

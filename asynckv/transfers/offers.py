@@ -16,12 +16,12 @@ from asynckv.devices.tensors import gpu_of
 from asynckv.errors import RemoteProtocolError
 from asynckv.links.link import Link, LinkStream
 from asynckv.protocol.frames import Offer
-from asynckv.protocol.transfer import is_eager
+from asynckv.protocol.transfer import EAGER_NBYTES
 from asynckv.tensors.blocks import KVBlocks, KVMemory, tensor_at
 from asynckv.tensors.views import bytes_of, memory_of
 from asynckv.transfers.delivery import Delivery, goes_to_gpu, is_on_gpu
 from asynckv.transfers.incoming import Incoming, Route
-from asynckv.transfers.manifest import unpack
+from asynckv.transfers.manifest import Layout, unpack
 from asynckv.transfers.readers import (
     ExportedParts,
     IpcReader,
@@ -139,15 +139,15 @@ class OfferReceiver:
 
         :raises ValueError: memory that the caller lent does not fit the entry
         """
-        specs = delivery.manifest.layout.specs
+        layout = delivery.manifest.layout
         if self._into:
-            match_targets(specs, self._into)
+            match_targets(layout.specs, self._into)
         route = self._route(delivery)
-        nbytes = self._nbytes(specs, in_host=route is None)
+        nbytes = self._nbytes(layout, in_host=route is None)
         await self._budget.reserve(nbytes, in_host=route is None)
         delivery.charged_bytes = nbytes
         try:
-            targets = await self._targets(delivery, specs, route)
+            targets = await self._targets(delivery, layout.specs, route)
             if self._lent:
                 await self.quiesce()  # what was lent to an offer that was retracted
         except BaseException:
@@ -162,7 +162,7 @@ class OfferReceiver:
             partial(_landed, delivery, [*targets], places, landed),
             failed,
             route=None if route is None else lambda: route,
-            room=partial(self._reserve_in_host, delivery, specs),
+            room=partial(self._reserve_in_host, delivery),
         )
         del targets  # the transport's alone, while it is received
         if self._into:
@@ -186,23 +186,21 @@ class OfferReceiver:
             return None
         return self._routes.device_route(self._stream.link)
 
-    def _nbytes(self, specs: Mapping[str, TensorSpec], *, in_host: bool) -> int:
+    def _nbytes(self, layout: Layout, *, in_host: bool) -> int:
         """Return how many bytes need memory that the caller has not lent."""
         nbytes = 0
-        for name, spec in specs.items():
-            into, part_nbytes = self._into.get(name), spec.nbytes
-            is_bounced = in_host or is_eager(part_nbytes)
+        for name, part_nbytes in zip(layout.specs, layout.sizes, strict=True):
+            into = self._into.get(name)
+            is_bounced = in_host or part_nbytes <= EAGER_NBYTES
             if into is None or (is_bounced and is_on_gpu(into)):
                 nbytes += part_nbytes
         return nbytes
 
-    async def _reserve_in_host(
-        self, delivery: Delivery, specs: Mapping[str, TensorSpec]
-    ) -> None:
+    async def _reserve_in_host(self, delivery: Delivery) -> None:
         """Charge it for coming through memory of the host after all."""
         # Two that each hold some, and wait for more, would wait for ever.
         delivery.uncharge(self._budget)
-        nbytes = self._nbytes(specs, in_host=True)
+        nbytes = self._nbytes(delivery.manifest.layout, in_host=True)
         await self._budget.reserve(nbytes)
         delivery.charged_bytes = nbytes
 
@@ -221,7 +219,7 @@ class OfferReceiver:
         for count, (name, spec) in enumerate(specs.items(), 1):
             into = self._into.get(name)
             if goes_to_gpu(into, pool):
-                is_alone = route is not None and is_eager(spec.nbytes)
+                is_alone = route is not None and spec.nbytes <= EAGER_NBYTES
                 bounce = pool.host_empty if is_alone else empty
                 targets[name] = target = TensorTarget(spec, into, pool, empty=bounce)
                 await _prepare(target, is_routed=route is not None and not is_alone)

@@ -24,7 +24,12 @@ from asynckv.errors import GPUFailed, RemoteProtocolError
 from asynckv.links.link import Link, LinkStream
 from asynckv.protocol.codec import BODY_PART_BYTES
 from asynckv.protocol.handshake import DigestMode, strictest
-from asynckv.protocol.transfer import NEVER_OFFERED, STILL_LEAVING, SendState, is_eager
+from asynckv.protocol.transfer import (
+    EAGER_NBYTES,
+    NEVER_OFFERED,
+    STILL_LEAVING,
+    SendState,
+)
 from asynckv.protocol.transfer_frames import (
     MAX_EAGER,
     Eager,
@@ -341,7 +346,7 @@ class Outgoing:
             part, source = self._queue.popleft()
             if source.is_on_gpu:
                 self._copy_to_host(part, source)
-            elif is_eager(source.nbytes):
+            elif source.nbytes <= EAGER_NBYTES:
                 read = partial(_read, source)
                 self._send_eagerly(part, source, read)
             else:
@@ -354,7 +359,7 @@ class Outgoing:
         copier = self._d2h()
 
         def copied(copy: HostCopy) -> None:
-            if isinstance(copy, memoryview) and is_eager(copy.nbytes):
+            if isinstance(copy, memoryview) and copy.nbytes <= EAGER_NBYTES:
                 self._send_eagerly(part, source, lambda: copy)
             else:
                 self._send_in_lanes(part, copy, source.digest)
@@ -389,7 +394,7 @@ class Outgoing:
     ) -> None:
         self._nccl = nccl
         for part, source in parts:
-            if is_eager(source.nbytes):
+            if source.nbytes <= EAGER_NBYTES:
                 self._send_by_link([(part, source)])
             elif nccl is not None:
                 place = device_memory(source.region, source.spec)
@@ -411,7 +416,7 @@ class Outgoing:
     def _notify(self, kind: DigestMode, importer: Importer, parts: _Parts) -> None:
         """Say of each part that it lies where the peer was told that it would."""
         for part, source in parts:
-            if is_eager(source.nbytes):
+            if source.nbytes <= EAGER_NBYTES:
                 self._send_by_link([(part, source)])
             elif importer.is_connected:
                 self._say_sent(kind, part, source)
@@ -449,7 +454,7 @@ class Outgoing:
         large, regions = list[tuple[int, Source, int]](), list[DeviceRegion]()
         for part, source in parts:
             region = source.region
-            if is_eager(source.nbytes):
+            if source.nbytes <= EAGER_NBYTES:
                 self._send_by_link([(part, source)])
             elif importer is None or not isinstance(region, DeviceRegion):
                 self._say(self._state.sent(part, b"", "off"))

@@ -19,7 +19,7 @@ from asynckv.devices.copying import CopyPool
 from asynckv.devices.cuda import DeviceMemory
 from asynckv.errors import ChecksumError, GPUFailed, RemoteProtocolError
 from asynckv.links.link import Link
-from asynckv.protocol.transfer import is_eager
+from asynckv.protocol.transfer import EAGER_NBYTES
 from asynckv.protocol.transfer_frames import Sent
 from asynckv.protocol.values import MappedOffer, Place
 from asynckv.protocol.wire import digest_of
@@ -394,7 +394,6 @@ class IpcReader(MapReader):
     def __init__(self, memory: ImportedMemory, pool: CopyPool, *, views: bool) -> None:
         super().__init__(memory, pool, views=views and memory.imported.is_near)
         self._imported = memory
-        self._device_pool = pool
 
     def unpack(
         self, mapped: MappedOffer, body: bytes, *, by_parts: bool = False
@@ -415,11 +414,11 @@ class IpcReader(MapReader):
         manifest, parts = self.unpack(mapped, body, by_parts=True)
         shown = ExportedParts(
             *(parts.places, parts.sizes, parts.edges, parts.pin),
-            *(self._imported, self._device_pool),
+            *(self._imported, self._pool),
         )
         parts.release()
         every = zip(shown.places, shown.sizes, strict=True)
-        if any(is_eager(nbytes) is (place is not None) for place, nbytes in every):
+        if any((size > EAGER_NBYTES) is (place is None) for place, size in every):
             shown.release()  # as there
             raise RemoteProtocolError("a part of a stream that rides has a place")
         return manifest, shown
@@ -457,7 +456,7 @@ class IpcReader(MapReader):
         if self.memory.digest != "edges" or not parts.edges:
             return
         there = [source for source in sources if source is not None]
-        reading = self._device_pool.edges(there)
+        reading = self._pool.edges(there)
         del there  # an error's traceback would keep the peer's memory in use
         found = iter(await reading)
         edges = [b"" if place is None else next(found) for place in parts.places]
@@ -495,17 +494,17 @@ class IpcReader(MapReader):
                 origins.append(tensor_from(piece, spec))
             else:
                 origins.append(source)
-            place = self._device_pool.empty(spec) if target is None else target
+            place = self._pool.empty(spec) if target is None else target
             places.append(place)
             tensors[name] = tensor_at(place)
         is_full = self.memory.digest == "full"
-        copying = self._device_pool.copy(origins, places, digest=is_full)
+        copying = self._pool.copy(origins, places, digest=is_full)
         # An error's traceback would keep the peer's memory in use.
         source, origins = None, []
         try:
             copied = iter(await copying)
             if is_full:
-                found = iter(await self._device_pool.digest(shown))
+                found = iter(await self._pool.digest(shown))
                 for name, digest in zip(specs, digests, strict=True):
                     is_copy = name in copies
                     verify(name, digest, next(copied) if is_copy else next(found))

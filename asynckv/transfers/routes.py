@@ -241,18 +241,17 @@ class GpuRoutes(PeerRoutes):
     def __init__(
         self, imports: PeerImports, budget: ReceiveBudget, on_gpu: Growth
     ) -> None:
-        self._device_pool = on_gpu.make_pool()
-        super().__init__(imports, budget, self._device_pool)
+        super().__init__(imports, budget, on_gpu.make_pool())
         self.room = self._room = GpuRoom(on_gpu)
         self._on_gpu = on_gpu
 
     def device_route(self, link: Link) -> NcclRoute | None:
         way = self.nccl(link)
-        return None if way is None else NcclRoute(way, self._device_pool)
+        return None if way is None else NcclRoute(way, self.pool)
 
     def importer(self, link: Link) -> GpuImporter | None:
         importer = self._imports.importer(link)
-        return None if importer is None else GpuImporter(importer, self._device_pool)
+        return None if importer is None else GpuImporter(importer, self.pool)
 
     def staging(self, link: Link | None, nbytes: int) -> GpuStaging | None:
         if nbytes <= INLINE_NBYTES or link is None:
@@ -261,7 +260,7 @@ class GpuRoutes(PeerRoutes):
         if not is_read and self.nccl(link) is None:
             return None
         return GpuStaging(
-            *(self._on_gpu, self._device_pool),
+            *(self._on_gpu, self.pool),
             takes_host=is_read,
             is_awaited=self._room.is_awaited,
         )
@@ -288,5 +287,5 @@ class GpuRoutes(PeerRoutes):
 
     def _new_reader(self, memory: MappedMemory, *, views: bool) -> MapReader:
         if isinstance(memory, ImportedMemory):
-            return IpcReader(memory, self._device_pool, views=views)
+            return IpcReader(memory, self.pool, views=views)
         return MapReader(memory, self.pool, views=views, is_for_gpu=True)

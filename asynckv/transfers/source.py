@@ -17,7 +17,7 @@ from asynckv.devices.copying import CopyPool
 from asynckv.devices.cuda import DeviceMemory
 from asynckv.devices.growth import Growth
 from asynckv.devices.tensors import KVOnGpu, gpu_of
-from asynckv.protocol.transfer import is_eager
+from asynckv.protocol.transfer import EAGER_NBYTES
 from asynckv.protocol.wire import digest_of
 from asynckv.tensors.arena import Region
 from asynckv.tensors.blocks import KVBlocks, KVMemory, rows_of, spec_in
@@ -76,9 +76,6 @@ class Source(Protocol):
     def place(self) -> Place:
         """Return where they lie, for whoever copies or digests them."""
 
-    def release(self) -> None:
-        """Nothing of them is sent any more: a copy of this side's own is not needed."""
-
 
 class HostSource:
     """Memory of the host: a dense tensor, or blocks.
@@ -108,9 +105,6 @@ class HostSource:
     def place(self) -> KVMemory:
         return self._memory
 
-    def release(self) -> None:
-        pass
-
 
 class CopiedSource:
     """A copy of few bytes, made when they were looked at; with their digest."""
@@ -131,9 +125,6 @@ class CopiedSource:
 
     def place(self) -> torch.Tensor:
         return tensor_over(self._copy, self.spec)
-
-    def release(self) -> None:
-        pass
 
 
 class GpuSource:
@@ -162,9 +153,6 @@ class GpuSource:
     def place(self) -> KVOnGpu:
         return self._memory
 
-    def release(self) -> None:
-        pass
-
 
 class RegionSource:
     """Memory of an arena. Whoever sends it keeps it from being released."""
@@ -184,9 +172,6 @@ class RegionSource:
     def place(self) -> Place:
         return place_of(self.region, self.spec)
 
-    def release(self) -> None:
-        """Its owner does that."""
-
 
 class StagedTensor(RegionSource):
     """A copy of one tensor on this side's GPU, until it is released."""
@@ -204,16 +189,20 @@ class StagedTensor(RegionSource):
 
 
 def release_staged(sources: Sequence[Source]) -> None:
-    """Nothing of them is sent any more. Never waits."""
+    """Nothing of them is sent any more: no copy of this side's own is needed.
+
+    Never waits.
+    """
     for source in sources:
-        source.release()
+        if isinstance(source, StagedTensor):
+            source.release()
 
 
 def are_on_gpu(sizes: Sequence[int], regions: Sequence[Region | None]) -> bool:
     """Whether NCCL may send all that is not eager, of parts of so many bytes each."""
     is_any = False
     for nbytes, region in zip(sizes, regions, strict=False):
-        if not is_eager(nbytes):
+        if nbytes > EAGER_NBYTES:
             if region is None or not region.is_on_device:
                 return False
             is_any = True
@@ -309,7 +298,7 @@ async def source_of(
 
     :raises GPUFailed: the GPU failed
     """
-    if nbytes > INLINE_NBYTES and not is_eager(memory.nbytes):
+    if nbytes > INLINE_NBYTES and memory.nbytes > EAGER_NBYTES:
         staged = None if staging is None else await staging.staged(memory)
         if staged is not None:
             return staged

@@ -607,3 +607,9 @@ def test_what_has_expired_is_gone_and_counted(values: StoredValues) -> None:
     values.commit(reserve(values, "a", 10), b"", expires_at_s=1.0)
     assert not values.has_name(("a", None))
     assert (values.counters.expired, len(values)) == (1, 0)
+
+
+def test_what_has_expired_is_a_miss(values: StoredValues) -> None:
+    values.commit(reserve(values, "a", 10), b"", expires_at_s=1.0)
+    assert values.lookup("a", None) is None
+    assert (values.counters.expired, values.counters.misses) == (1, 1)

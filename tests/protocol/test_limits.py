@@ -21,7 +21,7 @@ class Ended:
         self.names: list[str] = []
 
     def share(self, name: str) -> Share:
-        return self.whole.share(lambda error: self.names.append(name))
+        return Share(self.whole, lambda error: self.names.append(name))
 
 
 def test_of_those_who_have_more_than_their_share_who_began_first_ends() -> None:

@@ -18,7 +18,7 @@ from asynckv.buffers.remote.peer import Peer, connect
 from asynckv.buffers.remote.store import begin_put
 from asynckv.buffers.serve import serve
 from asynckv.errors import GPUFailed, RemoteProtocolError
-from asynckv.links.link import Link
+from asynckv.links.link import Link, LinkStream
 from asynckv.protocol.frames import (
     Accepted,
     Cancel,
@@ -26,7 +26,7 @@ from asynckv.protocol.frames import (
     Get,
     Put,
 )
-from asynckv.protocol.transfer import EAGER_NBYTES, is_eager
+from asynckv.protocol.transfer import EAGER_NBYTES
 from asynckv.protocol.transfer_frames import (
     Eager,
     Grant,
@@ -282,6 +282,7 @@ class EagerEnds(NamedTuple):
     """A link whose near side has opened a stream, and what it sends on that."""
 
     near: Link
+    stream: LinkStream
     riding: EagerParts
     service: ScriptedService
 
@@ -298,9 +299,10 @@ class EagerEnds(NamedTuple):
 async def eager_ends(request: pytest.FixtureRequest) -> AsyncIterator[EagerEnds]:
     digest = {"digest": request.param}
     async with linked("tcp://127.0.0.1:0", lambda *_: None, near=digest) as pair:
-        stream_id = pair.near.open_stream(Hearer(), Get("k"))
+        stream = pair.near.open_stream(Hearer(), Get("k"))
         await until(lambda: bool(pair.service.asked))
-        yield EagerEnds(pair.near, EagerParts(pair.near, stream_id, 5), pair.service)
+        riding = EagerParts(pair.near, stream, 5)
+        yield EagerEnds(pair.near, stream, riding, pair.service)
 
 
 def part(index: int, nbytes: int) -> memoryview:
@@ -313,8 +315,15 @@ def add(
     eager_ends.riding.add(index, nbytes, partial(part, index, nbytes), digest)
 
 
-def test_what_rides_is_a_matter_of_size_alone() -> None:
-    assert is_eager(0) and is_eager(EAGER_NBYTES) and not is_eager(EAGER_NBYTES + 1)
+async def test_what_rides_is_a_matter_of_size_alone(eager_ends: EagerEnds) -> None:
+    failed = list[Exception]()
+    sending = Outgoing(eager_ends.stream, 7, failed=failed.append)
+    for index, nbytes in enumerate((EAGER_NBYTES + 1, EAGER_NBYTES, 0)):
+        sending.add(index, HostSource(noise(nbytes)))
+    sending.on_grant(Grant(7))
+    ((frame, body),) = await eager_ends.heard(2)
+    assert frame.parts == (1, 2) and len(body) == EAGER_NBYTES and not failed
+    await sending.quiesce()
 
 
 async def test_as_many_ride_together_as_fit_in_a_frame_s_body(

@@ -125,7 +125,7 @@ async def test_a_tensor_in_several_places_breaks_the_link(
 async def test_a_part_of_a_stream_that_rides_has_no_place(
     monkeypatch: pytest.MonkeyPatch, buffer: LookupBuffer, peer: Peer
 ) -> None:
-    monkeypatch.setattr(serve_shown, "is_eager", lambda nbytes: False)
+    monkeypatch.setattr(serve_shown, "EAGER_NBYTES", -1)
     await buffer.insert([1], None, noise(MIB), None, noise(8))
     with pytest.raises(PeerLost, match="rides has a place"):
         async with peer.lookup.open_drop_select([1]) as stream:

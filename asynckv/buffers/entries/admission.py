@@ -25,6 +25,7 @@ __all__ = (
 )
 
 
+_SETTLED = (EntryState.READY, EntryState.GONE)
 _ENDS_WITH = "a drop_select, a withdraw or aclose"
 
 
@@ -80,8 +81,22 @@ class Admission:
         if entry is None:
             return
         try:
-            while not await self._attempt(entry, source):
-                pass
+            while entry.state not in _SETTLED:
+                if not self._ledger.ask_for_room(entry):
+                    await self._wait_for_room(entry)
+                if entry.state is EntryState.GONE:
+                    break  # acknowledged already, without its bytes
+                await source.fill(entry, partial(self._ledger.landed, entry))
+                self._ledger.commit(entry)
+                if entry.state is EntryState.DIRECT:
+                    await self._room.until(
+                        lambda: (
+                            entry.state is not EntryState.DIRECT
+                            or not entry.complete  # given back, and selected again
+                            or entry.owner_gone
+                        )
+                    )
+                self._check_owned(entry)
         except BaseException as exc:
             self._ledger.forsake(entry)
             if isinstance(exc, MemoryError):
@@ -172,24 +187,6 @@ class Admission:
         """The writer of a streaming entry failed. Never waits."""
         self._room.quit(entry)
         self._ledger.abort_streaming(entry)
-
-    async def _attempt(self, entry: StoredEntry, source: Source) -> bool:
-        if not self._ledger.ask_for_room(entry):
-            await self._wait_for_room(entry)
-        if entry.state is EntryState.GONE:
-            return True  # acknowledged already, without its bytes
-        await source.fill(entry, partial(self._ledger.landed, entry))
-        self._ledger.commit(entry)
-        if entry.state is EntryState.DIRECT:
-            await self._room.until(
-                lambda: (
-                    entry.state is not EntryState.DIRECT
-                    or not entry.complete  # given back, and selected again at once
-                    or entry.owner_gone
-                )
-            )
-        self._check_owned(entry)
-        return entry.state in (EntryState.READY, EntryState.GONE)
 
     async def _wait_for_room(self, entry: StoredEntry) -> None:
         """Wait in line until the entry has room, or was selected without.

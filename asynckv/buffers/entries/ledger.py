@@ -83,13 +83,6 @@ class Ledger:
             self.counters.room_waits += is_full
         return False
 
-    def give_room(self, entry: StoredEntry) -> bool:
-        """Take memory for a waiting entry, if it fits."""
-        if not self.table.memory.place(entry):
-            return False
-        self.leases.offer(entry)
-        return True
-
     def landed(self, entry: StoredEntry, index: int, digest: bytes) -> None:
         """One part of an entry is whole and verified."""
         if entry.state is EntryState.GONE or entry.parts[index].digest is not None:
@@ -174,7 +167,9 @@ class Ledger:
 
     def _is_through(self, entry: StoredEntry) -> bool:
         if entry.state is EntryState.WAITING:
-            has_room = not self.is_closing and self.give_room(entry)
+            has_room = not self.is_closing and self.table.memory.place(entry)
+            if has_room:
+                self.leases.offer(entry)
         elif entry.state is not EntryState.GONE and not entry.in_arena:
             has_room = self._move_in(entry)
         else:

@@ -47,6 +47,8 @@ class Node(Generic[T]):
     def __init__(self, parent: Node[T] | None, edge: bytes) -> None:
         self.parent = parent
         self.edge = edge
+        if parent is not None:
+            parent.adopt(self)
         self.children: dict[int, Node[T]] | None = None
         self.places: list[Place[T]] | collections.deque[Place[T]] | None = None
         """Places of exactly this key, lowest seq first; never empty."""
@@ -111,7 +113,7 @@ class PrefixTree(Generic[T]):
             if node is not None:
                 above = self._split(node, _common_nbytes(node.edge, rest))
                 rest = rest[len(above.edge) :]
-            return self._make_node(above, rest)
+            return Node(above, rest)
         nbytes = len(key) - depth
         return self._split(node, nbytes) if nbytes < len(node.edge) else node
 
@@ -130,15 +132,9 @@ class PrefixTree(Generic[T]):
             node.parent = node.children = None
             node = parent
 
-    def _make_node(self, parent: Node[T], edge: bytes) -> Node[T]:
-        node = Node(parent, edge)
-        parent.adopt(node)
-        return node
-
     def _split(self, node: Node[T], nbytes: int) -> Node[T]:
         """Put a node into the edge to ``node``, ``nbytes`` down, and return it."""
-        above = node.parent or self.root
-        upper = self._make_node(above, node.edge[:nbytes])
+        upper = Node(node.parent, node.edge[:nbytes])
         upper.lowest = node.lowest
         node.edge = node.edge[nbytes:]
         upper.adopt(node)

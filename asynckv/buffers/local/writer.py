@@ -47,13 +47,18 @@ class Declared:
         self._specs = specs
         self._begun: set[str] = set()
         self._put: set[str] = set()
+        self.is_closed = False
+        """No more puts: the writer was left."""
 
     @contextmanager
     def putting(self, name: str, spec: TensorSpec) -> Iterator[None]:
         """Note a put. One that fails has put nothing, and may be made again.
 
+        :raises RuntimeError: the writer was left
         :raises ValueError: unknown name, put before, other shape or dtype
         """
+        if self.is_closed:
+            raise RuntimeError("the writer was left already")
         self._check(name, spec)
         self._begun.add(name)
         try:
@@ -108,26 +113,12 @@ class LocalWriter(InsertWriter):
         self._entry = entry
         self._ledger = ledger
         self._pool = pool
-        self._declared = Declared(entry.draft.layout.specs)
-        self._is_closed = False
+        self.declared = Declared(entry.draft.layout.specs)
         self._indexes = {part.name: i for i, part in enumerate(entry.parts)}
 
     async def put(self, name: str, tensor: KVMemory) -> None:
-        if self._is_closed:
-            raise RuntimeError("the writer was left already")
-        with self._declared.putting(name, spec_put(name, tensor)):
+        with self.declared.putting(name, spec_put(name, tensor)):
             await self._copy(self._indexes[name], tensor)
-
-    def check_whole(self) -> None:
-        """Refuse to commit what is not whole.
-
-        :raises ValueError: a declared tensor was never put, or is still being put
-        """
-        self._declared.check_whole()
-
-    def close(self) -> None:
-        """No more puts."""
-        self._is_closed = True
 
     async def _copy(self, index: int, tensor: KVMemory) -> None:
         entry, part = self._entry, self._entry.parts[index]

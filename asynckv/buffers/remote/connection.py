@@ -11,6 +11,7 @@ from typing import Final, Literal
 
 import anyio
 
+from asynckv.abc import KVCacheBuffer
 from asynckv.affinity import LoopBound
 from asynckv.devices.growth import Growth
 from asynckv.devices.names import Device
@@ -31,6 +32,7 @@ __all__ = (
     "ANSWER_S",
     "STEADY_S",
     "Backoff",
+    "PeerBuffer",
     "PeerConnection",
     "ReconnectingLink",
     "ask",
@@ -274,10 +276,16 @@ class PeerConnection(LoopBound):
             else GpuRoutes(self._imports, self.budget, self.on_gpu)
         )
         self.pool = self.routes.pool
-        self._fingerprint = fingerprint
-        self._digest: Literal["full", "off"] = digest
-        self._lanes = lanes
-        self._keyring = keyring
+        self._new_link = partial(
+            dial,
+            url,
+            identity=own_identity,
+            fingerprint=fingerprint,
+            digest=digest,
+            lanes=lanes,
+            limits=Limits(max_receive_bytes=max_bytes),
+            keyring=keyring,
+        )
 
     @property
     def reconnect_s(self) -> float:
@@ -353,16 +361,7 @@ class PeerConnection(LoopBound):
         self.memory.close()
 
     async def _dial(self, timeout_s: float) -> Link:
-        link = await dial(
-            self.url,
-            identity=self.own_identity,
-            fingerprint=self._fingerprint,
-            digest=self._digest,
-            lanes=self._lanes,
-            limits=Limits(max_receive_bytes=self.budget.max_bytes),
-            keyring=self._keyring,
-            timeout_s=timeout_s,
-        )
+        link = await self._new_link(timeout_s=timeout_s)
         try:
             await self._imports.open(link)
         except BaseException:
@@ -372,6 +371,22 @@ class PeerConnection(LoopBound):
 
     def _linked(self) -> Link:
         return self._links.linked()
+
+
+class PeerBuffer(KVCacheBuffer):
+    """A buffer that ``peer`` serves, which is the only way to it: both are closed."""
+
+    def __init__(self, peer: PeerConnection) -> None:
+        self._peer = peer
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} of {self._peer!r}>"
+
+    async def aclose(self) -> None:
+        await self._peer.aclose()
+
+    def abort(self) -> None:
+        self._peer.abort()
 
 
 ANSWER_S: Final = 30.0

@@ -260,8 +260,7 @@ class RemoteWriter(StagingWriter):
         self.routes = routes
         self._link = link
         self._indexes = {name: i for i, name in enumerate(draft.layout.specs)}
-        self._declared = Declared(draft.layout.specs)
-        self._is_closed = False
+        self.declared = Declared(draft.layout.specs)
         self._transfer = link.new_transfer()
         self._answer: Reply[None] = Reply()
         self._room: Reply[None] = Reply()
@@ -287,9 +286,7 @@ class RemoteWriter(StagingWriter):
         await self._room
 
     async def put(self, name: str, tensor: KVMemory) -> None:
-        if self._is_closed:
-            raise RuntimeError("the writer was left already")
-        with self._declared.putting(name, spec_put(name, tensor)):
+        with self.declared.putting(name, spec_put(name, tensor)):
             self._answer.check()
             pool, nbytes = self.routes.pool, tensor.nbytes
             memory, staging = (
@@ -311,30 +308,21 @@ class RemoteWriter(StagingWriter):
         return None if room is None else await room.take(specs, self._waiting)
 
     async def put_staged(self, name: str, staged: StagedTensor) -> None:
-        if self._is_closed:
-            raise RuntimeError("the writer was left already")
-        with self._declared.putting(name, staged.spec):
+        with self.declared.putting(name, staged.spec):
             self._answer.check()
             await self._push(self._indexes[name], staged)
-
-    def check_whole(self) -> None:
-        """Refuse to commit what is not whole.
-
-        :raises ValueError: a declared tensor was never put, or is still being put
-        """
-        self._declared.check_whole()
 
     async def commit(self) -> None:
         """Wait until the entry is in. Cancelling it takes the entry back, if it is
         not in yet.
         """
-        self._is_closed = True
+        self.declared.is_closed = True
         self.stream.send(Commit())
         await self._answer
 
     def cancel(self) -> None:
         """Abort the entry. Never waits."""
-        self._is_closed = True
+        self.declared.is_closed = True
         self.stream.send(Cancel())
 
     def on_frame(self, frame: Frame, body: bytes) -> None:

@@ -19,7 +19,7 @@ from asynckv.abc import (
 from asynckv.abc.closing import async_with_only
 from asynckv.buffers.entries.entries import Draft, make_draft, specs_in
 from asynckv.buffers.local.consumer import PendingSelect
-from asynckv.buffers.remote.connection import PeerConnection, ask
+from asynckv.buffers.remote.connection import PeerBuffer, PeerConnection, ask
 from asynckv.buffers.remote.insert import RemoteWriter, begin_insert
 from asynckv.buffers.remote.select import RemoteConsumer, check_key_fits
 from asynckv.devices.tensors import KVOnGpu
@@ -51,17 +51,14 @@ from asynckv.types import TensorSpec
 __all__ = ("RemoteLookupBuffer", "RemoteStatistics")
 
 
-class RemoteLookupBuffer(KVLookupBuffer):
+class RemoteLookupBuffer(PeerBuffer, KVLookupBuffer):
     """The lookup buffer that a peer serves. It is closed with its peer."""
 
     def __init__(self, peer: PeerConnection) -> None:
-        self._peer = peer
+        super().__init__(peer)
         self._consumer = RemoteConsumer(peer)
         room = f"room in the buffer at {peer.url}"
         self._waits = LoggedWaits(_who_waits, room, "a drop_select or a withdraw there")
-
-    def __repr__(self) -> str:
-        return f"<RemoteLookupBuffer of {self._peer!r}>"
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """As the contract says: in memory of this side's own, which comes back.
@@ -193,7 +190,7 @@ class RemoteLookupBuffer(KVLookupBuffer):
             finally:
                 self._waits.end(draft)
             yield writer
-            writer.check_whole()
+            writer.declared.check_whole()
             await writer.commit()
         except BaseException:
             writer.cancel()
@@ -230,14 +227,6 @@ class RemoteLookupBuffer(KVLookupBuffer):
             is_connected=self._peer.is_connected,
         )
 
-    async def aclose(self) -> None:
-        """Close the peer, which is this buffer's only way."""
-        await self._peer.aclose()
-
-    def abort(self) -> None:
-        """Abort the peer."""
-        self._peer.abort()
-
     @property
     def sends_from(self) -> str:
         """The GPU from which what is put goes to the buffer's now, else ``"cpu"``."""
@@ -249,11 +238,7 @@ class RemoteLookupBuffer(KVLookupBuffer):
         return self._peer.reads_gpu
 
     async def _digest(self, sources: Sequence[Source]) -> None:
-        """Let each know its digest.
-
-        :raises PeerLost: the peer is gone, or was closed: then its pool is, too
-        """
-        self._peer.link_nowait()
+        """Let each know its digest."""
         digests = await self._peer.pool.digest([one.place() for one in sources])
         for source, digest in zip(sources, digests, strict=True):
             source.digest = digest
@@ -272,13 +257,14 @@ class RemoteLookupBuffer(KVLookupBuffer):
         sources: list[Source] = []
         try:
             for tensor in named.values():
-                self._peer.link_nowait()  # raises if the peer, and the pool, are closed
                 sources += [await source_of(tensor, pool, staging, nbytes)]
-            self._peer.link_nowait()
             await until_made(sources, pool)
             if digests:
                 await self._digest(sources)
             await self._insert(draft, sources, link)
+        except RuntimeError:
+            self._peer.link_nowait()  # raises if the peer was closed: the pool is then
+            raise
         finally:
             release_staged(sources)
 

@@ -18,7 +18,7 @@ from asynckv.abc import (
     StoredValue,
 )
 from asynckv.abc.closing import async_with_only
-from asynckv.buffers.remote.connection import ANSWER_S, PeerConnection, ask
+from asynckv.buffers.remote.connection import ANSWER_S, PeerBuffer, PeerConnection, ask
 from asynckv.buffers.remote.insert import RemoteSend
 from asynckv.buffers.store import check_place, check_value, expiry_of
 from asynckv.errors import LeaseLost, PeerLost, RemoteProtocolError
@@ -244,18 +244,15 @@ class RemoteStoreStatistics(KVStoreStatistics):
     is_connected: bool
 
 
-class RemoteStoreBuffer(KVStoreBuffer):
+class RemoteStoreBuffer(PeerBuffer, KVStoreBuffer):
     """The store buffer that a peer serves. It is closed with its peer."""
 
     def __init__(self, peer: PeerConnection) -> None:
-        self._peer = peer
+        super().__init__(peer)
         self._getting = 0
         self._putting = 0
         self._hits = 0
         self._misses = 0
-
-    def __repr__(self) -> str:
-        return f"<RemoteStoreBuffer of {self._peer!r}>"
 
     async def put(
         self,
@@ -371,14 +368,6 @@ class RemoteStoreBuffer(KVStoreBuffer):
             getting=self._getting,
             is_connected=self._peer.is_connected,
         )
-
-    async def aclose(self) -> None:
-        """Close the peer, which is this buffer's only way."""
-        await self._peer.aclose()
-
-    def abort(self) -> None:
-        """Abort the peer."""
-        self._peer.abort()
 
     async def _ask_of(self, keys: tuple[str, ...]) -> list[Result]:
         """Ask which of ``keys`` are there, in one round trip."""

@@ -97,13 +97,18 @@ class ServedInsert:
         if service.link.digest == "off":
             # As those that come by payload: of a link without digests none is known.
             self._digests = [b""] * len(self._digests)
-        try:
-            if self._is_in_at_once():
+        self._digest = frame.digest or None
+        if rides and not service.predecessors:
+            try:
+                is_in = service.buffer.admission.insert_nowait(
+                    *(self._draft, manifest.inline, self._digests, self._digest)
+                )
+            except Exception as error:  # noqa: BLE001 - it is the peer's to know
+                _answer_failure(stream, error)
+                return
+            if is_in:
                 answer_at_once(stream, Accepted())
                 return
-        except Exception as error:  # noqa: BLE001 - it is the peer's to know
-            _answer_failure(stream, error)
-            return
         nbytes = kept_nbytes(manifest, body)
         if frame.inline and not (rides and service.kept.inserts.fits(nbytes)):
             # What rode along in vain is asked for by payload once there is room.
@@ -147,18 +152,11 @@ class ServedInsert:
     def _device_route(self) -> Route | None:
         return self._service.devices.device_route(on_gpu=self._frame.on_gpu)
 
-    def _is_in_at_once(self) -> bool:
-        if self._inline is None or self._service.predecessors:
-            return False
-        admission, digest = self._service.buffer.admission, self._frame.digest or None
-        draft, digests = self._draft, self._digests
-        return admission.insert_nowait(draft, self._inline, digests, digest)
-
     async def _run(self) -> None:
         if self._service.predecessors:
             await self._service.after_predecessors()
-        digest = self._frame.digest or None
-        await self._service.buffer.admission.insert(self._draft, self, digest)
+        admission = self._service.buffer.admission
+        await admission.insert(self._draft, self, self._digest)
 
 
 def answer(stream: LinkStream, task: asyncio.Task[None]) -> None:

@@ -45,7 +45,7 @@ from asynckv.protocol.frames import (
     Select,
     Took,
 )
-from asynckv.protocol.transfer import is_eager
+from asynckv.protocol.transfer import EAGER_NBYTES
 from asynckv.protocol.transfer_frames import Grant
 from asynckv.protocol.values import MappedOffer, Place
 from asynckv.sharing.exporter import Importer, Pin, place_of
@@ -129,7 +129,7 @@ def _places(
         return None
     regions = entry.regions
     places = [
-        None if streams and is_eager(region.nbytes) else place_of(region)
+        None if streams and region.nbytes <= EAGER_NBYTES else place_of(region)
         for region in regions
     ]
     rides = [
@@ -137,7 +137,11 @@ def _places(
         for region, place in zip(regions, places, strict=True)
         if place is None
     ]
-    may_ride = all(map(is_eager, rides)) if streams else sum(rides) <= INLINE_NBYTES
+    may_ride = (
+        all(nbytes <= EAGER_NBYTES for nbytes in rides)
+        if streams
+        else sum(rides) <= INLINE_NBYTES
+    )
     return places if may_ride and len(rides) < len(places) else None
 
 

@@ -34,6 +34,18 @@ async def test_who_asks_for_a_taken_entry_by_its_id_is_told_so_and_not_others(
     assert (named.heard, late.heard, other.heard) == (["taken"], ["taken"], [])
 
 
+async def test_what_is_taken_while_many_entries_leave_a_closed_buffer_counts() -> None:
+    bench = SteppedLedger(1000)
+    for number in range(66):
+        bench.insert(f"{number}", nbytes=1)
+    last, _ = bench.select(make_query(None, None, entry_id="65"))
+    closing = bench.leases.closing()
+    next(closing)
+    bench.leases.acknowledge(last.held())
+    assert not [*closing]
+    assert bench.ledger.counters.dropped == 65
+
+
 async def test_an_entry_whose_insert_failed_is_waited_for_by_its_id(
     bench: SteppedLedger,
 ) -> None:

@@ -341,7 +341,7 @@ class Bench:
 
     def begin(self, name: str, *, streaming: bool = False) -> StoredEntry:
         entry = self.ledger.table.admit(draft_of(name, streaming=streaming))
-        self.ledger.give_room(entry)
+        self.ledger.ask_for_room(entry)
         return entry
 
     def finish(self, entry: StoredEntry) -> None:

@@ -17,7 +17,6 @@ from asynckv import LookupBuffer, Peer, Server, connect, serve
 from asynckv.buffers.remote import connection
 from asynckv.buffers.remote.connection import Backoff, ask
 from asynckv.errors import AsyncKVError, PeerLost, PeerRestarted, RemoteProtocolError
-from asynckv.links.dial import dial
 from asynckv.links.link import Link, LinkStream
 from asynckv.links.listen import listen
 from asynckv.protocol.frames import (
@@ -56,21 +55,25 @@ async def test_waiting_calls_go_on_after_a_cut(
 
 
 async def test_a_dial_that_fails_as_nobody_thought_of_is_tried_again(
-    peers: Peers, local: LookupBuffer, monkeypatch: pytest.MonkeyPatch
+    peers: Peers,
+    local: LookupBuffer,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     waiting = asyncio.create_task(peers.consumer.lookup.drop_select([1]))
     await until(lambda: local.statistics().waiting_selects == 1)
 
     async def fail_once(*args: Any, **kwargs: Any) -> Link:
-        monkeypatch.setattr(connection, "dial", dial)
+        monkeypatch.undo()
         raise RuntimeError("can't start new thread")
 
-    monkeypatch.setattr(connection, "dial", fail_once)
+    monkeypatch.setattr(peers.consumer, "_new_link", fail_once)
     (await peers.consumer.link()).abort()
     await until(lambda: not peers.consumer.is_connected)
     await local.insert([1], None, torch.ones(3), None, None)
     async with asyncio.timeout(10):
         assert (await waiting).matched_tokens == 1
+    assert "could not be dialled" in caplog.text
 
 
 async def test_a_lost_link_and_the_next_one_are_logged_as_warnings(

@@ -366,6 +366,16 @@ async def test_leaving_ends_an_insert_of_which_half_is_copied(peers: Peers) -> N
         await call
 
 
+async def test_what_cannot_be_copied_for_a_live_peer_is_no_loss_of_it(
+    peers: Peers,
+) -> None:
+    rows = torch.zeros(1024, 1024)
+    peers.producer.pool.close()
+    with pytest.raises(RuntimeError, match="copy pool is closed"):
+        await peers.producer.lookup.insert([1], None, rows.t(), None, None)
+    assert peers.producer.is_connected
+
+
 async def test_leaving_returns_what_is_leased(
     peers: Peers, local: LookupBuffer
 ) -> None:

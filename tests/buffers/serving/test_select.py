@@ -244,7 +244,7 @@ async def test_what_was_not_offered_yet_is_retracted_without_a_word(
     link.open_stream(hearer, ANY)
     await until(lambda: local.statistics().waiting_selects == 1)
     entry = local.ledger.table.admit(draft_of("it"))
-    local.ledger.give_room(entry)
+    local.ledger.ask_for_room(entry)
     assert local.statistics().leased == 1
     local.ledger.forsake(entry)
     assert local.statistics().waiting_selects == 1
