@@ -101,7 +101,11 @@ async def serving(
     command = ("sh", "-c", f'exec "$0" "$@" {redirect}', sys.executable)
     arguments = ("-m", "asynckv", "serve", *options)
     process = await asyncio.create_subprocess_exec(
-        *command, *arguments, stdout=pipe, stderr=pipe, env=given
+        *(*command, *arguments),
+        stdout=pipe,
+        stderr=pipe,
+        env=given,
+        preexec_fn=_hear_signals,
     )
     try:
         yield ServeProcess(process)
@@ -109,6 +113,12 @@ async def serving(
         with contextlib.suppress(ProcessLookupError):
             process.kill()
         await process.communicate()
+
+
+def _hear_signals() -> None:
+    """Ignore none, as tests that run in the background of a shell do."""
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
 
 
 def _environ(more: Mapping[str, str], path: Path | None) -> dict[str, str]:

@@ -127,7 +127,8 @@ async def an_accept(ground: Ground, sweeper: Sweeper, nbytes: int) -> None:
 
 
 @scenario(
-    *("PeerConnection.aclose", "KVLookupBuffer.aclose", "KVStoreBuffer.aclose"),
+    *("PeerConnection.aclose", "PeerBuffer.aclose"),
+    *("KVLookupBuffer.aclose", "KVStoreBuffer.aclose"),
     **_ONCE | {"sizes": (SMALL,)},
 )
 async def a_peers_end(ground: Ground, sweeper: Sweeper, nbytes: int) -> None:
