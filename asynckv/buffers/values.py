@@ -113,8 +113,10 @@ class StoredValues:
         self._values: dict[Owner, dict[str, _StoredValue]] = {}
         self._count = 0
         self._idle: EvictionOrder[_StoredValue] = EvictionOrder()
-        self._is_evicting = False
+        self.is_evicting = False
         """Has so much been dropped in this turn of the loop that others have theirs?"""
+        self._releasing = 0
+        """How many releases of many go on in the turns that come."""
         self._swept: list[dict[str, _StoredValue]] = []
         """What nobody finds any more; its memory is given back step by step."""
 
@@ -135,7 +137,7 @@ class StoredValues:
         if pending is not None:
             return pending
         ticket = _Ticket((key, owner), spec)
-        needs_others = not (self._is_evicting or self._is_growing_for(spec))
+        needs_others = not (self.is_evicting or self._is_growing_for(spec))
         self.counters.room_waits += needs_others
         who = f"put of {key!r} ({spec.nbytes} bytes)"
         try:
@@ -289,6 +291,7 @@ class StoredValues:
 
     def _release(self, held: list[PinnedValue | None]) -> Iterator[None]:
         """Release them from the end on: to free many objects takes its time, too."""
+        self._releasing += 1
         while held:
             for _ in range(min(len(held), _LET_GO_AT_ONCE)):
                 pinned = held.pop()
@@ -296,6 +299,8 @@ class StoredValues:
                     self._release_one(pinned)
             self.room.change()
             yield
+        self._releasing -= 1
+        self.room.change()
 
     def _release_one(self, pinned: PinnedValue) -> None:
         pinned.is_held = False
@@ -373,7 +378,8 @@ class StoredValues:
     async def nearest(self, keys: Sequence[str], owner: Owner) -> list[str | None]:
         """Tell of each key where it is: in ``"memory"``, in which tier, or nowhere.
 
-        A cancelled call leaves no trace.
+        Of many keys not all are asked in one turn of the loop. A cancelled call leaves
+        no trace.
         """
         self._check_open()
         nearest: list[str | None] = []
@@ -466,6 +472,7 @@ class StoredValues:
         """Wait, once it is closed, until all that nobody reads has gone."""
         for _ in self._sweep():
             await asyncio.sleep(0)
+        await self.room.until(lambda: not self._releasing)
 
     def check_usable(self, key: str) -> None:
         """Refuse what is no key, another loop, and any call after the end."""
@@ -490,7 +497,7 @@ class StoredValues:
         more is dropped then than its bound asks for; or if enough was dropped for this
         turn of the loop: the next one goes on with who is first in line.
         """
-        if self._is_evicting:
+        if self.is_evicting:
             return None
         old = self._find(name)
         if old is None and self._count >= self._max_keys and not self._idle:
@@ -513,11 +520,11 @@ class StoredValues:
                 return None
             self._evict(victim)
         asyncio.get_running_loop().call_soon(self._evict_more)
-        self._is_evicting = True
+        self.is_evicting = True
         return None
 
     def _evict_more(self) -> None:
-        self._is_evicting = False
+        self.is_evicting = False
         self.room.change()
 
     def _is_through(self, ticket: _Ticket) -> bool:

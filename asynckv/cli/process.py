@@ -22,6 +22,7 @@ __all__ = (
     "INTERRUPTED",
     "LoopName",
     "describe_host",
+    "end_at_next",
     "processor",
     "run",
     "stop_signal",
@@ -68,6 +69,18 @@ INTERRUPTED = 130
 _POLITE_ENDS = (signal.SIGTERM, signal.SIGHUP)
 
 
+def end_at_next(*numbers: signal.Signals) -> None:
+    """Let each of these signals end the process at once.
+
+    The kernel does that, but not of the first process of a container.
+    """
+    for number in numbers:
+        if os.getpid() == 1:
+            signal.signal(number, lambda one, _: os._exit(128 + one))
+        else:
+            signal.signal(number, signal.SIG_DFL)
+
+
 def _not_ignored(*numbers: signal.Signals) -> list[signal.Signals]:
     """Return those that whoever started the process wants heard: not as ``nohup``."""
     return [one for one in numbers if signal.getsignal(one) != signal.SIG_IGN]
@@ -91,16 +104,12 @@ async def until_ended(work: Coroutine[object, object, _T]) -> _T:
 def stop_signal() -> Iterator[asyncio.Future[str]]:
     """Yield what has the name of the first signal that is to end the process.
 
-    The second one ends it at once, whatever the loop is doing: the kernel does that.
+    The second one ends it at once, whatever the loop is doing.
     """
     loop = asyncio.get_running_loop()
     stopped: asyncio.Future[str] = loop.create_future()
     numbers = _not_ignored(*_POLITE_ENDS, signal.SIGINT)
     interrupts = signal.getsignal(signal.SIGINT)
-
-    def let_the_next_one_end_it(*_: object) -> None:
-        for one in numbers:
-            signal.signal(one, signal.SIG_DFL)
 
     def stop(number: signal.Signals) -> None:
         if stopped.done():  # it came before that
@@ -111,7 +120,7 @@ def stop_signal() -> Iterator[asyncio.Future[str]]:
     for number in numbers:
         loop.add_signal_handler(number, stop, number)
         # In the place of the loop's, which does nothing: that one only wakes it.
-        signal.signal(number, let_the_next_one_end_it)
+        signal.signal(number, lambda *_: end_at_next(*numbers))
     try:
         yield stopped
     finally:

@@ -297,7 +297,7 @@ class _LayerCopy(CopyJob):
         targets: _Ids,
         runs: Sequence[tuple[int, int, int]],
     ) -> None:
-        self._source, self._target = _as_integers(source), _as_integers(target)
+        self._source, self._target = _as_integers(source, target)
         self._sources, self._targets = sources, targets
         self._runs = runs
         self._block_nbytes = source.element_size() * source.shape[1:].numel()
@@ -358,12 +358,12 @@ class _LayerCopy(CopyJob):
             self._target.index_copy_(0, _index(ids, self._target), values)
 
 
-def _as_integers(cache: torch.Tensor) -> torch.Tensor:
-    """Return it as what torch can index in any case, which not every dtype is."""
-    dtype = _INTEGERS.get(cache.element_size())
-    if dtype is None or cache.is_conj() or cache.is_neg():
-        return cache
-    return cache.detach().view(dtype)
+def _as_integers(*caches: torch.Tensor) -> list[torch.Tensor]:
+    """Return both as what torch can index in any case, which not every dtype is."""
+    dtype = _INTEGERS.get(caches[0].element_size())
+    if dtype is None or any(cache.is_conj() or cache.is_neg() for cache in caches):
+        return [*caches]
+    return [cache.detach().view(dtype) for cache in caches]
 
 
 def _extent_of(cache: torch.Tensor) -> tuple[int, int]:

@@ -247,7 +247,7 @@ class Acceptor:
         self._waiting: HalfOpen[asyncio.Task[bool]] = HalfOpen(_MAX_PENDING)
         self._pause: asyncio.TimerHandle | None = None
         self._closed = False
-        self._warns_at_s = 0.0
+        self._warns_at_s = dict[str, float]()
         self._loop.add_reader(sock, self._accept)
 
     def close(self) -> list[asyncio.Task[bool]]:
@@ -270,7 +270,7 @@ class Acceptor:
             except (BlockingIOError, InterruptedError, ConnectionAbortedError):
                 return
             except OSError as exc:
-                level = self._level_of_warning()
+                level = self._level_of("no files")
                 logger.log(level, "cannot accept at %s: %s", self._url, exc)
                 self._accept_later(_NO_FILES_PAUSE_S)
                 return
@@ -349,18 +349,18 @@ class Acceptor:
             return False
         return True
 
-    def _level_of_warning(self) -> int:
+    def _level_of(self, warning: str) -> int:
         """Return ``WARNING``, but not for each of many: they do not fill our log."""
         now_s = self._loop.time()
-        if now_s < self._warns_at_s:
+        if now_s < self._warns_at_s.get(warning, 0.0):
             return logging.DEBUG
-        self._warns_at_s = now_s + _WARNING_PAUSE_S
+        self._warns_at_s[warning] = now_s + _WARNING_PAUSE_S
         return logging.WARNING
 
     def _note_refusal(self, error: AsyncKVError, host: str) -> None:
         origin = f" from {host}" if host else ""
         words = "%s: a connection%s is refused: %s"
-        logger.log(self._level_of_warning(), words, self._url, origin, str(error))
+        logger.log(self._level_of("refused"), words, self._url, origin, str(error))
 
     def _over_tls(self, plain: socket.socket, keys: TlsKeys) -> TlsSocket:
         sock = TlsSocket.over(plain, keys)

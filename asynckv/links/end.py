@@ -114,6 +114,7 @@ class LinkEnd(ProcessBound):
         self._when_lost: list[Callable[[PeerLost], None]] = []
         self._grace: asyncio.TimerHandle | None = None
         self._closed: asyncio.Future[None] = self._loop.create_future()
+        self._told: asyncio.Future[None] = self._loop.create_future()
 
     def call(self, fn: Callable[[PeerLost], None]) -> None:
         """Call ``fn`` once when the link ends, on a later tick; now if it has."""
@@ -123,8 +124,8 @@ class LinkEnd(ProcessBound):
             self._when_lost.append(fn)
 
     async def wait(self) -> None:
-        """Wait until the control connection is closed."""
-        await asyncio.wait({self._closed})
+        """Wait until the control connection is closed, and everybody was told."""
+        await asyncio.wait({self._closed, self._told})
 
     def at_once(self, error: Exception) -> None:
         """Close now, without a word."""
@@ -189,6 +190,8 @@ class LinkEnd(ProcessBound):
         for fn in self._when_lost:
             self._notify(fn, error)
         self._when_lost.clear()
+        if not self._loop.is_closed():
+            self._told.set_result(None)
 
     def _notify(self, fn: Callable[[PeerLost], None], error: PeerLost) -> None:
         try:

@@ -12,7 +12,6 @@ import asyncio
 import collections
 import contextlib
 import dataclasses
-import functools
 import os
 import socket
 from collections.abc import Awaitable, Callable
@@ -45,6 +44,7 @@ _MAX_NBYTES: Final = 2**44
 """No GPU has more: what lies beyond would be anybody's."""
 
 _LOOK_AGAIN_S: Final = 1e-3
+_ASKED_AT_ONCE: Final = 256
 _MOST_WAITING: Final = 16
 _CLOSE_S: Final = 2.0
 
@@ -169,6 +169,7 @@ class ImportedMemory(MappedMemory):
         self._fences: collections.deque[tuple[int, Event]] = collections.deque()
         """What the GPU is to reach before they are gone."""
         self._looking: asyncio.TimerHandle | None = None
+        self._is_draining = False
         self._is_hung_up = False
         self.closed: asyncio.Future[None] = self._loop.create_future()
 
@@ -202,12 +203,21 @@ class ImportedMemory(MappedMemory):
             # Not asked here: a finalizer may have come in the middle of another call.
             self._loop.call_soon_threadsafe(self._release_later, number, fence)
         except RuntimeError:  # the loop is closed, and looks at nothing any more
-            in_thread(functools.partial(self._release_when_reached, number, fence))
+            self._fences.append((number, fence))
+            if not self._is_draining:
+                self._is_draining = True
+                in_thread(self._release_when_reached)
 
-    def _release_when_reached(self, number: int, fence: Event) -> None:
-        with contextlib.suppress(GPUFailed):
-            fence.synchronize()
-            self._release_now(number, fence)
+    def _release_when_reached(self) -> None:
+        """Release what no loop looks at. The thread ends when nothing is left."""
+        while self._fences:
+            with contextlib.suppress(IndexError):
+                while True:
+                    number, fence = self._fences.popleft()
+                    with contextlib.suppress(GPUFailed):
+                        fence.synchronize()
+                        self._release_now(number, fence)
+            self._is_draining = False  # what comes now starts another thread
 
     def _release_later(self, number: int, fence: Event) -> None:
         self._fences.append((number, fence))
@@ -217,7 +227,7 @@ class ImportedMemory(MappedMemory):
     def _look(self) -> None:
         """Ask for all fences, but only for a few that are not reached, in turn."""
         self._looking, waiting = None, 0
-        for _ in range(len(self._fences)):
+        for _ in range(min(len(self._fences), _ASKED_AT_ONCE)):
             number, fence = self._fences.popleft()
             try:
                 is_over = fence.query()
@@ -231,7 +241,8 @@ class ImportedMemory(MappedMemory):
             if waiting == _MOST_WAITING:
                 break
         if self._fences:
-            self._looking = self._loop.call_later(_LOOK_AGAIN_S, self._look)
+            pause_s = _LOOK_AGAIN_S if waiting else 0.0
+            self._looking = self._loop.call_later(pause_s, self._look)
 
     def _release_now(self, number: int, fence: Event) -> None:
         fence.close()

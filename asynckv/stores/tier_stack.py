@@ -334,7 +334,8 @@ class TierStack(LowerTiers):
         key, owner = name
         try:
             pending = self.values.reserve_nowait(key, header.spec, owner)
-            if pending is None and self._loop.time() >= self._no_room_until_s:
+            may_wait = self._loop.time() >= self._no_room_until_s
+            if pending is None and (may_wait or self.values.is_evicting):
                 async with asyncio.timeout(_ROOM_S):
                     pending = await self.values.reserve(key, header.spec, owner)
         except (BufferClosed, EntryTooLarge):

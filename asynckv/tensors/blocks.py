@@ -166,7 +166,7 @@ def rows_of(tensor: torch.Tensor) -> KVBlocks | None:
         return None
     if tensor.element_size() * tensor.shape[1:].numel() < _LEAST_ROW_NBYTES:
         return None
-    return KVBlocks(tensor, torch.arange(len(tensor)))
+    return KVBlocks(tensor, torch.arange(len(tensor), device="cpu"))
 
 
 def landing_of(memory: KVMemory) -> KVMemory:

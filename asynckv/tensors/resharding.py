@@ -266,7 +266,7 @@ def _block_of(copy: StridedCopy, side: CopySide, segment: int, start: int) -> in
 def _as_blocks(memory: KVMemory) -> KVBlocks:
     if isinstance(memory, KVBlocks):
         return memory
-    return KVBlocks(memory, torch.arange(len(memory)))
+    return KVBlocks(memory, torch.arange(len(memory), device="cpu"))
 
 
 def rearrange(copies: Sequence[StridedCopy], regions: Sequence[KVBlocks]) -> None:

@@ -362,6 +362,15 @@ async def test_many_values_that_were_held_are_let_go_of_in_turns() -> None:
     assert arena.used_bytes == 0
 
 
+async def test_the_end_waits_for_what_is_still_let_go_of() -> None:
+    arena = HeapArena(1000)
+    values = full_of(arena)
+    values.release_all(values.hold([f"{number}" for number in range(1000)], None))
+    values.close()
+    await values.aclose()
+    assert arena.used_bytes == 0
+
+
 def test_where_no_loop_runs_all_values_are_let_go_of_at_once() -> None:
     arena = HeapArena(1000)
     values = full_of(arena)

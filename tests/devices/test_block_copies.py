@@ -118,6 +118,20 @@ def test_blocks_of_every_dtype_are_copied(name: str, is_shared: bool) -> None:
     assert torch.equal(target, expected)
 
 
+@pytest.mark.parametrize("ids", [[4, 1, 0], [1, 2, 3]])
+@pytest.mark.parametrize("is_lazy", [(True, False), (False, True), (True, True)])
+def test_what_torch_has_only_noted_to_conjugate_is_copied_as_it_is_read(
+    ids: list[int], is_lazy: tuple[bool, bool]
+) -> None:
+    src, dst = (
+        {"layer": cache.conj() if lazy else cache}
+        for cache, lazy in zip(
+            torch.randn(2, 6, 8, dtype=torch.complex64), is_lazy, strict=True
+        )
+    )
+    _check_copied(src, dst, ids, [0, 5, 2])
+
+
 @pytest.mark.parametrize(
     ("cache", "error"),
     [

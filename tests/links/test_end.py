@@ -46,6 +46,7 @@ async def test_where_many_lose_their_link_others_have_their_turn_in_between() ->
         for hearer in hearers:
             pair.near.open_stream(hearer, ASK)
         pair.near.abort()
+        closing = asyncio.create_task(pair.near.aclose())
 
         def are_all_told() -> bool:
             counts.add(sum(len(hearer.losses) for hearer in hearers))
@@ -53,6 +54,16 @@ async def test_where_many_lose_their_link_others_have_their_turn_in_between() ->
 
         await until(are_all_told)
         assert len(counts) > 3 and max(counts) == 300
+        await closing
+
+
+async def test_who_has_closed_a_link_finds_that_all_were_told() -> None:
+    async with linked(answer=never) as pair:
+        hearers = [Hearer() for _ in range(1000)]
+        for hearer in hearers:
+            pair.near.open_stream(hearer, ASK)
+        await pair.near.aclose()
+        assert all(hearer.losses for hearer in hearers)
 
 
 async def test_who_asks_late_learns_of_the_loss_too() -> None:

@@ -561,6 +561,20 @@ async def test_while_there_is_no_room_a_few_wait_for_it_and_not_everybody(
         assert await found(store, keys[0]) is not None
 
 
+async def test_what_makes_its_room_by_dropping_many_has_it_though_room_was_scarce(
+    tier: DictTier,
+) -> None:
+    async with opened(tier) as store:
+        await store.put("large", noise(MIB // 2, 1))
+        await evict(store)
+        small = [f"small {number}" for number in range(1000)]
+        for key in small:
+            await store.put(key, noise(1024, 2))
+        async with store.pin(small):
+            assert await store.get("large") is None
+        assert await store.get("large") is not None
+
+
 @pytest.mark.parametrize("ticks", range(4))
 async def test_who_waits_for_a_tier_hears_of_the_end_of_the_store(
     tier: DictTier, ticks: int

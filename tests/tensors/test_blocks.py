@@ -141,6 +141,8 @@ def test_a_strided_tensor_of_long_rows_is_its_rows() -> None:
     assert rows is not None
     assert joined(rows.memory()) == bytes_of(cache[:, 1].contiguous())
     assert landing_of(cache[:, 0]) is not cache
+    with torch.device("meta"):
+        assert rows_of(cache[:, 1]) is not None
     assert rows_of(cache) is None
     assert rows_of(cache[:, 1, :8]) is None
     assert rows_of(torch.tensor(1)) is None

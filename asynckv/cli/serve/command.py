@@ -10,7 +10,7 @@ import contextlib
 import logging.handlers
 import os
 import queue
-import sys
+import select
 import threading
 from collections.abc import Iterator, Sequence
 from typing import Final
@@ -46,16 +46,16 @@ def serve(
     from asynckv.cli.serve.running import EndDeadline, run_until_stopped
 
     options.check(keys)
-    try:
-        logging_ = logging_to_stderr(options.log_level, options.tier)
-        with logging_ as log, EndDeadline(log) as deadline:
-            run(run_until_stopped(options, keys, deadline))
-    except (KeyboardInterrupt, asyncio.CancelledError):
-        return 0
-    except (AsyncKVError, ValueError, OSError) as exc:
-        words = _without_passwords(str(exc), (*options.tier, options.listen))
-        print(f"asynckv serve: {words}", file=sys.stderr)
-        return 1
+    with logging_to_stderr(options.log_level, options.tier) as log:
+        try:
+            with EndDeadline(log) as deadline:
+                run(run_until_stopped(options, keys, deadline))
+        except (KeyboardInterrupt, asyncio.CancelledError):
+            return 0
+        except (AsyncKVError, ValueError, OSError) as exc:
+            words = _without_passwords(str(exc), (*options.tier, options.listen))
+            log.write(f"asynckv serve: {words}")
+            return 1
     return 0
 
 
@@ -94,30 +94,39 @@ class _Lines(logging.handlers.QueueHandler):
     def enqueue(self, record: logging.LogRecord) -> None:
         if self._waiting.qsize() >= _MAX_LINES:
             self._lost += 1
-            return
-        if self._lost:
-            self._waiting.put(f"{self._lost} lines are missing here: nobody read them")
-            self._lost = 0
-        self._waiting.put(record.getMessage())
+        else:
+            self.write(record.getMessage())
+
+    def write(self, line: str) -> None:
+        """Let a line be written soon, behind those that wait. Never waits."""
+        self._tell_lost()
+        self._waiting.put(line)
 
     def close(self) -> None:
         """Let what waits be written, for a moment at most."""
+        self._tell_lost()
         self._waiting.put(None)
         self._thread.join(_LAST_LINES_S)
         super().close()
+
+    def _tell_lost(self) -> None:
+        lost, self._lost = self._lost, 0
+        if lost:
+            self._waiting.put(f"{lost} lines are missing here: nobody read them")
 
     def _write(self) -> None:
         while (line := self._waiting.get()) is not None:
             data = f"{line}\n".encode(errors="backslashreplace")
             with contextlib.suppress(OSError):
                 while data:
-                    data = data[os.write(_STDERR, data) :]
+                    try:
+                        data = data[os.write(_STDERR, data) :]
+                    except BlockingIOError:
+                        select.select([], [_STDERR], [])
 
 
 @contextlib.contextmanager
-def logging_to_stderr(
-    level: LogLevel, urls: Sequence[str] = ()
-) -> Iterator[logging.Handler]:
+def logging_to_stderr(level: LogLevel, urls: Sequence[str] = ()) -> Iterator[_Lines]:
     """Write what is logged to standard error, of asynckv from ``level`` on.
 
     Whoever logs never waits for that. Passwords of ``urls`` are not in it.

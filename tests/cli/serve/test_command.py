@@ -26,21 +26,21 @@ DISK = "disk:///nowhere/at/all?max=64MiB"
     ],
 )
 def test_what_cannot_be_served_is_one_line(
-    options: dict[str, Any], words: str, capsys: pytest.CaptureFixture[str]
+    options: dict[str, Any], words: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     assert serve(ServeOptions(**options)) == 1
-    shown = capsys.readouterr()
+    shown = capfd.readouterr()
     assert shown.out == "" and shown.err.startswith("asynckv serve: ")
     assert words in shown.err and shown.err.count("\n") == 1
 
 
 def test_without_prometheus_client_it_says_what_to_install(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delitem(sys.modules, "asynckv.cli.serve.metrics", raising=False)
     monkeypatch.setitem(sys.modules, "prometheus_client", None)
     assert serve(ServeOptions(store=2**20, http="127.0.0.1:0")) == 1
-    shown = capsys.readouterr().err
+    shown = capfd.readouterr().err
     assert "--http needs prometheus_client" in shown and '".[metrics]"' in shown
 
 
@@ -107,10 +107,10 @@ async def test_what_was_logged_is_written_without_passwords_before_it_ends(
     ],
 )
 def test_wrong_options_have_a_status_of_their_own(
-    options: str, words: str, capsys: pytest.CaptureFixture[str]
+    options: str, words: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as ended:
         main(["serve", *options.split()])
     assert ended.value.code == 2
-    shown = capsys.readouterr().err
+    shown = capfd.readouterr().err
     assert shown.startswith(f"asynckv: {words}") and shown.count("\n") == 1
