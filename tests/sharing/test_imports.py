@@ -445,6 +445,39 @@ def test_a_view_that_outlived_its_loop_may_end_in_the_midst_of_an_opening(
         assert sock.fileno() < 0
 
 
+def test_one_thread_waits_for_all_views_that_outlived_their_loop(
+    gpus: FakeGpus,
+) -> None:
+    ours, theirs = (fake_device_of(gpus.process()) for _ in range(2))
+    shown, own = (
+        DeviceAllocation(gpu.device.opened(), gpu.process.cuda.malloc(MIB))
+        for gpu in (ours, theirs)
+    )
+    gate = Gate()
+
+    async def take(sock: socket.socket) -> list[MappedPin]:
+        cuda = theirs.process.cuda
+        allocation = import_allocation(cuda, 0, shown.handle, MIB)
+        taken = GpuImport(sock, allocation, theirs.device.opened())
+        memory = ImportedMemory(taken, "off", own)
+        pins = [memory.take(number) for number in range(1, 100)]
+        memory.link_over()
+        theirs.tensors.stream(0).add(gate)
+        return pins
+
+    def waiting() -> list[threading.Thread]:
+        return [one for one in threading.enumerate() if one.name == "asynckv-ipc"]
+
+    with contextlib.closing(socket.socket()) as sock:
+        views = asyncio.run(take(sock))
+        views.clear()
+        assert len(waiting()) == 1
+        gate.open()
+        while threads := waiting():
+            threads[0].join()
+        assert sock.fileno() < 0
+
+
 KEPT_TO_THE_END = """
 import builtins
 from asynckv.devices.imports import in_thread
