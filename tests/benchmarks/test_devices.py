@@ -26,6 +26,8 @@ from benchmarks.devices import (
 from harness.fake_devices import fake_device
 from harness.gpu_processes import BEGIN
 
+pytest.importorskip("uvloop").new_event_loop().close()  # its first makes a lasting pipe
+
 
 @pytest.mark.parametrize(("device", "number"), [("cuda", 0), ("cuda:3", 3)])
 def test_a_gpu_is_named_as_torch_names_it(device: str, number: int) -> None:
