@@ -71,7 +71,7 @@ def test_a_file_that_never_was_good_is_refused_each_time(
 
 
 def test_a_path_that_can_be_none_is_refused() -> None:
-    with pytest.raises(ConfigError, match="cannot be read: embedded null byte"):
+    with pytest.raises(ConfigError, match="cannot be read: .*embedded null"):
         Keyring(secret_file="a\0b").current()
 
 
