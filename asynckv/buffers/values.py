@@ -115,8 +115,8 @@ class StoredValues:
         self._idle: EvictionOrder[_StoredValue] = EvictionOrder()
         self.is_evicting = False
         """Has so much been dropped in this turn of the loop that others have theirs?"""
-        self._releasing = 0
-        """How many releases of many go on in the turns that come."""
+        self._let_go: list[list[PinnedValue | None]] = []
+        """Holds that have ended, and are released step by step."""
         self._swept: list[dict[str, _StoredValue]] = []
         """What nobody finds any more; its memory is given back step by step."""
 
@@ -287,20 +287,8 @@ class StoredValues:
 
     def release_all(self, held: Sequence[PinnedValue | None]) -> None:
         """End the holds on all that there are: on some now, and on others in turns."""
-        in_turns(self._release([*reversed(held)]))
-
-    def _release(self, held: list[PinnedValue | None]) -> Iterator[None]:
-        """Release them from the end on: to free many objects takes its time, too."""
-        self._releasing += 1
-        while held:
-            for _ in range(min(len(held), _LET_GO_AT_ONCE)):
-                pinned = held.pop()
-                if pinned is not None and pinned.is_held:
-                    self._release_one(pinned)
-            self.room.change()
-            yield
-        self._releasing -= 1
-        self.room.change()
+        self._let_go.append([*reversed(held)])
+        in_turns(self._sweep())
 
     def _release_one(self, pinned: PinnedValue) -> None:
         pinned.is_held = False
@@ -433,11 +421,7 @@ class StoredValues:
         )
 
     async def fetch(
-        self,
-        keys: Sequence[str],
-        owner: Owner,
-        *,
-        within_s: float | None = None,
+        self, keys: Sequence[str], owner: Owner, *, within_s: float | None = None
     ) -> None:
         """Fetch into memory what of ``keys`` lower tiers have, and it has not.
 
@@ -472,7 +456,6 @@ class StoredValues:
         """Wait, once it is closed, until all that nobody reads has gone."""
         for _ in self._sweep():
             await asyncio.sleep(0)
-        await self.room.until(lambda: not self._releasing)
 
     def check_usable(self, key: str) -> None:
         """Refuse what is no key, another loop, and any call after the end."""
@@ -593,12 +576,21 @@ class StoredValues:
             value.region.release()
 
     def _sweep(self) -> Iterator[None]:
-        """Give back, step by step, the memory of what nobody finds any more."""
-        while self._swept:
-            values = self._swept[-1]
-            for _ in range(min(len(values), _LET_GO_AT_ONCE)):
-                self._drop(values.popitem()[1])
-            if not values:
-                self._swept.pop()
+        """Give back, step by step: first holds, then what nobody finds any more."""
+        while self._let_go or self._swept:
+            if self._let_go:
+                held = self._let_go[-1]
+                for _ in range(min(len(held), _LET_GO_AT_ONCE)):
+                    pinned = held.pop()
+                    if pinned is not None and pinned.is_held:
+                        self._release_one(pinned)
+                if not held:
+                    self._let_go.pop()
+            else:
+                values = self._swept[-1]
+                for _ in range(min(len(values), _LET_GO_AT_ONCE)):
+                    self._drop(values.popitem()[1])
+                if not values:
+                    self._swept.pop()
             self.room.change()
             yield
