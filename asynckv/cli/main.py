@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Final, NoReturn
 
 from asynckv import __version__
-from asynckv.cli.process import end_at_next
+from asynckv.cli.process import end_process_on
 from asynckv.errors import ConfigError
 
 __all__ = ("main",)
@@ -48,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     _open_closed_streams()
     if is_server and signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
         # Without a traceback of an import, which take seconds until it hears of it.
-        end_at_next(signal.SIGINT)
+        end_process_on(signal.SIGINT)
     try:
         from cyclopts import App, CycloptsError
 

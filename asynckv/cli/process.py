@@ -22,7 +22,7 @@ __all__ = (
     "INTERRUPTED",
     "LoopName",
     "describe_host",
-    "end_at_next",
+    "end_process_on",
     "processor",
     "run",
     "stop_signal",
@@ -69,7 +69,7 @@ INTERRUPTED = 130
 _POLITE_ENDS = (signal.SIGTERM, signal.SIGHUP)
 
 
-def end_at_next(*numbers: signal.Signals) -> None:
+def end_process_on(*numbers: signal.Signals) -> None:
     """Let each of these signals end the process at once.
 
     The kernel does that, but not of the first process of a container.
@@ -120,7 +120,7 @@ def stop_signal() -> Iterator[asyncio.Future[str]]:
     for number in numbers:
         loop.add_signal_handler(number, stop, number)
         # In the place of the loop's, which does nothing: that one only wakes it.
-        signal.signal(number, lambda *_: end_at_next(*numbers))
+        signal.signal(number, lambda *_: end_process_on(*numbers))
     try:
         yield stopped
     finally:
