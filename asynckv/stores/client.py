@@ -35,7 +35,7 @@ __all__ = ("Quarantine", "TierClient", "Written")
 
 logger = logging.getLogger(__name__)
 
-_KEYS_AT_ONCE: Final = 512
+_KEYS_AT_ONCE: Final = 1024
 _QUESTIONS_AT_ONCE: Final = 4
 _CHANGES_AT_ONCE: Final = 16
 _BYTES_AT_ONCE: Final = 32 * 2**20
@@ -104,6 +104,7 @@ class TierClient(Generic[W]):
         self._calls = OwnTasks()
         self._changed = Watchers()
         self._asking = asyncio.Semaphore(_QUESTIONS_AT_ONCE)
+        self._questions: list[tuple[Sequence[str], asyncio.Future[set[str]]]] = []
         self._late: dict[TierCall, asyncio.Future[None]] = {}
         self._watch: asyncio.TimerHandle | None = None
         self._dropping: asyncio.Handle | None = None
@@ -154,26 +155,41 @@ class TierClient(Generic[W]):
         del self._absent[key]
         return False
 
-    async def contains(self, keys: Sequence[str]) -> list[bool]:
-        """Say of each whether it is there, as new as it should be, as far as known."""
+    def contains(self, keys: Sequence[str]) -> asyncio.Future[set[str]]:
+        """Say which are there, as new as they should be, as far as is known.
+
+        What is asked in one turn of the loop is put to the tier together.
+        """
         asked = [key for key in keys if self.behind.may_be_new(key)]
         if self._is_refusing:
             self.refused += len(asked)
             asked = []
-        asked = [key for key in asked if not self._is_absent(key)]
-        has: set[str] = set()
+        elif self._absent:
+            asked = [key for key in asked if not self._is_absent(key)]
+        there: asyncio.Future[set[str]] = self._loop.create_future()
+        self._questions.append((asked, there))
+        if len(self._questions) == 1:
+            self._calls.start(self._ask, f"questions to {self.name}")
+        return there
+
+    async def _ask(self) -> None:
+        questions, self._questions = self._questions, []
+        asked = [key for keys, _ in questions for key in keys]
+        there: set[str] = set()
         # More of them would be taken for calls that are late.
         for start in range(0, len(asked), _KEYS_AT_ONCE):
             async with self._asking:
                 if self._loads.is_open or self._is_closed:
                     break
                 some = asked[start : start + _KEYS_AT_ONCE]
-                ask = partial(self.tier.contains, some)
-                results = await self._call(self._loads, ask)
+                contains = partial(self.tier.contains, some)
+                results = await self._call(self._loads, contains)
             for key, one in zip(some, results or (), strict=False):
                 if one is TierResult.DONE:
-                    has.add(key)
-        return [key in has for key in keys]
+                    there.add(key)
+        for keys, asking in questions:
+            if not asking.done():
+                asking.set_result(there.intersection(keys))
 
     async def fetch(
         self, wanted: Sequence[WantedValue], ended: Callable[[], None]

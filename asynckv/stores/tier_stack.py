@@ -310,11 +310,11 @@ class TierStack(LowerTiers):
     async def where(self, keys: Sequence[str], owner: Owner) -> list[list[str]]:
         tier_keys = await self._keys_of(keys, owner)
         # All at once.
-        has = await asyncio.gather(*(one.contains(tier_keys) for one in self.clients))
+        there = await asyncio.gather(*(one.contains(tier_keys) for one in self.clients))
         where: list[list[str]] = [[] for _ in keys]
-        for client, flags in zip(self.clients, has, strict=True):
-            for tiers, flag in zip(where, flags, strict=True):
-                if flag:
+        for client, has in zip(self.clients, there, strict=True):
+            for tiers, key in zip(where, tier_keys, strict=True):
+                if key in has:
                     tiers.append(client.name)
         return where
 

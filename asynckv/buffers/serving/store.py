@@ -422,11 +422,12 @@ _NOWHERE: Final = 255
 
 def _nearest(nearest: Sequence[str | None]) -> Result:
     """Say where each of several keys is."""
-    flags = tuple(tier is not None for tier in nearest)
-    tiers = tuple(dict.fromkeys(tier for tier in nearest if tier is not None))
-    number_of: dict[str | None, int] = {}
-    number_of.update((tier, number) for number, tier in enumerate(tiers))
-    numbers = bytes(number_of.get(tier, _NOWHERE) for tier in nearest)
+    tiers = tuple(tier for tier in dict.fromkeys(nearest) if tier is not None)
+    number_of: dict[str | None, int] = {
+        tier: number for number, tier in enumerate(tiers)
+    }
+    numbers = bytes([number_of.get(tier, _NOWHERE) for tier in nearest])
+    flags = tuple([number != _NOWHERE for number in numbers])
     return Result(sum(flags), flags, tiers=tiers, nearest=numbers)
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import re
 import socket
 import ssl
 import struct
@@ -31,6 +32,7 @@ _LINE_NBYTES: Final = 64
 _MOST_NBYTES: Final = 2**20
 _MOST_PIECES: Final = 64
 _MAX_REPLY_NBYTES: Final = 2**20
+_NUMBERS: Final = re.compile(rb"(?::\d{1,18}\r\n)+")
 
 
 class ServerError(Exception):
@@ -123,6 +125,21 @@ class Lane:
         self.read_into([memoryview(data)])
         self.end_payload()
         return bytes(data)
+
+    def read_replies(self, count: int) -> list[Reply]:
+        """Read so many answers, which are no payload, of all that were asked for."""
+        replies: list[Reply] = []
+        while len(replies) < count:
+            # Where there are thousands they are numbers.
+            some = _NUMBERS.match(self._buffer, self._start, self._stop)
+            if some is None:
+                replies.append(self.read_reply())
+                continue
+            self._start = some.end()
+            replies += map(int, some.group()[1:-2].split(b"\r\n:"))
+        if len(replies) > count:
+            raise NotRedis(f"{len(replies)} answers to {count} commands")
+        return replies
 
     def begin_payload(self) -> int:
         """Read how long the payload is that comes now; -1: there is no value.

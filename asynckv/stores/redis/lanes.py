@@ -128,7 +128,7 @@ class Lanes:
         self, address: Address, commands: Sequence[bytes], sent: Lane
     ) -> _Answers:
         def read(lane: Lane) -> Sequence[Reply]:
-            answers = [lane.read_reply() for _ in commands]
+            answers = lane.read_replies(len(commands))
             for one in answers:
                 if isinstance(one, ServerError) and one.code in _NOT_OURS:
                     raise one

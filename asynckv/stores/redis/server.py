@@ -10,7 +10,7 @@ import contextlib
 import dataclasses
 import socket
 import ssl
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Final, Protocol, TypeAlias
 
 from asynckv.errors import ConfigError
@@ -104,6 +104,20 @@ class RedisServer:
             raise OSError("nobody has this part of the cluster now")
         return address
 
+    def group(self, keys: Sequence[bytes]) -> dict[Address, Sequence[int]]:
+        """Return who has which of ``keys``, by their places; some have nobody now.
+
+        :raises OSError: it has not been looked at yet
+        """
+        client = self._read_client
+        if not self._place.is_cluster:
+            return {client.address: range(len(keys))}
+        groups: dict[Address, list[int]] = {}
+        for place, key in enumerate(keys):
+            with contextlib.suppress(OSError):
+                groups.setdefault(self.address_of(key), []).append(place)
+        return {**groups}
+
     def addresses(self) -> list[Address]:
         """Return all who have keys.
 
@@ -163,7 +177,7 @@ class RedisServer:
         if client.name:
             commands.append(command(b"CLIENT", b"SETNAME", client.name.encode()))
         lane.send(commands)
-        for answer in [lane.read_reply() for _ in commands]:
+        for answer in lane.read_replies(len(commands)):
             if isinstance(answer, ServerError):
                 raise answer
 

@@ -290,23 +290,19 @@ class RedisTier(LoopBound, StoreTier):
         # By hand, as there may be thousands of them.
         begin = command(name, b"", *after).partition(b"$0\r\n")[0]
         end = b"\r\n" + b"".join(command(one).partition(b"\r\n")[2] for one in after)
-        commands: dict[Address, list[bytes]] = {}
-        found: list[Reply | Exception] = [None] * len(keys)
-        groups: dict[Address, list[int]] = {}
-        for at, text in enumerate(keys):
-            key = text.encode()
-            try:
-                address = self._server.address_of(key)
-            except OSError as exc:
-                found[at] = exc
-                continue
-            groups.setdefault(address, []).append(at)
-            asked = b"%b$%d\r\n%b%b" % (begin, len(key), key, end)
-            commands.setdefault(address, []).append(asked)
-        answers = self._lanes.ask(commands)
-        for address, places in groups.items():
-            told = answers[address]
-            for number, at in enumerate(places):
+        encoded = [key.encode() for key in keys]
+        groups = self._server.group(encoded)
+        commands = {
+            address: [
+                b"%b$%d\r\n%b%b" % (begin, len(key), key, end)
+                for key in map(encoded.__getitem__, places)
+            ]
+            for address, places in groups.items()
+        }
+        nobody = OSError("nobody has this part of the cluster now")
+        found: list[Reply | Exception] = [nobody] * len(keys)
+        for address, told in self._lanes.ask(commands).items():
+            for number, at in enumerate(groups[address]):
                 found[at] = told if isinstance(told, Exception) else told[number]
         return found
 
@@ -541,13 +537,13 @@ def _delete_some(begin: bytes, cursor: bytes, lane: Lane) -> bytes:
     if lane.begin_array() != 2:
         raise NotRedis("an answer that is none of a scan")
     following = lane.read_reply()
-    keys = [lane.read_reply() for _ in range(lane.begin_array())]
+    keys = lane.read_replies(lane.begin_array())
     if not isinstance(following, bytes):
         raise NotRedis("a scan without a cursor")
     ours = [key for key in keys if isinstance(key, bytes) and key.startswith(begin)]
     # One by one, as those of a cluster have to be.
     lane.send([command(b"UNLINK", key) for key in ours])
-    for answer in [lane.read_reply() for _ in ours]:
+    for answer in lane.read_replies(len(ours)):
         if isinstance(answer, ServerError):
             raise answer
     return following
