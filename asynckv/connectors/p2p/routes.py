@@ -1,4 +1,4 @@
-"""Which buffer holds a prompt's entries: all that ``push`` and ``pull`` differ in.
+"""Which buffer holds a prompt's entries: in this ``push`` and ``pull`` differ.
 
 With what a worker tells its peers of entries that are not needed, or will not come.
 """
