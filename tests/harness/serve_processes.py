@@ -85,12 +85,13 @@ async def serving(
     environ: Mapping[str, str] | None = None,
     path: Path | None = None,
     redirect: str = "",
+    runner: str = "",
 ) -> AsyncIterator[ServeProcess]:
     """Run ``asynckv serve`` at a free port; leaving kills it, if it still runs.
 
     It is one of ``forks``; without them it is started as people start it, by a shell
-    that does ``redirect``. Modules are looked for in ``path``, too. Of this process's
-    variables it gets none of asynckv.
+    that does ``redirect``, and by ``runner`` if that is given. Modules are looked for
+    in ``path``, too. Of this process's variables it gets none of asynckv.
     """
     given, pipe = _environ(environ or {}, path), subprocess.PIPE
     if forks is not None:
@@ -98,7 +99,7 @@ async def serving(
         async with forked as fork:
             yield ServeProcess(fork)
         return
-    command = ("sh", "-c", f'exec "$0" "$@" {redirect}', sys.executable)
+    command = ("sh", "-c", f'exec {runner} "$0" "$@" {redirect}', sys.executable)
     arguments = ("-m", "asynckv", "serve", *options)
     process = await asyncio.create_subprocess_exec(
         *(*command, *arguments),

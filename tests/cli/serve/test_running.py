@@ -7,7 +7,9 @@ import contextlib
 import logging
 import os
 import re
+import shutil
 import signal
+import subprocess
 import threading
 import time
 from collections.abc import Iterator
@@ -211,6 +213,32 @@ async def test_a_second_signal_ends_it_at_once(
             await served.until_logged("draining")  # for 30 s: nobody takes the entry
             served.signal(signal.SIGTERM)
             assert await served.ended() == -signal.SIGTERM
+
+
+@pytest.fixture
+def container() -> str:
+    """Return a command that makes a process the first one of its namespace."""
+    command = "unshare --user --map-root-user --pid --fork --kill-child"
+    if shutil.which("unshare") is None or subprocess.call([*command.split(), "true"]):
+        pytest.skip("no process may have a namespace of its own here")
+    return command
+
+
+async def test_a_second_signal_ends_the_first_process_of_a_container(
+    container: str,
+) -> None:
+    async with serving("--lookup", "8MiB", runner=container) as served:
+        async with asynckv.connect(await served.until_serving()) as peer:
+            await peer.lookup.insert([1], None, None, None, None)
+            first = _child_of(served.process.pid)
+            os.kill(first, signal.SIGTERM)
+            await served.until_logged("draining")
+            os.kill(first, signal.SIGTERM)
+            assert await served.ended() == 128 + signal.SIGTERM
+
+
+def _child_of(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/task/{pid}/children").read_text())
 
 
 SLOW_TO_IMPORT = """
