@@ -39,6 +39,7 @@ from harness.fuzzing.mutations import change_items, join
 
 __all__ = (
     "END_S",
+    "MEETING_S",
     "PEER",
     "SIDES",
     "Side",
@@ -61,6 +62,7 @@ _AGREEMENT: Final = Agreement(
 _TICKS: Final = 4
 END_S: Final = 5.0
 """What has not ended so long after its link hangs."""
+MEETING_S: Final = 3 * END_S
 
 
 def _make(rng: random.Random, corpus: Corpus) -> bytes:
@@ -89,7 +91,7 @@ def _check(data: bytes) -> None:
 
 async def _meet_in_time(data: bytes, faults: _Faults) -> None:
     meeting = asyncio.create_task(_meet(data, faults))
-    _, hanging = await asyncio.wait({meeting}, timeout=3 * END_S)
+    _, hanging = await asyncio.wait({meeting}, timeout=MEETING_S)
     where = [_where(task) for task in asyncio.all_tasks() if hanging]
     meeting.cancel()
     await asyncio.wait({meeting}, timeout=END_S)

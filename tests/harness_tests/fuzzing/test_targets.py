@@ -263,6 +263,16 @@ async def never_closed(link: Link) -> AsyncIterator[tuple[()]]:
     await asyncio.get_running_loop().create_future()
 
 
+def keeps_requests_waiting(patch: Patch) -> None:
+    patch.setattr(peer_target, "END_S", 0.05)
+    patch.setattr(select, "fail_by", lambda *_: None)
+
+
+def keeps_a_side_open(patch: Patch) -> None:
+    patch.setattr(peer_target, "MEETING_S", 0.05)
+    patch.setattr(peer_target, "SIDES", [Side("stuck", True, never_closed)])
+
+
 SIDES_THAT_FAIL: dict[str, tuple[Break, bytes, str]] = {
     "a fault of ours": (
         lambda patch: patch.setattr(LookupService, "open", raises(IndexError("out"))),
@@ -270,14 +280,12 @@ SIDES_THAT_FAIL: dict[str, tuple[Break, bytes, str]] = {
         r"a fault of ours: .*IndexError.*careless",
     ),
     "a request that waits for ever": (
-        lambda patch: patch.setattr(select, "fail_by", lambda *_: None),
+        keeps_requests_waiting,
         said_to("asking", (1, Result(1))),
         "hangs on a link that is over",
     ),
     "a side that cannot be closed": (
-        lambda patch: patch.setattr(
-            peer_target, "SIDES", [Side("stuck", True, never_closed)]
-        ),
+        keeps_a_side_open,
         b"",
         "something does not end: .*_meet",
     ),
@@ -295,7 +303,6 @@ SIDES_THAT_FAIL: dict[str, tuple[Break, bytes, str]] = {
 def test_a_side_that_breaks_a_promise_is_found(
     break_it: Break, data: bytes, match: str, monkeypatch: Patch
 ) -> None:
-    monkeypatch.setattr(peer_target, "END_S", 0.05)
     break_it(monkeypatch)
     with pytest.raises(Finding, match=match):
         peer_target.PEER.check(data)
