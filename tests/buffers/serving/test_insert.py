@@ -236,7 +236,6 @@ async def test_a_writer_whose_tensor_is_copied_to_a_gpu_has_not_failed(
         fall_silent(listener)
 
     monkeypatch.setattr(Silence, "_fall_silent", look)
-    monkeypatch.setattr(service, "SILENCE_S", 0.02)
     with fake_device() as gpu:
         async with LookupBuffer("8MiB", device=gpu.device, drain_s=0) as there:
             async with linked_to(there) as (link, _):
@@ -245,8 +244,9 @@ async def test_a_writer_whose_tensor_is_copied_to_a_gpu_has_not_failed(
                 transfer, source = await raw.push(), memoryview(bytes(MIB))
                 with held_copies(gpu.process) as gate:
                     link.payload.send(transfer, 0, source, lambda *_: None)
+                    monkeypatch.setattr(service, "SILENCE_S", 0.02)
                     raw.stream.send(Sent(transfer, 0, digest_of(source)))
-                    raw.stream.send(Commit())
+                    raw.stream.send(Commit())  # heard: from now on it is short
                     await until(lambda: len(looks) > 2)
                     gate.open()
                     assert await raw.last() == Accepted()
