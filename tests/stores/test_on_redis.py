@@ -142,13 +142,12 @@ async def test_a_frozen_server_costs_its_deadline_once_and_is_used_when_it_is_ba
         found = await asyncio.gather(*(store.get(f"k{k}") for k in range(8)))
         assert found == [None] * 8
         assert time.monotonic() - began < 2
-        began = time.monotonic()
+        late = store.statistics().tiers["RedisTier"].late
         for _ in range(100):
             assert await store.get("k0") is None
-        assert time.monotonic() - began < 0.3  # one deadline, for all of them
         tier = store.statistics().tiers["RedisTier"]
         assert not tier.is_loading
-        assert tier.late >= 1
+        assert tier.late == late >= 1  # nothing more was waited for
         await store.put("new", noise(MIB, 50))
         async with asyncio.timeout(2):
             await store.flush()

@@ -291,7 +291,8 @@ FOUR_RANKS = msgspec.to_builtins(toy_shape(MODEL, tp_size=4))
 async def test_what_cannot_be_loaded_is_computed_and_it_is_said_why(
     params: dict[str, object], words: str, dialled: int
 ) -> None:
-    async with pair_of(load_timeout_s=0.05) as pair:
+    load_timeout_s = 0.05 if words == "TimeoutError" else 30.0
+    async with pair_of(load_timeout_s=load_timeout_s) as pair:
         await decoded(pair, prompt(), {**LOAD, **params})
         assert words in pair[1].failures["d"]
         assert len(worker_of(pair[1]).routes.peers._lines) == dialled
@@ -386,7 +387,9 @@ async def test_one_rank_that_is_full_keeps_its_engine_from_promising_for_now(
         raise OSError("for another reason")
 
     monkeypatch.setattr("asynckv.connectors.p2p.scheduler._FULL_S", 600.0)
-    async with pair_of(toy_shape(MODEL, tp_size=2), save_timeout_s=0.01) as pair:
+    save_timeout_s = 0.01 if is_full else 30.0
+    shape = toy_shape(MODEL, tp_size=2)
+    async with pair_of(shape, save_timeout_s=save_timeout_s) as pair:
         ranks = [worker_of(pair[0], rank) for rank in range(2)]
         with monkeypatch.context() as patch:
             if is_full:
