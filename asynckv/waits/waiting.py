@@ -10,6 +10,7 @@ repeated, or a cancelled anyio scope, which cancels every ``await`` below it.
 from __future__ import annotations
 
 import asyncio
+import collections
 import contextlib
 import gc
 import math
@@ -49,6 +50,9 @@ __all__ = (
 T = TypeVar("T")
 H = TypeVar("H", bound=Hashable)
 
+_AT_A_TIME: Final = 64
+"""So many of those who wait for a change look in one turn of the loop."""
+
 
 class FairQueue(Generic[H]):
     """``give(ticket)`` says whether the first one is through with waiting.
@@ -64,9 +68,10 @@ class FairQueue(Generic[H]):
     ) -> None:
         self._give = give
         self._passes = passes
-        self._tickets: dict[H, float] = {}
+        # Of a dict the first is dear to find once many before it have left.
+        self._tickets: collections.OrderedDict[H, float] = collections.OrderedDict()
         self._condition = asyncio.Condition()
-        self._waiting = 0
+        self._waiting = self._to_notify = 0
         self._loop: asyncio.AbstractEventLoop | None = None
         self._notifying: asyncio.Task[None] | None = None
 
@@ -113,6 +118,7 @@ class FairQueue(Generic[H]):
         if self._tickets:
             self.advance()
         # A Condition is notified under its lock, which a plain function cannot take.
+        self._to_notify = self._waiting
         loop = self._loop if self._waiting else None
         if loop is None or loop.is_closed():
             return
@@ -156,8 +162,11 @@ class FairQueue(Generic[H]):
         return None
 
     async def _notify(self) -> None:
-        async with self._condition:
-            self._condition.notify_all()
+        while self._to_notify > 0:
+            self._to_notify -= _AT_A_TIME
+            async with self._condition:
+                self._condition.notify(_AT_A_TIME)
+            await asyncio.sleep(0)  # others have their turn
 
 
 class _Claim:

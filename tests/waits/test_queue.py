@@ -75,6 +75,30 @@ async def test_how_long_the_first_waits_is_told() -> None:
     assert counter.line.quit("a") and not counter.line.quit("a")
 
 
+async def test_of_thousands_who_wait_only_some_look_in_one_turn_of_the_loop() -> None:
+    counter, looks, in_turns = Counter(), [0], list[int]()
+
+    def look(number: int) -> bool:
+        looks[0] += 1
+        return str(number) not in counter.line
+
+    async def wait(number: int) -> None:
+        counter.line.join(str(number))
+        await counter.line.until(lambda: look(number))
+
+    waiting = [asyncio.create_task(wait(number)) for number in range(2000)]
+    await until_blocked(*waiting)
+    counter.add()
+    while not waiting[0].done() or looks[0]:
+        looks[0] = 0
+        await asyncio.sleep(0)
+        in_turns.append(looks[0])
+    assert sum(in_turns) >= 2000 and max(in_turns) <= 128
+    counter.add(1000)
+    counter.add(999)  # also while they look
+    await asyncio.gather(*waiting)
+
+
 async def test_what_is_true_already_is_not_waited_for() -> None:
     coroutine = Counter().line.until(lambda: True)
     try:
