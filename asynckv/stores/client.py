@@ -59,6 +59,7 @@ class Written(Protocol):
 
 
 W = TypeVar("W", bound=Written)
+T = TypeVar("T")
 
 
 class Quarantine:
@@ -67,6 +68,14 @@ class Quarantine:
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes = max_bytes
         self.nbytes = 0
+        self.changed: list[Callable[[], None]] = []
+        """What is called when there is more of it, or less."""
+
+    def lend(self, nbytes: int) -> None:
+        """So much more is lent; less than 0: it was given back. Never waits."""
+        self.nbytes += nbytes
+        for changed in self.changed:
+            changed()
 
     @property
     def is_full(self) -> bool:
@@ -94,6 +103,7 @@ class TierClient(Generic[W]):
         self.hits = self.misses = self.failed = self.refused = self.corrupt = 0
         self._fetch_times, self._store_times = LatencyHistogram(), LatencyHistogram()
         self._quarantine = quarantine
+        quarantine.changed.append(self._lent)
         self._release = release
         self.behind: WriteBehind[W] = WriteBehind(write_bytes, release)
         """What the tier is still to be told, and what of it is void."""
@@ -182,7 +192,7 @@ class TierClient(Generic[W]):
                 if self._loads.is_open or self._is_closed:
                     break
                 some = asked[start : start + _KEYS_AT_ONCE]
-                contains = partial(self.tier.contains, some)
+                contains = partial(_results, self.tier.contains, some)
                 results = await self._call(self._loads, contains)
             for key, one in zip(some, results or (), strict=False):
                 if one is TierResult.DONE:
@@ -200,7 +210,7 @@ class TierClient(Generic[W]):
         returns, or later.
         """
         began_s = time.perf_counter()
-        fetch = partial(self.tier.fetch, wanted)
+        fetch = partial(_results, self.tier.fetch, wanted)
         results = await self._call(self._loads, fetch, wanted, lambda results: ended())
         self._fetch_times.observe(time.perf_counter() - began_s)
         if results is None:
@@ -287,7 +297,11 @@ class TierClient(Generic[W]):
 
     @property
     def _can_store(self) -> bool:
-        return not self._stores.is_open and not self._is_closed
+        return not (self._drops_writes or self._is_closed)
+
+    @property
+    def _drops_writes(self) -> bool:
+        return self._stores.is_open or self._quarantine.is_full
 
     def statistics(self) -> TierStatistics:
         """Return counters and gauges. Never waits."""
@@ -405,12 +419,12 @@ class TierClient(Generic[W]):
         if not call.is_late:
             health.leave(call)
         lent = sum(item.lent_nbytes for item in call.items)
-        self._quarantine.nbytes += lent
+        self._quarantine.lend(lent)
+        task.add_done_callback(lambda task: self._quarantine.lend(-lent))
 
-        def give_back(task: asyncio.Task[None]) -> None:
-            self._quarantine.nbytes -= lent
-
-        task.add_done_callback(give_back)
+    def _lent(self) -> None:
+        self._drop_if_away()
+        self._changed.wake()
 
     def _look_soon(self) -> None:
         if self._watch is None and (self._loads.calls or self._stores.calls):
@@ -433,19 +447,19 @@ class TierClient(Generic[W]):
         self._changed.wake()
 
     def _drop_if_away(self) -> None:
-        """What waits for a tier that does not answer keeps memory from others."""
+        """What waits for a tier that is not written to keeps memory from others."""
         if self._dropping is None:
             self._drop_some()
 
     def _drop_some(self) -> None:
         self._dropping = None
-        if self._stores.is_open and self.behind.drop_writes():
+        if self._drops_writes and self.behind.drop_writes():
             self._dropping = self._loop.call_soon(self._drop_some)
 
     async def _write_forever(self) -> None:
         while True:
-            can_write = not self._stores.is_open and not self._quarantine.is_full
-            changes = can_write and self.behind.take(_CHANGES_AT_ONCE, _BYTES_AT_ONCE)
+            most = _CHANGES_AT_ONCE, _BYTES_AT_ONCE
+            changes = self._can_store and self.behind.take(*most)
             if not changes:
                 await self._changed.next_change(self._loop)
                 continue
@@ -465,7 +479,8 @@ class TierClient(Generic[W]):
                     self._try_later("", _RETRY_S)
 
         if changes[0].is_delete:
-            delete = partial(self.tier.delete, [change.key for change in changes])
+            keys = [change.key for change in changes]
+            delete = partial(_results, self.tier.delete, keys)
             await self._call(self._stores, delete, ended=ended)
         else:
             values = [
@@ -474,7 +489,7 @@ class TierClient(Generic[W]):
                 if change.value is not None
             ]
             began_s = time.perf_counter()
-            store = partial(self.tier.store, values)
+            store = partial(_results, self.tier.store, values)
             await self._call(self._stores, store, values, ended)
             self._store_times.observe(time.perf_counter() - began_s)
         for change in changes:
@@ -572,3 +587,13 @@ class TierClient(Generic[W]):
         self._absent[key] = self._loop.time() + _ABSENT_S
         if len(self._absent) > _ABSENT_KEYS:
             self._absent.popitem(last=False)
+
+
+async def _results(
+    call: Callable[[Sequence[T]], Awaitable[Sequence[TierResult]]], items: Sequence[T]
+) -> Sequence[TierResult]:
+    """Make a call of a tier. If it has not one result an item, it has failed."""
+    results = list(await call(items))
+    if len(results) != len(items):
+        raise ValueError(f"{len(results)} results of {len(items)} items")
+    return results

@@ -11,7 +11,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from asynckv.abc import KVStoreBuffer, PrefixMatch, TierFacts, TierResult, WantedValue
+from asynckv.abc import (
+    KVStoreBuffer,
+    PrefixMatch,
+    TierFacts,
+    TierResult,
+    TierValue,
+    WantedValue,
+)
 from asynckv.buffers.store import StoreBuffer
 from asynckv.errors import BufferClosed, ConfigError
 from asynckv.stores.tier_stack import FlushResult
@@ -263,6 +270,36 @@ async def test_a_tier_that_fails_is_a_tier_that_has_nothing(
         assert await store.get("a") is None
 
 
+@pytest.mark.parametrize("call", ["contains", "fetch", "store", "delete"])
+async def test_a_tier_that_says_nothing_of_use_is_a_tier_that_has_nothing(
+    call: str, tier: DictTier
+) -> None:
+    async def answer(items: Sequence[object]) -> object:
+        return 5
+
+    async with opened(tier) as store:
+        await store.put("a", noise(64, 1))
+        await evict(store)
+        setattr(tier, call, answer)
+        await store.put("b", noise(64, 2))
+        assert await store.contains(["a", "b"]) == (call != "contains", True)
+        assert (await store.get("a") is None) is (call == "fetch")
+        await store.delete("a")
+        await store.flush()
+        told = store.statistics()
+        assert (told.used_bytes, told.tiers["DictTier"].waiting) == (64, 0)
+
+
+async def test_of_a_tier_that_does_not_tell_of_each_value_nothing_is_believed() -> None:
+    class OneTooMany(DictTier):
+        async def store(self, values: Sequence[TierValue]) -> Sequence[TierResult]:
+            return [*await super().store(values), TierResult.DONE]
+
+    async with opened(OneTooMany()) as store:
+        await store.put("a", noise(64, 1))
+        assert (await store.flush())["OneTooMany"].failed == 1
+
+
 async def test_a_tier_that_is_silent_is_asked_once_and_then_no_more(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -292,6 +329,24 @@ async def test_memory_that_a_late_call_may_write_to_stays_charged() -> None:
         assert store.statistics().used_bytes >= 300_000
         tier.let_go("fetch")
         await until(lambda: store.statistics().used_bytes == 0)
+
+
+async def test_memory_that_late_calls_keep_keeps_nobody_waiting_for_a_flush(
+    tier: DictTier,
+) -> None:
+    slow = DictTier(facts=TierFacts(patience_s=0.05))
+    async with opened(slow, tier) as store:
+        await store.put("a", noise(300_000, 1))
+        await evict(store)
+        slow.hold("fetch")
+        assert await store.get("a") is None
+        await store.put("b", noise(64, 1))
+        await store.delete("c")
+        deletes = tier.calls["delete"]
+        dropped = store.statistics().tiers["DictTier'"].dropped
+        assert (await store.flush())["DictTier'"].dropped == dropped == 1
+        slow.let_go("fetch")
+        await until(lambda: tier.calls["delete"] > deletes)
 
 
 async def test_a_tier_that_was_away_is_asked_again_when_a_probe_finds_it() -> None:
