@@ -110,6 +110,8 @@ class TierClient(Generic[W]):
         self._loads = TierHealth(self.facts.patience_s)
         self._stores = TierHealth(self.facts.patience_s)
         self._absent: OrderedDict[str, float] = OrderedDict()
+        """Until when keys are not asked for. A time below 0 is that of one question."""
+        self._question_s = 0.0
         self._tasks = OwnTasks()
         self._calls = OwnTasks()
         self._changed = Watchers()
@@ -209,7 +211,7 @@ class TierClient(Generic[W]):
         ``ended`` is called when nothing writes to their memory any more: before this
         returns, or later.
         """
-        began_s = time.perf_counter()
+        began_s, question_s = time.perf_counter(), self._begin_question(wanted)
         fetch = partial(_results, self.tier.fetch, wanted)
         results = await self._call(self._loads, fetch, wanted, lambda results: ended())
         self._fetch_times.observe(time.perf_counter() - began_s)
@@ -218,10 +220,22 @@ class TierClient(Generic[W]):
         for one, result in zip(wanted, results, strict=True):
             self.hits += result is TierResult.DONE
             self.failed += result is TierResult.FAILED
-            if result is TierResult.MISSING:
-                self.misses += 1
-                self._note_absent(one.key)
+            self.misses += result is TierResult.MISSING
+            # What was changed meanwhile may be there now.
+            if self._absent.get(one.key) == question_s:
+                del self._absent[one.key]
+                if result is TierResult.MISSING:
+                    self._absent[one.key] = self._loop.time() + _ABSENT_S
         return results
+
+    def _begin_question(self, wanted: Sequence[WantedValue]) -> float:
+        self._question_s -= 1
+        if not self.facts.is_local:
+            for one in wanted:
+                self._absent[one.key] = self._question_s
+                if len(self._absent) > _ABSENT_KEYS:
+                    self._absent.popitem(last=False)
+        return self._question_s
 
     def touch(self, keys: Sequence[str]) -> None:
         """They are in use. Never waits."""
@@ -580,13 +594,6 @@ class TierClient(Generic[W]):
         self.behind.deletes_old = facts.is_local
         for health in (self._loads, self._stores):
             health.patience_s = facts.patience_s
-
-    def _note_absent(self, key: str) -> None:
-        if self.facts.is_local:
-            return
-        self._absent[key] = self._loop.time() + _ABSENT_S
-        if len(self._absent) > _ABSENT_KEYS:
-            self._absent.popitem(last=False)
 
 
 async def _results(

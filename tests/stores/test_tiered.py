@@ -149,6 +149,19 @@ async def test_a_put_makes_void_what_is_on_its_way_from_a_tier(tier: DictTier) -
         assert torch.equal(value, noise(64, 2))
 
 
+async def test_a_put_makes_void_that_a_tier_has_nothing(tier: DictTier) -> None:
+    async with opened(tier) as store:
+        tier.hold("fetch")
+        getting = asyncio.ensure_future(store.get("a"))
+        await until(lambda: tier.calls["fetch"] == 1)
+        await store.put("a", noise(64, 1))
+        assert await getting is not None
+        tier.let_go("fetch")
+        await until(lambda: store.statistics().tiers["DictTier"].misses == 1)
+        await evict(store)
+        assert await store.get("a") is not None
+
+
 async def test_a_delete_makes_void_what_is_on_its_way_from_a_tier(
     tier: DictTier,
 ) -> None:
