@@ -472,16 +472,17 @@ class TierClient(Generic[W]):
 
     async def _write_forever(self) -> None:
         while True:
-            most = _CHANGES_AT_ONCE, _BYTES_AT_ONCE
-            changes = self._can_store and self.behind.take(*most)
-            if not changes:
-                await self._changed.next_change(self._loop)
-                continue
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_AFTER_LOADS_S):
                     while self._loads.calls:
                         await self._changed.next_change(self._loop)
-            await self._tell(changes)
+            most = _CHANGES_AT_ONCE, _BYTES_AT_ONCE
+            # Not before that: what is taken has to be told, or stays taken.
+            changes = self._can_store and self.behind.take(*most)
+            if changes:
+                await self._tell(changes)
+            else:
+                await self._changed.next_change(self._loop)
 
     async def _tell(self, changes: Sequence[TierChange[W]]) -> None:
         def ended(results: Sequence[TierResult] | None) -> None:

@@ -741,6 +741,22 @@ async def test_an_abort_closes_the_tiers(tier: DictTier) -> None:
         assert tier.is_closed
 
 
+async def test_what_was_to_be_written_after_loads_is_let_go_of_by_an_abort(
+    tier: DictTier,
+) -> None:
+    async with opened(tier) as store:
+        tier.hold("fetch")
+        getting = asyncio.ensure_future(store.get("a"))
+        await until(lambda: tier.calls["fetch"] == 1)
+        await store.put("b", noise(64, 1))
+        await asyncio.sleep(0)
+        store.abort()
+        tier.let_go("fetch")
+        with contextlib.suppress(BufferClosed):
+            await getting
+        await until(lambda: store.statistics().used_bytes == 0)
+
+
 async def test_a_call_that_is_late_before_it_found_anything_is_lent_nothing() -> None:
     class SlowToFind(DictTier):
         async def fetch(self, wanted: Sequence[WantedValue]) -> Sequence[TierResult]:
