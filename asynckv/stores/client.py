@@ -39,7 +39,8 @@ _KEYS_AT_ONCE: Final = 1024
 _QUESTIONS_AT_ONCE: Final = 4
 _CHANGES_AT_ONCE: Final = 16
 _BYTES_AT_ONCE: Final = 32 * 2**20
-_PROBE_S: Final = 5.0
+_OPEN_S, _PROBE_S = 30.0, 5.0
+"""So long an answer to a probe is waited for."""
 _ABSENT_S: Final = 0.5
 _ABSENT_KEYS: Final = 65_536
 _AFTER_LOADS_S: Final = 0.1
@@ -117,6 +118,8 @@ class TierClient(Generic[W]):
         self._changed = Watchers()
         self._asking = asyncio.Semaphore(_QUESTIONS_AT_ONCE)
         self._questions: list[tuple[Sequence[str], asyncio.Future[set[str]]]] = []
+        self._probing: asyncio.Task[None] | None = None
+        self._told: TierFacts | Exception = self.facts
         self._late: dict[TierCall, asyncio.Future[None]] = {}
         self._watch: asyncio.TimerHandle | None = None
         self._dropping: asyncio.Handle | None = None
@@ -134,7 +137,7 @@ class TierClient(Generic[W]):
         """
         self._loop = asyncio.get_running_loop()
         try:
-            facts = await self.tier.probe()
+            facts = await self._ask_facts(_OPEN_S)
         except ConfigError:
             raise
         except Exception as exc:  # noqa: BLE001 - whatever an engine does is a miss
@@ -568,27 +571,39 @@ class TierClient(Generic[W]):
                 await self._probe()
 
     async def _probe(self) -> None:
-        """See if it is there again. One probe at a time, however long that takes."""
-        found: list[TierFacts] = []
-
-        async def run() -> None:
-            with contextlib.suppress(Exception):
-                found.append(await self.tier.probe())
-
-        probe = self._calls.start(run, f"probe of {self.name}")
-        await asyncio.wait({probe}, timeout=_PROBE_S)
-        is_there = bool(found)
+        """See if it is there again."""
+        facts = None
+        with contextlib.suppress(Exception):
+            facts = await self._ask_facts(_PROBE_S)
         for health in (self._loads, self._stores):
             if health.probe_due_s(self._loop.time()) == 0:
-                health.probed(self._loop.time(), is_there=is_there)
-        if is_there:
-            self._take_facts(found[0])
+                health.probed(self._loop.time(), is_there=facts is not None)
+        if facts is not None:
+            self._take_facts(facts)
             self._absent.clear()
             self._try_now(*self._again)
             self._is_silent = False
             logger.info("%s is there again", self.name)
-        else:
-            await asyncio.wait({probe})
+
+    async def _ask_facts(self, timeout_s: float) -> TierFacts:
+        """Probe it. One probe at a time, however long that takes.
+
+        :raises Exception: what it raises; TimeoutError: there is no answer yet
+        """
+        if self._probing is None or self._probing.done():
+            self._told = TimeoutError("it does not answer")
+
+            async def run() -> None:
+                try:
+                    self._told = await self.tier.probe()
+                except Exception as exc:  # noqa: BLE001 - whoever waits is told
+                    self._told = exc
+
+            self._probing = self._calls.start(run, f"probe of {self.name}")
+        await asyncio.wait({self._probing}, timeout=timeout_s)
+        if isinstance(self._told, Exception):
+            raise self._told
+        return self._told
 
     def _take_facts(self, facts: TierFacts) -> None:
         self.facts = facts

@@ -134,7 +134,8 @@ class TieredStore(StoreBuffer):
         """Open memory and tiers. Entering does that. Again is nothing.
 
         A cancelled call, or one that fails, leaves a closed store; one that waits for
-        another to open it changes nothing.
+        another to open it changes nothing. A tier that does not answer is waited for 30
+        seconds, and is used as soon as it does.
 
         :raises ConfigError: a tier cannot be used as it was configured
         :raises BufferClosed: it is closed, or was closed meanwhile

@@ -21,6 +21,7 @@ from asynckv.abc import (
 )
 from asynckv.buffers.store import StoreBuffer
 from asynckv.errors import BufferClosed, ConfigError
+from asynckv.stores import client
 from asynckv.stores.tier_stack import FlushResult
 from asynckv.stores.tiered import TieredStore, open_tier
 from asynckv.tensors.views import spec_of
@@ -371,6 +372,19 @@ async def test_a_tier_that_was_away_is_asked_again_when_a_probe_finds_it() -> No
         await until(lambda: store.statistics().tiers["DictTier"].is_loading)
         await store.put("a", noise(64, 1))
         assert (await store.flush())["DictTier"].accepted == 1
+
+
+async def test_a_tier_that_does_not_answer_keeps_no_store_from_being_opened(
+    monkeypatch: pytest.MonkeyPatch, tier: DictTier
+) -> None:
+    monkeypatch.setattr(client, "_OPEN_S", 0.05)
+    tier.hold("probe")
+    async with opened(tier) as store:
+        assert not store.statistics().tiers["DictTier"].is_loading
+        assert await store.get("a") is None
+        tier.let_go("probe")
+        await until(lambda: store.statistics().tiers["DictTier"].is_loading)
+    assert tier.is_closed
 
 
 async def test_a_queue_that_is_full_drops_and_the_put_does_not_wait(
