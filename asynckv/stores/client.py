@@ -12,7 +12,7 @@ import logging
 import math
 import time
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Final, Generic, Protocol, TypeVar
 
@@ -31,7 +31,7 @@ from asynckv.stores.health import Moving, TierCall, TierHealth, TierStatistics
 from asynckv.stores.write_behind import TierChange, WriteBehind
 from asynckv.waits.waiting import OwnTasks, Watchers, in_turns
 
-__all__ = ("Quarantine", "TierClient", "Written")
+__all__ = ("Quarantine", "TierClient", "Written", "closing")
 
 logger = logging.getLogger(__name__)
 
@@ -355,9 +355,14 @@ class TierClient(Generic[W]):
         """Close it. A call that does not end is left to itself after a second."""
         self._stop()
         await self._tasks.quiesce()
-        closing = self._calls.start(self.tier.aclose, f"end of {self.name}")
-        await asyncio.wait({closing}, timeout=_CLOSE_S)
-        if not closing.done():
+
+        async def close() -> None:
+            with closing(self.tier):
+                await self.tier.aclose()
+
+        ending = self._calls.start(close, f"end of {self.name}")
+        await asyncio.wait({ending}, timeout=_CLOSE_S)
+        if not ending.done():
             logger.warning("%s does not end; it is left to itself", self.name)
         for _ in self.behind.close():
             await asyncio.sleep(0)
@@ -365,7 +370,8 @@ class TierClient(Generic[W]):
     def abort(self) -> None:
         """Close it now. Never waits."""
         self._stop()
-        self.tier.abort()
+        with closing(self.tier):
+            self.tier.abort()
 
     def _stop(self) -> None:
         self._is_closed = True
@@ -620,3 +626,12 @@ async def _results(
     if len(results) != len(items):
         raise ValueError(f"{len(results)} results of {len(items)} items")
     return results
+
+
+@contextlib.contextmanager
+def closing(tier: StoreTier) -> Iterator[None]:
+    """Go on whatever the tier raises while it is closed."""
+    try:
+        yield
+    except Exception:
+        logger.exception("%s does not close as it should", type(tier).__name__)

@@ -771,6 +771,23 @@ async def test_what_was_to_be_written_after_loads_is_let_go_of_by_an_abort(
         await until(lambda: store.statistics().used_bytes == 0)
 
 
+@pytest.mark.parametrize("call", ["abort", "aclose"])
+async def test_a_tier_that_fails_to_close_keeps_nothing_else_open(
+    call: str, tier: DictTier
+) -> None:
+    class NeverCloses(DictTier):
+        def abort(self) -> None:
+            raise RuntimeError("it does not close")
+
+    async with opened(NeverCloses(), tier) as store:
+        await store.put("a", noise(64, 1))
+        ending = getattr(store, call)()
+        if call == "aclose":
+            await ending
+        assert tier.is_closed
+        await until(lambda: store.statistics().used_bytes == 0)
+
+
 async def test_a_call_that_is_late_before_it_found_anything_is_lent_nothing() -> None:
     class SlowToFind(DictTier):
         async def fetch(self, wanted: Sequence[WantedValue]) -> Sequence[TierResult]:
