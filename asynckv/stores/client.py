@@ -12,7 +12,7 @@ import logging
 import math
 import time
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Final, Generic, Protocol, TypeVar
 
@@ -31,7 +31,7 @@ from asynckv.stores.health import Moving, TierCall, TierHealth, TierStatistics
 from asynckv.stores.write_behind import TierChange, WriteBehind
 from asynckv.waits.waiting import OwnTasks, Watchers, in_turns
 
-__all__ = ("Quarantine", "TierClient", "Written")
+__all__ = ("Quarantine", "TierClient", "Written", "closing")
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +39,8 @@ _KEYS_AT_ONCE: Final = 1024
 _QUESTIONS_AT_ONCE: Final = 4
 _CHANGES_AT_ONCE: Final = 16
 _BYTES_AT_ONCE: Final = 32 * 2**20
-_PROBE_S: Final = 5.0
+_OPEN_S, _PROBE_S = 30.0, 5.0
+"""So long an answer to a probe is waited for."""
 _ABSENT_S: Final = 0.5
 _ABSENT_KEYS: Final = 65_536
 _AFTER_LOADS_S: Final = 0.1
@@ -59,6 +60,7 @@ class Written(Protocol):
 
 
 W = TypeVar("W", bound=Written)
+T = TypeVar("T")
 
 
 class Quarantine:
@@ -67,6 +69,14 @@ class Quarantine:
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes = max_bytes
         self.nbytes = 0
+        self.changed: list[Callable[[], None]] = []
+        """What is called when there is more of it, or less."""
+
+    def lend(self, nbytes: int) -> None:
+        """So much more is lent; less than 0: it was given back. Never waits."""
+        self.nbytes += nbytes
+        for changed in self.changed:
+            changed()
 
     @property
     def is_full(self) -> bool:
@@ -94,17 +104,22 @@ class TierClient(Generic[W]):
         self.hits = self.misses = self.failed = self.refused = self.corrupt = 0
         self._fetch_times, self._store_times = LatencyHistogram(), LatencyHistogram()
         self._quarantine = quarantine
+        quarantine.changed.append(self._lent)
         self._release = release
         self.behind: WriteBehind[W] = WriteBehind(write_bytes, release)
         """What the tier is still to be told, and what of it is void."""
         self._loads = TierHealth(self.facts.patience_s)
         self._stores = TierHealth(self.facts.patience_s)
         self._absent: OrderedDict[str, float] = OrderedDict()
+        """Until when keys are not asked for. A time below 0 is that of one question."""
+        self._question_s = 0.0
         self._tasks = OwnTasks()
         self._calls = OwnTasks()
         self._changed = Watchers()
         self._asking = asyncio.Semaphore(_QUESTIONS_AT_ONCE)
         self._questions: list[tuple[Sequence[str], asyncio.Future[set[str]]]] = []
+        self._probing: asyncio.Task[None] | None = None
+        self._told: TierFacts | Exception = self.facts
         self._late: dict[TierCall, asyncio.Future[None]] = {}
         self._watch: asyncio.TimerHandle | None = None
         self._dropping: asyncio.Handle | None = None
@@ -122,7 +137,7 @@ class TierClient(Generic[W]):
         """
         self._loop = asyncio.get_running_loop()
         try:
-            facts = await self.tier.probe()
+            facts = await self._ask_facts(_OPEN_S)
         except ConfigError:
             raise
         except Exception as exc:  # noqa: BLE001 - whatever an engine does is a miss
@@ -182,7 +197,7 @@ class TierClient(Generic[W]):
                 if self._loads.is_open or self._is_closed:
                     break
                 some = asked[start : start + _KEYS_AT_ONCE]
-                contains = partial(self.tier.contains, some)
+                contains = partial(_results, self.tier.contains, some)
                 results = await self._call(self._loads, contains)
             for key, one in zip(some, results or (), strict=False):
                 if one is TierResult.DONE:
@@ -199,8 +214,8 @@ class TierClient(Generic[W]):
         ``ended`` is called when nothing writes to their memory any more: before this
         returns, or later.
         """
-        began_s = time.perf_counter()
-        fetch = partial(self.tier.fetch, wanted)
+        began_s, question_s = time.perf_counter(), self._begin_question(wanted)
+        fetch = partial(_results, self.tier.fetch, wanted)
         results = await self._call(self._loads, fetch, wanted, lambda results: ended())
         self._fetch_times.observe(time.perf_counter() - began_s)
         if results is None:
@@ -208,10 +223,22 @@ class TierClient(Generic[W]):
         for one, result in zip(wanted, results, strict=True):
             self.hits += result is TierResult.DONE
             self.failed += result is TierResult.FAILED
-            if result is TierResult.MISSING:
-                self.misses += 1
-                self._note_absent(one.key)
+            self.misses += result is TierResult.MISSING
+            # What was changed meanwhile may be there now.
+            if self._absent.get(one.key) == question_s:
+                del self._absent[one.key]
+                if result is TierResult.MISSING:
+                    self._absent[one.key] = self._loop.time() + _ABSENT_S
         return results
+
+    def _begin_question(self, wanted: Sequence[WantedValue]) -> float:
+        self._question_s -= 1
+        if not self.facts.is_local:
+            for one in wanted:
+                self._absent[one.key] = self._question_s
+                if len(self._absent) > _ABSENT_KEYS:
+                    self._absent.popitem(last=False)
+        return self._question_s
 
     def touch(self, keys: Sequence[str]) -> None:
         """They are in use. Never waits."""
@@ -287,7 +314,11 @@ class TierClient(Generic[W]):
 
     @property
     def _can_store(self) -> bool:
-        return not self._stores.is_open and not self._is_closed
+        return not (self._drops_writes or self._is_closed)
+
+    @property
+    def _drops_writes(self) -> bool:
+        return self._stores.is_open or self._quarantine.is_full
 
     def statistics(self) -> TierStatistics:
         """Return counters and gauges. Never waits."""
@@ -324,9 +355,14 @@ class TierClient(Generic[W]):
         """Close it. A call that does not end is left to itself after a second."""
         self._stop()
         await self._tasks.quiesce()
-        closing = self._calls.start(self.tier.aclose, f"end of {self.name}")
-        await asyncio.wait({closing}, timeout=_CLOSE_S)
-        if not closing.done():
+
+        async def close() -> None:
+            with closing(self.tier):
+                await self.tier.aclose()
+
+        ending = self._calls.start(close, f"end of {self.name}")
+        await asyncio.wait({ending}, timeout=_CLOSE_S)
+        if not ending.done():
             logger.warning("%s does not end; it is left to itself", self.name)
         for _ in self.behind.close():
             await asyncio.sleep(0)
@@ -334,7 +370,8 @@ class TierClient(Generic[W]):
     def abort(self) -> None:
         """Close it now. Never waits."""
         self._stop()
-        self.tier.abort()
+        with closing(self.tier):
+            self.tier.abort()
 
     def _stop(self) -> None:
         self._is_closed = True
@@ -405,12 +442,12 @@ class TierClient(Generic[W]):
         if not call.is_late:
             health.leave(call)
         lent = sum(item.lent_nbytes for item in call.items)
-        self._quarantine.nbytes += lent
+        self._quarantine.lend(lent)
+        task.add_done_callback(lambda task: self._quarantine.lend(-lent))
 
-        def give_back(task: asyncio.Task[None]) -> None:
-            self._quarantine.nbytes -= lent
-
-        task.add_done_callback(give_back)
+    def _lent(self) -> None:
+        self._drop_if_away()
+        self._changed.wake()
 
     def _look_soon(self) -> None:
         if self._watch is None and (self._loads.calls or self._stores.calls):
@@ -433,27 +470,28 @@ class TierClient(Generic[W]):
         self._changed.wake()
 
     def _drop_if_away(self) -> None:
-        """What waits for a tier that does not answer keeps memory from others."""
+        """What waits for a tier that is not written to keeps memory from others."""
         if self._dropping is None:
             self._drop_some()
 
     def _drop_some(self) -> None:
         self._dropping = None
-        if self._stores.is_open and self.behind.drop_writes():
+        if self._drops_writes and self.behind.drop_writes():
             self._dropping = self._loop.call_soon(self._drop_some)
 
     async def _write_forever(self) -> None:
         while True:
-            can_write = not self._stores.is_open and not self._quarantine.is_full
-            changes = can_write and self.behind.take(_CHANGES_AT_ONCE, _BYTES_AT_ONCE)
-            if not changes:
-                await self._changed.next_change(self._loop)
-                continue
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_AFTER_LOADS_S):
                     while self._loads.calls:
                         await self._changed.next_change(self._loop)
-            await self._tell(changes)
+            most = _CHANGES_AT_ONCE, _BYTES_AT_ONCE
+            # Not before that: what is taken has to be told, or stays taken.
+            changes = self._can_store and self.behind.take(*most)
+            if changes:
+                await self._tell(changes)
+            else:
+                await self._changed.next_change(self._loop)
 
     async def _tell(self, changes: Sequence[TierChange[W]]) -> None:
         def ended(results: Sequence[TierResult] | None) -> None:
@@ -465,7 +503,8 @@ class TierClient(Generic[W]):
                     self._try_later("", _RETRY_S)
 
         if changes[0].is_delete:
-            delete = partial(self.tier.delete, [change.key for change in changes])
+            keys = [change.key for change in changes]
+            delete = partial(_results, self.tier.delete, keys)
             await self._call(self._stores, delete, ended=ended)
         else:
             values = [
@@ -474,7 +513,7 @@ class TierClient(Generic[W]):
                 if change.value is not None
             ]
             began_s = time.perf_counter()
-            store = partial(self.tier.store, values)
+            store = partial(_results, self.tier.store, values)
             await self._call(self._stores, store, values, ended)
             self._store_times.observe(time.perf_counter() - began_s)
         for change in changes:
@@ -538,27 +577,39 @@ class TierClient(Generic[W]):
                 await self._probe()
 
     async def _probe(self) -> None:
-        """See if it is there again. One probe at a time, however long that takes."""
-        found: list[TierFacts] = []
-
-        async def run() -> None:
-            with contextlib.suppress(Exception):
-                found.append(await self.tier.probe())
-
-        probe = self._calls.start(run, f"probe of {self.name}")
-        await asyncio.wait({probe}, timeout=_PROBE_S)
-        is_there = bool(found)
+        """See if it is there again."""
+        facts = None
+        with contextlib.suppress(Exception):
+            facts = await self._ask_facts(_PROBE_S)
         for health in (self._loads, self._stores):
             if health.probe_due_s(self._loop.time()) == 0:
-                health.probed(self._loop.time(), is_there=is_there)
-        if is_there:
-            self._take_facts(found[0])
+                health.probed(self._loop.time(), is_there=facts is not None)
+        if facts is not None:
+            self._take_facts(facts)
             self._absent.clear()
             self._try_now(*self._again)
             self._is_silent = False
             logger.info("%s is there again", self.name)
-        else:
-            await asyncio.wait({probe})
+
+    async def _ask_facts(self, timeout_s: float) -> TierFacts:
+        """Probe it. One probe at a time, however long that takes.
+
+        :raises Exception: what it raises; TimeoutError: there is no answer yet
+        """
+        if self._probing is None or self._probing.done():
+            self._told = TimeoutError("it does not answer")
+
+            async def run() -> None:
+                try:
+                    self._told = await self.tier.probe()
+                except Exception as exc:  # noqa: BLE001 - whoever waits is told
+                    self._told = exc
+
+            self._probing = self._calls.start(run, f"probe of {self.name}")
+        await asyncio.wait({self._probing}, timeout=timeout_s)
+        if isinstance(self._told, Exception):
+            raise self._told
+        return self._told
 
     def _take_facts(self, facts: TierFacts) -> None:
         self.facts = facts
@@ -566,9 +617,21 @@ class TierClient(Generic[W]):
         for health in (self._loads, self._stores):
             health.patience_s = facts.patience_s
 
-    def _note_absent(self, key: str) -> None:
-        if self.facts.is_local:
-            return
-        self._absent[key] = self._loop.time() + _ABSENT_S
-        if len(self._absent) > _ABSENT_KEYS:
-            self._absent.popitem(last=False)
+
+async def _results(
+    call: Callable[[Sequence[T]], Awaitable[Sequence[TierResult]]], items: Sequence[T]
+) -> Sequence[TierResult]:
+    """Make a call of a tier. If it has not one result an item, it has failed."""
+    results = list(await call(items))
+    if len(results) != len(items):
+        raise ValueError(f"{len(results)} results of {len(items)} items")
+    return results
+
+
+@contextlib.contextmanager
+def closing(tier: StoreTier) -> Iterator[None]:
+    """Go on whatever the tier raises while it is closed."""
+    try:
+        yield
+    except Exception:
+        logger.exception("%s does not close as it should", type(tier).__name__)

@@ -19,6 +19,7 @@ from asynckv.buffers.store import StoreBuffer
 from asynckv.errors import ConfigError
 from asynckv.links.sockets import in_thread
 from asynckv.observability.lines import redacted
+from asynckv.stores.client import closing
 from asynckv.stores.health import TierStatistics
 from asynckv.stores.tier_stack import FlushResult, TierStack
 from asynckv.types import KVFingerprint, as_timeout
@@ -134,7 +135,8 @@ class TieredStore(StoreBuffer):
         """Open memory and tiers. Entering does that. Again is nothing.
 
         A cancelled call, or one that fails, leaves a closed store; one that waits for
-        another to open it changes nothing.
+        another to open it changes nothing. A tier that does not answer is waited for 30
+        seconds, and is used as soon as it does.
 
         :raises ConfigError: a tier cannot be used as it was configured
         :raises BufferClosed: it is closed, or was closed meanwhile
@@ -185,7 +187,8 @@ class TieredStore(StoreBuffer):
         self._lower.abort()
         for tier in self._tiers:
             if isinstance(tier, StoreTier):
-                tier.abort()  # which may be before it was opened
+                with closing(tier):  # which may be before it was opened
+                    tier.abort()
         super().abort()
 
 

@@ -11,9 +11,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from asynckv.abc import KVStoreBuffer, PrefixMatch, TierFacts, TierResult, WantedValue
+from asynckv.abc import (
+    KVStoreBuffer,
+    PrefixMatch,
+    TierFacts,
+    TierResult,
+    TierValue,
+    WantedValue,
+)
 from asynckv.buffers.store import StoreBuffer
 from asynckv.errors import BufferClosed, ConfigError
+from asynckv.stores import client
 from asynckv.stores.tier_stack import FlushResult
 from asynckv.stores.tiered import TieredStore, open_tier
 from asynckv.tensors.views import spec_of
@@ -142,6 +150,19 @@ async def test_a_put_makes_void_what_is_on_its_way_from_a_tier(tier: DictTier) -
         assert torch.equal(value, noise(64, 2))
 
 
+async def test_a_put_makes_void_that_a_tier_has_nothing(tier: DictTier) -> None:
+    async with opened(tier) as store:
+        tier.hold("fetch")
+        getting = asyncio.ensure_future(store.get("a"))
+        await until(lambda: tier.calls["fetch"] == 1)
+        await store.put("a", noise(64, 1))
+        assert await getting is not None
+        tier.let_go("fetch")
+        await until(lambda: store.statistics().tiers["DictTier"].misses == 1)
+        await evict(store)
+        assert await store.get("a") is not None
+
+
 async def test_a_delete_makes_void_what_is_on_its_way_from_a_tier(
     tier: DictTier,
 ) -> None:
@@ -263,6 +284,36 @@ async def test_a_tier_that_fails_is_a_tier_that_has_nothing(
         assert await store.get("a") is None
 
 
+@pytest.mark.parametrize("call", ["contains", "fetch", "store", "delete"])
+async def test_a_tier_that_says_nothing_of_use_is_a_tier_that_has_nothing(
+    call: str, tier: DictTier
+) -> None:
+    async def answer(items: Sequence[object]) -> object:
+        return 5
+
+    async with opened(tier) as store:
+        await store.put("a", noise(64, 1))
+        await evict(store)
+        setattr(tier, call, answer)
+        await store.put("b", noise(64, 2))
+        assert await store.contains(["a", "b"]) == (call != "contains", True)
+        assert (await store.get("a") is None) is (call == "fetch")
+        await store.delete("a")
+        await store.flush()
+        told = store.statistics()
+        assert (told.used_bytes, told.tiers["DictTier"].waiting) == (64, 0)
+
+
+async def test_of_a_tier_that_does_not_tell_of_each_value_nothing_is_believed() -> None:
+    class OneTooMany(DictTier):
+        async def store(self, values: Sequence[TierValue]) -> Sequence[TierResult]:
+            return [*await super().store(values), TierResult.DONE]
+
+    async with opened(OneTooMany()) as store:
+        await store.put("a", noise(64, 1))
+        assert (await store.flush())["OneTooMany"].failed == 1
+
+
 async def test_a_tier_that_is_silent_is_asked_once_and_then_no_more(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -294,6 +345,24 @@ async def test_memory_that_a_late_call_may_write_to_stays_charged() -> None:
         await until(lambda: store.statistics().used_bytes == 0)
 
 
+async def test_memory_that_late_calls_keep_keeps_nobody_waiting_for_a_flush(
+    tier: DictTier,
+) -> None:
+    slow = DictTier(facts=TierFacts(patience_s=0.05))
+    async with opened(slow, tier) as store:
+        await store.put("a", noise(300_000, 1))
+        await evict(store)
+        slow.hold("fetch")
+        assert await store.get("a") is None
+        await store.put("b", noise(64, 1))
+        await store.delete("c")
+        deletes = tier.calls["delete"]
+        dropped = store.statistics().tiers["DictTier'"].dropped
+        assert (await store.flush())["DictTier'"].dropped == dropped == 1
+        slow.let_go("fetch")
+        await until(lambda: tier.calls["delete"] > deletes)
+
+
 async def test_a_tier_that_was_away_is_asked_again_when_a_probe_finds_it() -> None:
     tier = DictTier()
     tier.is_there = False
@@ -303,6 +372,19 @@ async def test_a_tier_that_was_away_is_asked_again_when_a_probe_finds_it() -> No
         await until(lambda: store.statistics().tiers["DictTier"].is_loading)
         await store.put("a", noise(64, 1))
         assert (await store.flush())["DictTier"].accepted == 1
+
+
+async def test_a_tier_that_does_not_answer_keeps_no_store_from_being_opened(
+    monkeypatch: pytest.MonkeyPatch, tier: DictTier
+) -> None:
+    monkeypatch.setattr(client, "_OPEN_S", 0.05)
+    tier.hold("probe")
+    async with opened(tier) as store:
+        assert not store.statistics().tiers["DictTier"].is_loading
+        assert await store.get("a") is None
+        tier.let_go("probe")
+        await until(lambda: store.statistics().tiers["DictTier"].is_loading)
+    assert tier.is_closed
 
 
 async def test_a_queue_that_is_full_drops_and_the_put_does_not_wait(
@@ -671,6 +753,39 @@ async def test_an_abort_closes_the_tiers(tier: DictTier) -> None:
     async with opened(tier) as store:
         store.abort()
         assert tier.is_closed
+
+
+async def test_what_was_to_be_written_after_loads_is_let_go_of_by_an_abort(
+    tier: DictTier,
+) -> None:
+    async with opened(tier) as store:
+        tier.hold("fetch")
+        getting = asyncio.ensure_future(store.get("a"))
+        await until(lambda: tier.calls["fetch"] == 1)
+        await store.put("b", noise(64, 1))
+        await asyncio.sleep(0)
+        store.abort()
+        tier.let_go("fetch")
+        with contextlib.suppress(BufferClosed):
+            await getting
+        await until(lambda: store.statistics().used_bytes == 0)
+
+
+@pytest.mark.parametrize("call", ["abort", "aclose"])
+async def test_a_tier_that_fails_to_close_keeps_nothing_else_open(
+    call: str, tier: DictTier
+) -> None:
+    class NeverCloses(DictTier):
+        def abort(self) -> None:
+            raise RuntimeError("it does not close")
+
+    async with opened(NeverCloses(), tier) as store:
+        await store.put("a", noise(64, 1))
+        ending = getattr(store, call)()
+        if call == "aclose":
+            await ending
+        assert tier.is_closed
+        await until(lambda: store.statistics().used_bytes == 0)
 
 
 async def test_a_call_that_is_late_before_it_found_anything_is_lent_nothing() -> None:

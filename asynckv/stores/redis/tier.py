@@ -54,6 +54,8 @@ _KEYS_AT_ONCE: Final = 64
 _SCANNED_AT_ONCE: Final = 512
 _MAX_NBYTES: Final = 512 * 2**20 - 64 * 1024
 """Redis takes no more in one value, if it is not told to."""
+_LONGEST_S: Final = 3e9
+"""For ever, so to speak: servers refuse what ends too far from now."""
 _STALL_S: Final = 1.0
 """A lane on which nothing moves for so long ends."""
 _LOOK_AGAIN_S: Final = 1.0
@@ -439,7 +441,7 @@ class RedisTier(LoopBound, StoreTier):
         if left_s is not None:
             if left_s < 0.001:
                 return TierResult.REFUSED
-            expiry = [b"PX", b"%d" % (left_s * 1000)]
+            expiry = [b"PX", b"%d" % (min(left_s, _LONGEST_S) * 1000)]
         key = value.key.encode()
         before = b"*%d\r\n$3\r\nSET\r\n$%d\r\n%b\r\n$%d\r\n%b" % (
             *(3 + len(expiry), len(key), key, value.nbytes, value.header),

@@ -45,6 +45,17 @@ async def test_where_one_read_ends_and_the_next_begins_nothing_is_lost(
         assert wanted.is_one_of(1)
 
 
+@pytest.mark.parametrize("expires_at_s", [1e18, math.inf])
+async def test_what_is_void_in_ever_so_long_is_kept(
+    expires_at_s: float, server: RedisProcess
+) -> None:
+    async with open_tier(lambda: RedisTier(server.url)) as tier:
+        value = SomeValue("k1/a", 64).to_store()
+        value.expires_at_s = expires_at_s
+        assert list(await tier.store([value])) == [TierResult.DONE]
+        assert list(await tier.contains(["k1/a"])) == [TierResult.DONE]
+
+
 async def test_a_prefix_of_2048_keys_is_asked_for_at_once(server: RedisProcess) -> None:
     keys = [f"k1/{number:0128x}" for number in range(2048)]
     async with open_tier(lambda: RedisTier(server.url)) as tier:
