@@ -20,7 +20,7 @@ from asynckv.errors import ConfigError
 from asynckv.security.tls import TLS
 from asynckv.types import KVFingerprint, parse_bytes
 
-__all__ = ("KVLoadFailurePolicy", "KVRole", "KVTransferConfig")
+__all__ = ("KVLoadFailurePolicy", "KVRole", "KVTransferConfig", "check_config")
 
 KVRole: TypeAlias = Literal["kv_producer", "kv_consumer", "kv_both"]
 KVLoadFailurePolicy: TypeAlias = Literal["fail", "recompute"]
@@ -414,6 +414,18 @@ def _nearest(name: str, names: Iterable[str]) -> str | None:
             return known
     close = difflib.get_close_matches(name.lower(), names, n=1)
     return close[0] if close else None
+
+
+def check_config(config: object) -> None:
+    """Refuse what is no configuration, such as a URL, or JSON that was not read yet.
+
+    :raises TypeError: it is no :class:`KVTransferConfig`
+    """
+    if not isinstance(config, KVTransferConfig):
+        raise TypeError(
+            f"config is a KVTransferConfig, not a {type(config).__name__}: "
+            f"see KVTransferConfig.from_json"
+        )
 
 
 def _fields_in(environ: Mapping[str, str]) -> dict[str, str]:

@@ -17,7 +17,7 @@ from asynckv.buffers.lookup import LookupBuffer
 from asynckv.buffers.remote.peer import Peer, connect
 from asynckv.buffers.roles import LookupByRole
 from asynckv.buffers.serve import Server, serve
-from asynckv.config import KVRole, KVTransferConfig
+from asynckv.config import KVRole, KVTransferConfig, check_config
 from asynckv.devices.names import Device, DeviceName, device_named
 from asynckv.errors import ConfigError, PeerLost
 from asynckv.links.options import Role
@@ -78,7 +78,9 @@ def open(
     :raises ConfigError: a configuration that cannot be opened, or an address that
         cannot be listened on
     :raises PeerLost: the peer was not there in time
+    :raises TypeError: ``config`` is no :class:`~asynckv.KVTransferConfig`
     """
+    check_config(config)
     return _opened(config, as_timeout(drain_s, "drain_s"), device)
 
 

@@ -17,6 +17,7 @@ __all__ = (
     "KVFingerprint",
     "TensorSpec",
     "as_count",
+    "as_flag",
     "as_seconds",
     "as_timeout",
     "parse_bytes",
@@ -107,6 +108,16 @@ def as_count(value: object, name: str, *, least: int = 1) -> int:
         value = _whole_number(value, name)
     if not least <= value <= _MAX_COUNT:
         raise ValueError(f"{name} is at least {least}, and at most 2**31")
+    return value
+
+
+def as_flag(value: object, name: str) -> bool:
+    """Return ``True`` or ``False``, and nothing that is merely true or false.
+
+    :raises TypeError: it is no ``bool``
+    """
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} is True or False, not {value!r:.40}")
     return value
 
 

@@ -15,6 +15,7 @@ SHOWN = {
     "pipe": "prefill: 'And who waits?' goes on with [63, 115, 116]",
     "testing_a_scheduler": " 6 passed",
     "prefix_cache": "the other process: the store saved 99.5% of the prefill",
+    "transformers_handoff": "the same as alone: True",
     "producer": "'Prompt 7: why is the sky blue?' is in",
 }
 

@@ -177,6 +177,14 @@ def test_a_drain_that_is_no_time_is_refused_at_once() -> None:
         open_node(config_of("kv_consumer"), drain_s=math.nan)
 
 
+@pytest.mark.parametrize("config", ["tcp://127.0.0.1:1", {"kv_role": "kv_both"}])
+def test_what_is_no_configuration_is_refused_at_once(config: KVTransferConfig) -> None:
+    with pytest.raises(
+        TypeError, match=r"config is a KVTransferConfig, not a (str|dict)"
+    ):
+        open_node(config)
+
+
 async def test_a_node_may_be_left_in_another_task() -> None:
     context = asynckv.open(config_of("kv_producer"))
     node = await asyncio.create_task(context.__aenter__())

@@ -421,6 +421,7 @@ class KVStoreBuffer(KVCacheBuffer):
         has stored nothing or everything, and no longer reads ``value``.
 
         :raises ValueError: ``ttl_s`` is not above 0
+        :raises TypeError: an argument of another type than it is to be
         :raises EntryTooLarge: it could never fit, or the process that holds the values
             can have no more memory
         """
@@ -459,6 +460,8 @@ class KVStoreBuffer(KVCacheBuffer):
                 return False
             return True
 
+        if isinstance(items, Mapping):
+            raise TypeError("items are pairs of a key and a tensor: pass .items()")
         return await _all([partial(put, key, value) for key, value in items])
 
     async def get_many(
@@ -474,6 +477,8 @@ class KVStoreBuffer(KVCacheBuffer):
         if isinstance(keys, str):
             raise TypeError("this takes a sequence of keys, not one key")
         places = [None] * len(keys) if into is None else into
+        if len(places) != len(keys):
+            raise ValueError(f"into has {len(places)} places for {len(keys)} keys")
         pairs = zip(keys, places, strict=True)
         return await _all([partial(self.get, key, place) for key, place in pairs])
 

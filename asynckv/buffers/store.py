@@ -17,7 +17,7 @@ from asynckv.buffers.values import StoredValues
 from asynckv.devices.arena import place_of
 from asynckv.tensors.views import check_into, check_landing_place, spec_of
 from asynckv.transfers.tokens import as_many_keys
-from asynckv.types import KVFingerprint, TensorSpec, as_seconds
+from asynckv.types import KVFingerprint, TensorSpec, as_flag, as_seconds
 
 __all__ = ("StoreBuffer", "check_place", "check_value", "expiry_of")
 
@@ -61,12 +61,12 @@ class StoreBuffer(InMemoryBuffer, KVStoreBuffer):
         ttl_s: float | None = None,
         pin: bool = False,
     ) -> None:
+        expires_at_s, pin = expiry_of(ttl_s), as_flag(pin, "pin")
         if value is None:
             await self.delete(key)
             return
         self.values.check_usable(key)
         spec = check_value(value)
-        expires_at_s = expiry_of(ttl_s)
         pending = await self.values.reserve(key, spec, self.fingerprint)
         try:
             # No variable: an error's traceback would keep the memory in use.
@@ -128,7 +128,8 @@ class StoreBuffer(InMemoryBuffer, KVStoreBuffer):
         prefix: bool = False,
     ) -> AsyncIterator[tuple[bool, ...]]:
         self._check_loop()
-        keys, within_s = await as_many_keys(keys), as_seconds(within_s, "within_s")
+        prefix, within_s = as_flag(prefix, "prefix"), as_seconds(within_s, "within_s")
+        keys = await as_many_keys(keys)
         pinned = await self.values.fetch_and_hold(
             keys, self.fingerprint, within_s=within_s, is_prefix=prefix
         )

@@ -26,7 +26,7 @@ from asynckv.security.shared_secret import Secret, secret_file_from, secrets_fro
 from asynckv.security.tls import TLS
 from asynckv.transports.inline import InlineTransport
 from asynckv.transports.mem import MemTransport
-from asynckv.types import KVFingerprint
+from asynckv.types import KVFingerprint, as_flag
 
 __all__ = (
     "TRANSPORTS",
@@ -244,6 +244,7 @@ def make_keyring(
     a path, ``ASYNCKV_SECRET`` the secret itself. No file is read yet.
 
     :raises ConfigError: both of them are set, or the secret is too short
+    :raises TypeError: ``allow_plaintext`` is no ``bool``: ``"false"`` would allow it
     """
     if tls is not None and not isinstance(tls, TLS):
         raise ConfigError(
@@ -259,7 +260,7 @@ def make_keyring(
         secret_file=None if secret_file is None else os.fspath(secret_file),
         secrets=secrets,
         tls=tls,
-        allow_plaintext=allow_plaintext,
+        allow_plaintext=as_flag(allow_plaintext, "allow_plaintext"),
     )
 
 

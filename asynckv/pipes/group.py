@@ -158,6 +158,10 @@ def join_group(
     rank, size = as_count(rank, "rank", least=0), as_count(size, "size")
     if not 1 <= size <= _MAX_SIZE or not 0 <= rank < size:
         raise ValueError(f"there is no rank {rank} in a group of {size}")
+    port = as_count(port, "port", least=0)
+    port_offset = as_count(port_offset, "port_offset", least=0)
+    if not isinstance(host, str):
+        raise TypeError(f"host is a str, not {host!r:.40}")
     if size > 1 and not 0 < port + port_offset < 2**16:
         raise ValueError(f"{port} + {port_offset} is no port that others could know")
     joining = Joining(

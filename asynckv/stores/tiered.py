@@ -120,9 +120,16 @@ class TieredStore(StoreBuffer):
         super().__init__(max_bytes, fingerprint=fingerprint)
         if admit not in ("always", "second_use"):
             raise ValueError(f'admit is "always" or "second_use", not {admit!r}')
+        if isinstance(tiers, str):
+            raise TypeError("tiers is a list of URLs and StoreTiers, not one URL")
+        self._tiers, self._drain_s = tuple(tiers), as_timeout(drain_s, "drain_s")
+        for tier in self._tiers:
+            if not isinstance(tier, str | StoreTier):
+                raise TypeError(f"a tier is a URL or a StoreTier, not {tier!r:.40}")
+        if not isinstance(namespace, str):
+            raise TypeError(f"namespace is a str, not {namespace!r:.40}")
         if not namespace.isprintable():
             raise ValueError(f"{namespace!r} is no namespace: it has to be printable")
-        self._tiers, self._drain_s = tuple(tiers), as_timeout(drain_s, "drain_s")
         self._opening = asyncio.Lock()
         self._lower = TierStack(
             *(self.values, self.pool),

@@ -139,6 +139,24 @@ def test_what_cannot_be_a_group_is_refused(
         join_group(**{**valid, **options})
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("port", "7000"),
+        ("port", 7000.0),
+        ("port_offset", "1"),
+        ("host", None),
+        ("allow_plaintext", "false"),
+    ],
+)
+def test_what_is_of_another_type_is_refused_by_its_name(
+    name: str, value: object
+) -> None:
+    valid: dict[str, Any] = {"rank": 0, "size": 2, "host": "127.0.0.1", "port": 7000}
+    with pytest.raises(TypeError, match=f"^{name} is "):
+        join_group(**{**valid, name: value})
+
+
 @pytest.mark.both_loops
 async def test_the_port_offset_is_added_to_the_port() -> None:
     port = free_port()

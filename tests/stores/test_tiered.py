@@ -7,6 +7,7 @@ import contextlib
 import math
 from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -888,6 +889,22 @@ async def test_a_cancelled_question_leaves_no_trace_wherever_it_is_cancelled(
 def test_a_tier_that_nobody_knows_is_refused_by_name() -> None:
     with pytest.raises(ConfigError, match="floppy"):
         open_tier("floppy:///dev/fd0")
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"tiers": "disk:///kv?max=1GiB"}, r"tiers is a list of URLs and StoreTiers"),
+        ({"tiers": [Path("/kv")]}, r"a tier is a URL or a StoreTier, not PosixPath"),
+        ({"tiers": [DictTier]}, r"a tier is a URL or a StoreTier, not <class"),
+        ({"namespace": None}, r"namespace is a str, not None"),
+    ],
+)
+def test_what_is_no_tier_is_refused_where_it_is_said(
+    options: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(TypeError, match=words):
+        TieredStore(MIB, **{"tiers": [], **options})
 
 
 @pytest.fixture

@@ -52,7 +52,7 @@ from asynckv.transfers.offers import OfferReceiver, read_offer
 from asynckv.transfers.routes import PeerRoutes
 from asynckv.transfers.source import Source, source_of, until_made
 from asynckv.transfers.tokens import as_key, as_keys
-from asynckv.types import as_seconds
+from asynckv.types import as_flag, as_seconds
 from asynckv.waits.waiting import PlainTaskGroup, Reply
 
 __all__ = (
@@ -263,7 +263,7 @@ class RemoteStoreBuffer(PeerBuffer, KVStoreBuffer):
         pin: bool = False,
     ) -> None:
         self._peer.check()
-        until_s = expiry_of(ttl_s)
+        until_s, pin = expiry_of(ttl_s), as_flag(pin, "pin")
         key = as_key(key)
         if value is None:
             await self.delete(key)
@@ -335,7 +335,8 @@ class RemoteStoreBuffer(PeerBuffer, KVStoreBuffer):
         prefix: bool = False,
     ) -> AsyncIterator[tuple[bool, ...]]:
         self._peer.check()
-        keys, within_s = as_keys(keys), as_seconds(within_s, "within_s")
+        prefix, within_s = as_flag(prefix, "prefix"), as_seconds(within_s, "within_s")
+        keys = as_keys(keys)
         within_s = ANSWER_S if within_s is None else within_s
         link = await self._peer.link()
         held: list[RemotePin] = []

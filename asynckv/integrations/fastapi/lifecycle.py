@@ -29,7 +29,7 @@ from asynckv.buffers.lookup import LookupBuffer
 from asynckv.buffers.remote.peer import Peer, connect as connect_to
 from asynckv.buffers.serve import Server, serve as serve_at
 from asynckv.buffers.store import StoreBuffer
-from asynckv.config import KVTransferConfig
+from asynckv.config import KVTransferConfig, check_config
 from asynckv.errors import AsyncKVError, PeerLost
 from asynckv.node import open as open_node
 from asynckv.security.tls import TLS
@@ -118,6 +118,7 @@ def lifespan(
     }
     known: dict[str, Any] = {"max_bytes": max_bytes, "fingerprint": fingerprint}
     if config is not None:
+        check_config(config)
         opens = functools.partial(_configured, config, drain_s)
     elif connect is not None:
         connects = functools.partial(connect_to, connect, **known, **protection)

@@ -173,8 +173,10 @@ class _Settings:
         defaults = getattr(model, "generation_config", None)
         self._configs = (options.get("generation_config"), defaults)
         for field, usable in _CANNOT_GO_ON.items():
-            if self[field] not in usable:
-                raise ValueError(f"generate() with {field} cannot go on from a cache")
+            if (value := self[field]) not in usable:
+                raise ValueError(
+                    f"generate() with {field}={value!r:.40} cannot go on from a cache"
+                )
 
     def __getitem__(self, field: str) -> Any:
         if field in self.options:

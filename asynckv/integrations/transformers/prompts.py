@@ -36,11 +36,21 @@ class Prompt:
 
         :raises ValueError: no ids or negative ones, or a mask that does not fit
             them or is anything but left padding
+        :raises TypeError: a text, a tokenizer's whole output, or no whole numbers
         """
-        ids = torch.as_tensor(input_ids).detach().to("cpu", torch.int64)
+        try:
+            given = torch.as_tensor(input_ids)
+        except (TypeError, ValueError, RuntimeError) as exc:
+            raise TypeError(
+                f"input_ids are token ids, a tokenizer's ['input_ids'], and not a "
+                f"{type(input_ids).__name__}: {exc}"
+            ) from exc
+        ids = given.detach().to("cpu", torch.int64)
         ids = ids.unsqueeze(0) if ids.dim() == 1 else ids
         if ids.dim() != 2 or ids.numel() == 0:
             raise ValueError(f"input_ids of shape {tuple(ids.shape)} are no prompt")
+        if given.is_floating_point() or given.is_complex():
+            raise TypeError(f"input_ids are whole numbers, not {given.dtype}")
         if bool((ids < 0).any()):
             raise ValueError("token ids are never negative")
         if attention_mask is None:

@@ -149,6 +149,27 @@ async def test_what_is_no_tensor_is_refused_alike_here_and_at_a_peer(
             await each.put("key", [1.0])  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("flag", ["yes", 1, None, torch.ones(2)])
+async def test_what_is_no_flag_is_refused_alike_here_and_at_a_peer(
+    peer: Peer, store: StoreBuffer, flag: bool
+) -> None:
+    for each in (store, peer.store):
+        for value in (torch.ones(1), None):
+            with pytest.raises(TypeError, match="pin is True or False, not"):
+                await each.put("key", value, pin=flag)
+        with pytest.raises(TypeError, match="prefix is True or False, not"):
+            async with each.pin(["key"], prefix=flag):
+                pass
+        await each.put("key", torch.ones(1))  # nobody else is hurt by it
+
+
+async def test_many_that_are_no_pairs_are_refused_in_words(peer: Peer) -> None:
+    with pytest.raises(TypeError, match=r"pairs of a key and a tensor.*\.items\(\)"):
+        await peer.store.put_many({"a": torch.ones(1)})  # type: ignore[dict-item]
+    with pytest.raises(ValueError, match="into has 1 places for 2 keys"):
+        await peer.store.get_many(["a", "b"], [torch.ones(1)])
+
+
 def getting_on(link: Link, into: torch.Tensor | None = None) -> RemoteGet:
     return RemoteGet(link, "key", into, NoRoutes(budget=ReceiveBudget(2 * MIB)))
 

@@ -344,6 +344,11 @@ def test_a_time_that_is_none_is_refused_at_once(option: str, value: float) -> No
         lifespan(serve="mem://a", **{option: value})  # type: ignore[arg-type]
 
 
+def test_a_url_where_a_configuration_belongs_is_refused_at_once() -> None:
+    with pytest.raises(TypeError, match="config is a KVTransferConfig, not a str"):
+        lifespan("tcp://127.0.0.1:1")  # type: ignore[arg-type]
+
+
 def client_of(app: Starlette) -> httpx.AsyncClient:
     """Ask the app without a server: it need not be started."""
     transport = httpx.ASGITransport(app)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig, PreTrainedModel
+from transformers import BatchEncoding, LlamaConfig, PreTrainedModel
 
 from asynckv.abc import KVLookupBuffer
 from asynckv.errors import ConfigError, IncompatiblePeer
@@ -254,6 +254,19 @@ def test_the_shared_length_is_that_of_the_shorter_unless_they_differ() -> None:
     assert prompt.shared_length(Prompt.of([1, 2])) == 2
     assert prompt.shared_length(Prompt.of([1, 2, 3, 4, 5])) == 4
     assert prompt.shared_length(Prompt.of([1, 3])) == 0
+
+
+@pytest.mark.parametrize(
+    ("ids", "words"),
+    [
+        ("why is the sky blue?", r"tokenizer's \['input_ids'\], and not a str"),
+        (BatchEncoding({"input_ids": IDS}), r"and not a BatchEncoding"),
+        ([1.5, 2.0], "whole numbers, not torch.float32"),
+    ],
+)
+def test_what_is_no_token_ids_is_refused_in_words(ids: Any, words: str) -> None:
+    with pytest.raises(TypeError, match=words):
+        Prompt.of(ids)
 
 
 @pytest.mark.parametrize(

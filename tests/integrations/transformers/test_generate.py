@@ -238,7 +238,8 @@ async def test_what_transformers_does_wrongly_from_a_cache_is_refused(
     prompt: torch.Tensor,
 ) -> None:
     given = {"generation_config": GenerationConfig(**options)} if is_config else options
-    with pytest.raises(ValueError, match=next(iter(options))):
+    [(option, value)] = options.items()
+    with pytest.raises(ValueError, match=f"with {option}={value} cannot go on"):
         await generate_from(model, prompt, lookup, **given)  # before anything matches
     await prefill(model, prompt, lookup)
     async with load(model, prompt, lookup) as handoff:
