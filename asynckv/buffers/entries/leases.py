@@ -12,7 +12,7 @@ import itertools
 import logging
 import os
 from collections.abc import Callable, Iterator
-from typing import Final
+from typing import Any, Final
 
 from asynckv.buffers.entries.entries import (
     EntryState,
@@ -40,61 +40,45 @@ __all__ = (
 
 _Accept = Callable[[Waiter], bool]
 
+_ANY: Final = 0
+_EXACT: Final = -1
+"""As what queries wait that match in another way than by so many tokens."""
+
 
 class WaitingQueries:
     """The waiting queries of one fingerprint."""
 
     def __init__(self) -> None:
-        self._by_key: PrefixIndex[Waiter] = PrefixIndex()
-        self._any: PrefixIndex[Waiter] = PrefixIndex()
+        self._by_key: dict[int, PrefixIndex[Waiter]] = {}
+        """Those with tokens, by how many have to match; nobody looks at the others."""
         self._by_id: dict[str, PrefixIndex[Waiter]] = {}
 
     def __len__(self) -> int:
-        return len(self._by_key) + len(self._any) + len(self._by_id)
+        return len(self._by_key) + len(self._by_id)
 
     def add(self, waiter: Waiter) -> None:
         """Put ``waiter`` in line, in the place its ``seq`` gives."""
-        query = waiter.query
-        if query.entry_id is not None:
-            named = self._by_id.setdefault(query.entry_id, PrefixIndex())
-            waiter.place = named.add(b"", waiter.seq, waiter)
-        elif query.key is None:
-            waiter.place = self._any.add(b"", waiter.seq, waiter)
-        else:
-            waiter.place = self._by_key.add(query.key, waiter.seq, waiter)
+        indexes, name = self._home(waiter.query)
+        index = indexes.setdefault(name, PrefixIndex())
+        key = waiter.query.key if indexes is self._by_key else None
+        waiter.place = index.add(key or b"", waiter.seq, waiter)
 
     def remove(self, waiter: Waiter) -> None:
         """Take ``waiter`` out of the line; nothing happens if it is not in it."""
-        query, place = waiter.query, waiter.place
-        waiter.place = None
-        if place is None:
-            return
-        if query.entry_id is None:
-            (self._any if query.key is None else self._by_key).remove(place)
-            return
-        named = self._by_id[query.entry_id]
-        named.remove(place)
-        if not len(named):
-            del self._by_id[query.entry_id]
+        place, waiter.place = waiter.place, None
+        if place is not None:
+            indexes, name = self._home(waiter.query)
+            indexes[name].remove(place)
+            if not len(indexes[name]):
+                del indexes[name]
 
     def oldest(self, entry: StoredEntry, accept: _Accept) -> tuple[Waiter, int] | None:
         """Return who has waited longest of all that match, and the matched tokens."""
-        candidates: list[tuple[Waiter, int]] = []
-        key = entry.key() if len(self._by_key) else b""
-        if key:
-            found = self._by_key.oldest(
-                key,
-                accept=lambda waiter, matched: (
-                    _is_enough(waiter, matched, len(key)) and accept(waiter)
-                ),
-            )
-            if found is not None:
-                candidates.append(found)
-        if (any_waiter := self._any.first(accept=accept)) is not None:
-            candidates.append((any_waiter, 0))
-        named = self._by_id.get(entry.entry_id)
-        if named and (by_id := _first_named(named, entry, accept)) is not None:
-            candidates.append(by_id)
+        key = entry.key() if self._by_key else b""
+        every = [_oldest(*one, key, accept) for one in self._by_key.items()]
+        if (named := self._by_id.get(entry.entry_id)) is not None:
+            every.append(_first_named(named, entry, accept))
+        candidates = [found for found in every if found is not None]
         return min(candidates, key=lambda found: found[0].seq, default=None)
 
     def first_named(self, entry_id: str) -> Waiter | None:
@@ -104,10 +88,33 @@ class WaitingQueries:
 
     def everyone(self) -> Iterator[Waiter]:
         """Take all that wait out, in no order."""
-        for index in [self._by_key, self._any, *self._by_id.values()]:
+        for index in [*self._by_key.values(), *self._by_id.values()]:
             while (waiter := index.first()) is not None:
                 self.remove(waiter)
                 yield waiter
+
+    def _home(self, query: Query) -> tuple[dict[Any, PrefixIndex[Waiter]], int | str]:
+        """Return where the query waits, and as what."""
+        if query.entry_id is not None:
+            return self._by_id, query.entry_id
+        if query.key is None:
+            return self._by_key, _ANY
+        is_exact = query.match == "exact"
+        return self._by_key, _EXACT if is_exact else query.min_matched_tokens
+
+
+def _oldest(
+    least: int, index: PrefixIndex[Waiter], key: bytes, accept: _Accept
+) -> tuple[Waiter, int] | None:
+    """Return who has waited longest of those for ``least`` tokens of ``key``."""
+    if least == _ANY:
+        waiter = index.first(accept=accept)
+        return None if waiter is None else (waiter, 0)
+    if least == _EXACT:
+        return index.best(key, exact=True, accept=accept)
+    if least * TOKEN_NBYTES > len(key):
+        return None
+    return index.oldest(key, accept=lambda w, matched: matched >= least and accept(w))
 
 
 def _first_named(
@@ -130,14 +137,9 @@ def matched_by_id(waiter: Waiter, entry: StoredEntry) -> int | None:
     if not shorter or key[:shorter] != query.key[:shorter]:
         return None
     matched = shorter // TOKEN_NBYTES
-    return matched if _is_enough(waiter, matched, len(key)) else None
-
-
-def _is_enough(waiter: Waiter, matched: int, key_nbytes: int) -> bool:
-    query = waiter.query
     if query.match == "exact":
-        return query.key is not None and len(query.key) == key_nbytes
-    return matched >= query.min_matched_tokens
+        return matched if len(query.key) == len(key) else None
+    return matched if matched >= query.min_matched_tokens else None
 
 
 _NOT_SELECTABLE = (EntryState.DIRECT, EntryState.GONE)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import sys
+from collections.abc import Callable
 
 import pytest
 
@@ -383,6 +385,29 @@ def test_a_query_says_how_much_must_match(line: WaitingQueries) -> None:
     assert oldest(line) is None
     in_line(line, make_query([1, 2], None, match="exact"), 3)
     assert oldest(line) == (3, 2)
+
+
+def calls_in(work: Callable[[], object]) -> int:
+    """Return how many functions ``work`` calls."""
+    calls = list[str]()
+    sys.setprofile(lambda frame, event, arg: calls.append(event))
+    try:
+        work()
+    finally:
+        sys.setprofile(None)
+    return calls.count("call")
+
+
+def test_a_thousand_whom_an_entry_does_not_match_are_not_asked(
+    line: WaitingQueries,
+) -> None:
+    for seq in range(1000):
+        tokens = [1, 2, seq]
+        in_line(line, make_query(tokens, None, match="exact"), seq)
+        in_line(line, make_query(tokens, None, min_matched_tokens=3), seq)
+        in_line(line, make_query([1], None, match="exact"), seq)
+    assert calls_in(lambda: oldest(line)) < 100
+    assert oldest(line) is None
 
 
 def test_an_id_with_tokens_asks_for_both() -> None:
