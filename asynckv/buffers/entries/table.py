@@ -171,6 +171,7 @@ class EntryMemory:
         self._entries += 1
 
 
+_SIFTED: Final = 4
 _AT_ONCE: Final = 64
 """Of many whose time is over so many leave before others have their turn."""
 
@@ -188,15 +189,20 @@ class ExpiryClock:
         self._expire = expire
         self._present = present
         self._due: list[tuple[float, str]] = []
+        self._to_sift: list[tuple[float, str]] = []
+        """What was due as it was too much; each add looks at some of these again."""
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at = 0.0  # uvloop's handles do not all know when
 
     def add(self, at: float, entry_id: str) -> None:
         """Ask to be called at loop time ``at``."""
         heapq.heappush(self._due, (at, entry_id))
-        if len(self._due) > 1024 + 2 * len(self._present):
-            self._due = [due for due in self._due if self._is_due(*due)]
-            heapq.heapify(self._due)
+        if not self._to_sift and len(self._due) > 1024 + 2 * len(self._present):
+            self._due, self._to_sift = self._to_sift, self._due
+        for _ in range(min(_SIFTED, len(self._to_sift))):
+            due = self._to_sift.pop()  # its last: it stays a heap
+            if self._is_due(*due):
+                heapq.heappush(self._due, due)
         if self._timer is None or at < self._timer_at:
             self._arm()
 
@@ -208,14 +214,15 @@ class ExpiryClock:
     def stop(self) -> None:
         """Forget everything."""
         self._due.clear()
+        self._to_sift.clear()
         self._arm()
 
     def _arm(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        if self._due:
-            self._timer_at = self._due[0][0]
+        if heap := self._first():
+            self._timer_at = heap[0][0]
             loop = asyncio.get_running_loop()
             self._timer = loop.call_at(self._timer_at, self._call)
 
@@ -223,10 +230,17 @@ class ExpiryClock:
         self._timer = None
         now = asyncio.get_running_loop().time()
         for _ in range(_AT_ONCE):  # the others of many have the next tick
-            if not self._due or self._due[0][0] > now:
+            heap = self._first()
+            if not heap or heap[0][0] > now:
                 break
-            self._expire(heapq.heappop(self._due)[1])
+            self._expire(heapq.heappop(heap)[1])
         self._arm()
+
+    def _first(self) -> list[tuple[float, str]]:
+        """Return the heap that what is due first is in."""
+        if not self._due or (self._to_sift and self._to_sift[0] < self._due[0]):
+            return self._to_sift
+        return self._due
 
 
 _MAX_COUNT = 65_536

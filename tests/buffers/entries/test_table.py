@@ -232,7 +232,45 @@ async def test_what_has_left_takes_no_place_for_long(
     for number in range(3000):
         entry.expires_at = asyncio.get_running_loop().time() + 600
         clock.add(entry.expires_at, entry_id.format(number))
-    assert len(clock._due) < 1100
+    assert len(clock._due) + len(clock._to_sift) < 1400
+    clock.stop()
+
+
+class Looked(dict[str, StoredEntry]):
+    """Entries by their ids; counts how often one was looked for."""
+
+    count = 0
+
+    def get(self, key: str, default: Any = None) -> Any:
+        self.count += 1
+        return super().get(key, default)
+
+
+async def test_of_what_has_left_little_is_looked_at_in_one_turn() -> None:
+    present, most = Looked(), 0
+    clock, at = ExpiryClock(lambda entry_id: None, present), 600.0
+    for number in range(5000):
+        present.count = 0
+        clock.add(asyncio.get_running_loop().time() + at, f"gone {number}")
+        most = max(most, present.count)
+    assert 0 < most < 10
+    clock.stop()
+
+
+async def test_what_is_there_is_due_in_order_while_what_has_left_is_sifted_out(
+    bench: SteppedLedger,
+) -> None:
+    called, entry = list[str](), bench.begin("second")
+    clock = ExpiryClock(called.append, {"second": entry})
+    now = asyncio.get_running_loop().time()
+    entry.expires_at = now + 0.01
+    clock.add(now + 0.01, "second")
+    for number in range(1024 + 3):
+        clock.add(now + 600, f"gone {number}")
+    clock.add(now, "first")
+    clock.add(now + 0.02, "third")
+    await until(lambda: len(called) == 3)
+    assert called == ["first", "second", "third"]
     clock.stop()
 
 
