@@ -425,6 +425,7 @@ def region_behind(place: DeviceMemory) -> DeviceRegion | None:
 
 _LEAST_SPARE_NBYTES: Final = 1
 
+_MOST_COLLECTED: Final = 64
 _MOST_WAITING: Final = 16
 """Of so many regions that it is at work with the GPU is asked at once, on the loop."""
 
@@ -460,13 +461,13 @@ class DeviceArena(PagedArena):
 
     @property
     def is_waiting(self) -> bool:
-        """Is there memory that the GPU is still at work with? Then look again."""
+        """Is there memory that the GPU may be at work with? Then look again."""
         return bool(self._gone)
 
     def collect(self) -> None:
-        """As the contract says; but of what the GPU has not left a few, in turn."""
+        """As the contract says; but some at once, and of what the GPU is at few."""
         waiting = 0
-        for _ in range(len(self._gone)):
+        for _ in range(min(len(self._gone), _MOST_COLLECTED)):
             region = self._gone.popleft()
             if not isinstance(region, DeviceRegion) or region.is_quiet:
                 region.end_hold()

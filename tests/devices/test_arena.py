@@ -259,8 +259,24 @@ def test_of_many_views_that_the_gpu_is_at_work_with_few_are_asked_for_at_once(
     assert [region.has_views for region in regions] == [True] * 99 + [False]
     busy.open()
     arena.collect()
+    arena.collect()
     assert not arena.is_waiting
     arena.free(regions)
+
+
+def test_of_many_views_that_are_gone_some_give_their_memory_back_at_once(
+    arena: DeviceArena,
+) -> None:
+    regions, spec = arena.take_spares([8192] * 200) or [], TensorSpec((8192,), "uint8")
+    views = [region.tensor(spec) for region in regions]
+    arena.free(regions)
+    views.clear()
+    arena.collect()
+    left = sum(region.has_views for region in regions)
+    assert 100 < left < 200 and arena.is_waiting
+    while arena.is_waiting:
+        arena.collect()
+    assert not any(region.has_views for region in regions)
 
 
 def test_a_released_region_is_lent_no_more(arena: DeviceArena) -> None:
