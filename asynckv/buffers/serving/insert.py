@@ -28,7 +28,7 @@ from asynckv.protocol.frames import (
 from asynckv.protocol.transfer_frames import Grant, Sent
 from asynckv.transfers.incoming import Incoming, Route, receive_frame
 from asynckv.transfers.manifest import INLINE_NBYTES, Manifest, unpack, verify_inline
-from asynckv.transfers.targets import fill_targets, target_in
+from asynckv.transfers.targets import Target, fill_targets, target_in
 from asynckv.transfers.tokens import check_mask, check_tokens
 from asynckv.waits.waiting import Reply
 
@@ -40,6 +40,9 @@ __all__ = (
     "kept_nbytes",
 )
 
+
+_AT_A_TIME: Final = 64
+"""For so many tensors memory is found in half a millisecond."""
 
 _RECORD_NBYTES: Final = 512
 """A tensor's name and shape in our memory, beside what the peer says of it."""
@@ -119,11 +122,13 @@ class ServedInsert:
 
     async def fill(self, entry: StoredEntry, landed: Landed) -> None:
         pool = self._service.buffer.pool
-        targets = [
-            target_in(part.region, part, pool)
-            for part in entry.parts
-            if part.region is not None
-        ]
+        targets = list[Target]()
+        for index, part in enumerate(entry.parts, 1):
+            if part.region is None:
+                return  # the entry has left while others had their turn
+            targets.append(target_in(part.region, part, pool))
+            if not index % _AT_A_TIME:
+                await asyncio.sleep(0)
         if self._inline is not None:
             await fill_targets(targets, self._inline, self._digests)
             for index, digest in enumerate(self._digests):

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import collections
+import sys
 import threading
 from functools import partial
+from types import FrameType
 
 import pytest
 import torch
@@ -31,6 +34,7 @@ from asynckv.testing import (
 )
 from asynckv.testing.lookup_checks.values import cancelled
 from asynckv.testing.pairs import SCHEMES, Peers, Scheme, new_url
+from asynckv.transfers.source import source_of
 from harness.children import line_of
 from harness.forks import ForkServer
 
@@ -412,3 +416,30 @@ async def test_what_is_inserted_while_its_server_is_away_waits_for_the_next_one(
         async with serve("mem://away", lookup=local):
             await task
             assert local.statistics().entries == 1
+
+
+async def test_others_have_their_turn_while_many_tensors_are_looked_at(
+    peers: Peers,
+) -> None:
+    asked, turn = collections.Counter[int](), 0
+
+    def note(frame: FrameType, event: str, arg: object) -> None:
+        if event == "call" and frame.f_code is source_of.__code__:
+            asked[turn] += 1
+
+    inserting = asyncio.create_task(
+        peers.producer.lookup.insert([1], None, _layers(300), None, None)
+    )
+    sys.setprofile(note)
+    while not inserting.done():
+        turn += 1
+        await asyncio.sleep(0)
+    sys.setprofile(None)
+    await inserting
+    assert asked.total() == 300 and max(asked.values()) <= 64
+
+
+def _layers(count: int) -> dict[str, torch.Tensor]:
+    return {
+        str(n): torch.full((1024,), n % 256, dtype=torch.uint8) for n in range(count)
+    }

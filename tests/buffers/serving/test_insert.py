@@ -90,6 +90,24 @@ async def test_an_entry_without_tensors_waits_for_no_bytes(
     assert (entry.entry_id, entry.key) == ("it", None)
 
 
+async def test_memory_of_many_tensors_is_found_in_turns_until_the_entry_has_left(
+    local: LookupBuffer, link: Link
+) -> None:
+    raw = RawInsert(link, *[1024] * 300)
+    await until(lambda: _found_in(local) > 0)
+    assert _found_in(local) < 300
+    local.abort()
+    assert (await raw.failure()).code == "BufferClosed"
+    assert not local.statistics().used_bytes
+
+
+def _found_in(buffer: LookupBuffer) -> int:
+    """Count the tensors for whose bytes memory was found."""
+    entries = buffer.ledger.table.entries.values()
+    regions = [part.region for entry in entries for part in entry.parts]
+    return sum(one is not None and not one.can_change_hands() for one in regions)
+
+
 @pytest.mark.parametrize("digest", [digest_of(bytes(MIB)), b"of other bytes.."])
 async def test_a_cancel_with_the_last_word_behind_it_is_a_cancel(
     local: LookupBuffer, link: Link, digest: bytes
