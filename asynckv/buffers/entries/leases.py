@@ -12,7 +12,7 @@ import itertools
 import logging
 import os
 from collections.abc import Callable, Iterator
-from typing import Any, Final
+from typing import Final
 
 from asynckv.buffers.entries.entries import (
     EntryState,
@@ -40,42 +40,49 @@ __all__ = (
 
 _Accept = Callable[[Waiter], bool]
 
-_ANY: Final = 0
-_EXACT: Final = -1
-"""As what queries wait that match in another way than by so many tokens."""
-
 
 class WaitingQueries:
     """The waiting queries of one fingerprint."""
 
     def __init__(self) -> None:
-        self._by_key: dict[int, PrefixIndex[Waiter]] = {}
-        """Those with tokens, by how many have to match; nobody looks at the others."""
+        self._by_prefix: PrefixIndex[Waiter] = PrefixIndex()
+        self._exact: PrefixIndex[Waiter] = PrefixIndex()
+        self._any: PrefixIndex[Waiter] = PrefixIndex()
         self._by_id: dict[str, PrefixIndex[Waiter]] = {}
 
     def __len__(self) -> int:
-        return len(self._by_key) + len(self._by_id)
+        by_key = len(self._by_prefix) + len(self._exact)
+        return by_key + len(self._any) + len(self._by_id)
 
     def add(self, waiter: Waiter) -> None:
         """Put ``waiter`` in line, in the place its ``seq`` gives."""
-        indexes, name = self._home(waiter.query)
-        index = indexes.setdefault(name, PrefixIndex())
-        key = waiter.query.key if indexes is self._by_key else None
-        waiter.place = index.add(key or b"", waiter.seq, waiter)
+        query = waiter.query
+        key = b"" if query.entry_id is not None else query.key or b""
+        waiter.place = self._index_of(query).add(key, waiter.seq, waiter)
 
     def remove(self, waiter: Waiter) -> None:
         """Take ``waiter`` out of the line; nothing happens if it is not in it."""
-        place, waiter.place = waiter.place, None
+        query, place = waiter.query, waiter.place
+        waiter.place = None
         if place is not None:
-            indexes, name = self._home(waiter.query)
-            indexes[name].remove(place)
-            if not len(indexes[name]):
-                del indexes[name]
+            index = self._index_of(query)
+            index.remove(place)
+            if query.entry_id is not None and not len(index):
+                del self._by_id[query.entry_id]
 
     def oldest(self, entry: StoredEntry, accept: _Accept) -> tuple[Waiter, int] | None:
         """Return who has waited longest of all that match, and the matched tokens."""
-        key = entry.key() if self._by_key else b""
-        every = [_oldest(*one, key, accept) for one in self._by_key.items()]
+
+        def is_enough(waiter: Waiter, matched: int) -> bool:
+            return matched >= waiter.query.min_matched_tokens and accept(waiter)
+
+        key = entry.key() if len(self._by_prefix) or len(self._exact) else b""
+        every = [
+            self._by_prefix.oldest(key, accept=is_enough) if key else None,
+            self._exact.best(key, exact=True, accept=accept) if key else None,
+        ]
+        if (any_waiter := self._any.first(accept=accept)) is not None:
+            every.append((any_waiter, 0))
         if (named := self._by_id.get(entry.entry_id)) is not None:
             every.append(_first_named(named, entry, accept))
         candidates = [found for found in every if found is not None]
@@ -88,33 +95,19 @@ class WaitingQueries:
 
     def everyone(self) -> Iterator[Waiter]:
         """Take all that wait out, in no order."""
-        for index in [*self._by_key.values(), *self._by_id.values()]:
+        indexes = (self._by_prefix, self._exact, self._any, *self._by_id.values())
+        for index in indexes:
             while (waiter := index.first()) is not None:
                 self.remove(waiter)
                 yield waiter
 
-    def _home(self, query: Query) -> tuple[dict[Any, PrefixIndex[Waiter]], int | str]:
-        """Return where the query waits, and as what."""
+    def _index_of(self, query: Query) -> PrefixIndex[Waiter]:
         if query.entry_id is not None:
-            return self._by_id, query.entry_id
+            return self._by_id.setdefault(query.entry_id, PrefixIndex())
         if query.key is None:
-            return self._by_key, _ANY
-        is_exact = query.match == "exact"
-        return self._by_key, _EXACT if is_exact else query.min_matched_tokens
-
-
-def _oldest(
-    least: int, index: PrefixIndex[Waiter], key: bytes, accept: _Accept
-) -> tuple[Waiter, int] | None:
-    """Return who has waited longest of those for ``least`` tokens of ``key``."""
-    if least == _ANY:
-        waiter = index.first(accept=accept)
-        return None if waiter is None else (waiter, 0)
-    if least == _EXACT:
-        return index.best(key, exact=True, accept=accept)
-    if least * TOKEN_NBYTES > len(key):
-        return None
-    return index.oldest(key, accept=lambda w, matched: matched >= least and accept(w))
+            return self._any
+        # Apart: an insert asks nobody whose key is another one.
+        return self._exact if query.match == "exact" else self._by_prefix
 
 
 def _first_named(
