@@ -6,7 +6,7 @@ import asyncio
 import hashlib
 import itertools
 import struct
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Final
 
 import msgspec
@@ -210,7 +210,7 @@ class PrefixKeys:
 def prefix_block_keys(
     token_ids: Sequence[int],
     block_size: int,
-    fingerprint: KVFingerprint | None = None,
+    fingerprint: KVFingerprint | Mapping[str, str] | str | None = None,
     salt: str = "",
 ) -> tuple[str, ...]:
     """Return a key for each whole block of a prompt, for a store of KV blocks.
@@ -219,9 +219,13 @@ def prefix_block_keys(
     in common as whole blocks. Another model or ``salt`` (a tenant's, say) has other
     keys, whatever the tokens.
 
-    :raises ValueError: ``block_size`` is no number of tokens, or an id no whole number
+    :raises ValueError: ``block_size`` is no number of tokens, an id no whole number, or
+        these are several prompts
+    :raises TypeError: ``fingerprint`` or ``salt`` is no such thing
     """
-    return PrefixKeys(block_size, fingerprint).of(token_ids, salt)
+    if not isinstance(salt, str):
+        raise TypeError(f"salt is a str, not {salt!r:.40}")
+    return PrefixKeys(block_size, KVFingerprint.of(fingerprint)).of(token_ids, salt)
 
 
 def _digest(data: bytes) -> bytes:
@@ -239,6 +243,8 @@ def _bytes_of(token_ids: Sequence[int]) -> bytes:
     # Cut to whole numbers, other tokens would have the same key. (None are floats.)
     if ids.size and ids.dtype.kind not in "iu":
         raise ValueError(f"token ids are whole numbers, not {ids.dtype}")
+    if ids.ndim > 1 and ids.size != ids.shape[-1]:
+        raise ValueError(f"shape {ids.shape} is no prompt's: pass ids of one sequence")
     return ids.astype("<i8").tobytes()
 
 

@@ -16,7 +16,7 @@ from typing import Final
 import msgspec
 
 from asynckv.abc import KVConnectorScheduler, KVConnectorWorker
-from asynckv.config import KVTransferConfig
+from asynckv.config import KVTransferConfig, check_config
 from asynckv.connectors.connections import FINGERPRINT_HINT
 from asynckv.connectors.engine import KVEngine
 from asynckv.connectors.multi import MultiScheduler, MultiWorker
@@ -141,6 +141,7 @@ def find_connector(config: KVTransferConfig) -> KVConnectorKind:
 
     :raises ConfigError: there is none of that name
     """
+    check_config(config)
     name = config.kv_connector or DEFAULT_CONNECTOR
     if config.kv_connector_module_path is None:
         kind = CONNECTORS.get(name)

@@ -20,7 +20,6 @@ from typing import Final
 
 import msgspec
 
-from asynckv.abc.tiers import TierMemory, WantedValue
 from asynckv.protocol.wire import digest_of
 from asynckv.types import KVFingerprint, TensorSpec
 
@@ -30,7 +29,6 @@ __all__ = (
     "ShortHeader",
     "ValueHeader",
     "ValueName",
-    "find_place",
     "hashed_key",
     "pack_header",
     "unpack_header",
@@ -134,23 +132,6 @@ def unpack_header(data: bytes | memoryview) -> tuple[ValueHeader, int]:
         return _decoder.decode(data[_PREFIX.size : ends]), needed
     except (msgspec.MsgspecError, ValueError, TypeError, UnicodeError) as exc:
         raise ForeignHeader(f"a header that says nothing of use: {exc}") from exc
-
-
-async def find_place(
-    wanted: WantedValue, data: bytes | memoryview
-) -> TierMemory | None:
-    """Ask where what follows the header goes that ``data`` begins with.
-
-    Again, if it was first said to be too short, and is long enough for that.
-
-    :raises ValueError: it is too short
-    """
-    try:
-        return await wanted.place(data)
-    except ValueError:
-        if wanted.header_nbytes > len(data):
-            raise
-    return await wanted.place(data)
 
 
 @functools.lru_cache(maxsize=64)

@@ -68,6 +68,11 @@ def open_tier(url: str) -> StoreTier:
     for entry in others.select(name=scheme):
         made: StoreTier = entry.load()(url)
         return made
+    if not scheme:
+        raise ConfigError(
+            f"{redacted(url)!r} is no URL",
+            hint="write disk:///var/kv?max=100GiB, redis://host:6379 or s3://bucket",
+        )
     known = ", ".join(sorted({"disk", *_REDIS, *_OBJECTS, *others.names}))
     raise ConfigError(f"no tier is called {scheme!r}", hint=f"there are: {known}")
 

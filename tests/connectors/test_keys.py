@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 from typing import Any
 
 import numpy
@@ -147,3 +148,26 @@ def test_what_is_no_header_is_refused(tensor: torch.Tensor) -> None:
 def test_an_entry_without_a_header_is_refused_unread(spec: TensorSpec | None) -> None:
     with pytest.raises(IncompatiblePeer, match="not inserted by a connector"):
         EntryHeader.check_spec(spec)
+
+
+@pytest.mark.parametrize("written", ["m", {"model": "m"}])
+def test_a_fingerprint_has_the_same_keys_however_it_is_written(
+    written: str | Mapping[str, str],
+) -> None:
+    keys = prefix_block_keys([1, 2], 2, KVFingerprint(model="m"))
+    assert prefix_block_keys([1, 2], 2, written) == keys
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "words"),
+    [
+        ({"fingerprint": 5}, TypeError, "a fingerprint is a model's name"),
+        ({"salt": 5}, TypeError, "salt is a str, not 5"),
+        ({"token_ids": [[1, 2], [1, 3]]}, ValueError, "ids of one sequence"),
+    ],
+)
+def test_what_would_make_keys_that_nobody_else_has_is_refused(
+    given: dict[str, Any], error: type[Exception], words: str
+) -> None:
+    with pytest.raises(error, match=words):
+        prefix_block_keys(**{"token_ids": [1, 2], "block_size": 2, **given})

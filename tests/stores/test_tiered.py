@@ -889,6 +889,10 @@ async def test_a_cancelled_question_leaves_no_trace_wherever_it_is_cancelled(
 def test_a_tier_that_nobody_knows_is_refused_by_name() -> None:
     with pytest.raises(ConfigError, match="floppy"):
         open_tier("floppy:///dev/fd0")
+    with pytest.raises(
+        ConfigError, match=r"'/var/kv' is no URL .*disk:///var/kv\?max="
+    ):
+        open_tier("/var/kv")
 
 
 @pytest.mark.parametrize(

@@ -44,7 +44,7 @@ from asynckv.testing.store_checks import (
     StoreCheck,
     check_store_buffer,
 )
-from asynckv.testing.tier_checks import TIER_CHECKS, OpenTier, check_tier
+from asynckv.testing.tier_checks import TIER_CHECKS, OpenTier, TierCheck, check_tier
 from asynckv.testing.transport_checks.sides import (
     LostCallback,
     MakeTransportPair,
@@ -249,6 +249,12 @@ def test_every_check_has_a_name_and_says_what_it_is_for(
 
 async def test_the_lookup_buffer_that_a_node_hands_out_keeps_them_all() -> None:
     await check_lookup_buffer(trio_by_role)
+
+
+@pytest.mark.parametrize("check", TIER_CHECKS, ids=lambda check: check.__name__)
+async def test_a_tier_that_shows_each_value_whole_keeps(check: TierCheck) -> None:
+    async with dict_tiers() as make:
+        await check(make)
 
 
 @pytest.mark.both_loops

@@ -43,7 +43,6 @@ from asynckv.stores.disk.slots import (
     fits_page,
 )
 from asynckv.stores.disk.url import LEAST_MAX_BYTES, parse_disk_url
-from asynckv.stores.header import find_place
 from asynckv.stores.threads import READ, SCAN, WRITE, Stopped, TierThreads, ask
 from asynckv.types import as_count, as_timeout
 from asynckv.waits.waiting import OwnTasks
@@ -539,7 +538,7 @@ class DiskTier(LoopBound, StoreTier):
         if header.key != wanted.key:  # two keys with one hash
             return TierResult.MISSING
         try:
-            memory = await find_place(wanted, header.header)
+            memory = await wanted.place(header.header)
         except ValueError:  # it was all that there is of the header
             return TierResult.MISSING
         if memory is None:

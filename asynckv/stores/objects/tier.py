@@ -48,7 +48,6 @@ from asynckv.abc.tiers import (
 )
 from asynckv.affinity import LoopBound
 from asynckv.errors import ConfigError
-from asynckv.stores.header import find_place
 from asynckv.stores.objects.calls import ObstoreCalls, Stopped
 from asynckv.stores.objects.known import KnownKeys
 from asynckv.stores.objects.url import PATIENCE_S, ObjectPlace, parse_object_url
@@ -409,7 +408,7 @@ async def _place(
     if _left_s(data) <= 0:
         return TierResult.MISSING
     try:
-        memory = await find_place(wanted, data[_EXPIRY.size :])
+        memory = await wanted.place(data[_EXPIRY.size :])
     except ValueError:  # it was all that there is of the header
         return TierResult.MISSING
     if memory is None:

@@ -31,7 +31,6 @@ from asynckv.abc.tiers import (
     WantedValue,
 )
 from asynckv.affinity import LoopBound
-from asynckv.stores.header import find_place
 from asynckv.stores.redis.lane import Lane, NotRedis, Reply, ServerError, command
 from asynckv.stores.redis.lanes import Lanes, process_lanes
 from asynckv.stores.redis.server import Address, Credentials, RedisServer
@@ -314,7 +313,7 @@ class RedisTier(LoopBound, StoreTier):
         if not head:
             return TierResult.MISSING
         try:
-            memory = await find_place(wanted, head)
+            memory = await wanted.place(head)
             if memory is None:
                 return TierResult.REFUSED
             total = wanted.header_nbytes + memory.nbytes
@@ -410,7 +409,7 @@ class RedisTier(LoopBound, StoreTier):
         try:
             if nbytes < 0:
                 return TierResult.MISSING
-            memory = await find_place(wanted, head)
+            memory = await wanted.place(head)
             if memory is None:
                 return TierResult.REFUSED
             if wanted.header_nbytes + memory.nbytes != nbytes:

@@ -201,7 +201,7 @@ class MooncakeTier(StoreTier):
     async def _land(self, wanted: WantedValue, data: memoryview) -> TierResult:
         """Copy what has come to where the store wants it."""
         try:
-            memory = await _place(wanted, data)
+            memory = await wanted.place(data)
         except ValueError:
             return TierResult.MISSING
         if memory is None:
@@ -280,15 +280,6 @@ def _packed(
         end += size
     if numbers:
         yield numbers, places, nbytes
-
-
-async def _place(wanted: WantedValue, data: memoryview) -> TierMemory | None:
-    try:
-        return await wanted.place(data)
-    except ValueError:
-        if wanted.header_nbytes > len(data):
-            raise
-    return await wanted.place(data)
 
 
 def _copy_in(value: TierValue, staging: memoryview) -> None:
