@@ -248,16 +248,18 @@ class ObjectTier(LoopBound, StoreTier):
                 return 0.0
 
     async def _fetch(self, wanted: WantedValue) -> TierResult:
+        question, left_s = self._known.ask(wanted.key), None
         try:
             result = await self._read(wanted)
+            left_s = 0.0 if result is TierResult.MISSING else None
         except FileNotFoundError:
-            result = TierResult.MISSING
+            result, left_s = TierResult.MISSING, 0.0
         except PreconditionError:  # between two pieces it was replaced
-            return TierResult.MISSING
+            result = TierResult.MISSING
         except Exception as exc:  # noqa: BLE001 - also what only a bug would raise
-            return self._failed("read", exc)
-        if result is TierResult.MISSING:
-            self._known.changed(wanted.key, 0.0, asyncio.get_running_loop().time())
+            result = self._failed("read", exc)
+        now_s = asyncio.get_running_loop().time()
+        self._known.answer(wanted.key, question, left_s, now_s)
         return result
 
     async def _read(self, wanted: WantedValue) -> TierResult:
