@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import collections
 from collections.abc import Iterator
+from typing import Final
 
 from asynckv.buffers.entries.entries import EntryState, StoredEntry
 from asynckv.buffers.entries.leases import Leases, Matcher
@@ -19,9 +20,11 @@ from asynckv.buffers.entries.table import EntryMemory, EntryTable
 from asynckv.buffers.statistics import Counters
 from asynckv.errors import BufferClosed
 from asynckv.tensors.arena import Arena
-from asynckv.waits.waiting import FairQueue
+from asynckv.waits.waiting import FairQueue, in_turns
 
 __all__ = ("Ledger",)
+
+_AT_A_TIME: Final = 64
 
 
 class Ledger:
@@ -51,7 +54,7 @@ class Ledger:
             max_deliver=max_deliver,
             max_hold_s=max_hold_s,
         )
-        self._is_offering = False
+        self._is_offering = self._must_offer = False
 
     @property
     def waiting_inserts(self) -> int:
@@ -138,10 +141,14 @@ class Ledger:
         return True
 
     def offer_waiting_soon(self) -> None:
-        """A consumer may have more bytes that have no room: look on the next tick."""
+        """A consumer may have more bytes that have no room: look on the next tick.
+
+        Of many entries some are offered in each.
+        """
+        self._must_offer = True
         if not self._is_offering and not self.leases.is_closed:
             self._is_offering = True
-            asyncio.get_running_loop().call_soon(self._offer_waiting)
+            asyncio.get_running_loop().call_soon(in_turns, self._offering())
 
     def refuse_inserts(self) -> None:
         """No entry comes in any more; those that wait for room learn it."""
@@ -159,11 +166,15 @@ class Ledger:
         self.table.close()
         self.room.change()
 
-    def _offer_waiting(self) -> None:
+    def _offering(self) -> Iterator[None]:
+        while self._must_offer:
+            self._must_offer = False
+            for number, entry in enumerate(list(self.room), 1):
+                if entry.state is EntryState.WAITING:
+                    self.leases.offer(entry)
+                if not number % _AT_A_TIME:
+                    yield  # what changes meanwhile is for one more pass
         self._is_offering = False
-        for entry in list(self.room):
-            if entry.state is EntryState.WAITING:
-                self.leases.offer(entry)
 
     def _is_through(self, entry: StoredEntry) -> bool:
         if entry.state is EntryState.WAITING:

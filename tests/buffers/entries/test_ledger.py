@@ -11,6 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from asynckv.buffers.entries.entries import EntryState, StoredEntry, Waiter
 from asynckv.errors import EntryAborted
+from asynckv.testing import until
 from asynckv.transfers.tokens import make_query
 from harness.ledgers import RecordingHolder, SteppedLedger, draft_of
 
@@ -28,6 +29,23 @@ async def test_a_consumer_whose_bound_is_full_gets_no_direct_delivery(
     full.ledger.offer_waiting_soon()
     await asyncio.sleep(0)
     assert holder.entry_id == "a"
+
+
+async def test_many_entries_that_wait_are_offered_in_turns_until_none_was_passed_over(
+    full: SteppedLedger,
+) -> None:
+    holders = [RecordingHolder(bound=0) for _ in range(200)]
+    for number, holder in enumerate(holders):
+        full.begin(f"{number}", (number,), nbytes=50)
+        full.leases.select(make_query([number], None), holder, None)
+    for holder in holders[1:]:
+        holder.bound = 100
+    full.ledger.offer_waiting_soon()
+    await asyncio.sleep(0)
+    assert sum(holder.entry_id is not None for holder in holders) == 63
+    holders[0].bound = 100
+    full.ledger.offer_waiting_soon()
+    await until(lambda: all(holder.entry_id is not None for holder in holders))
 
 
 async def test_an_early_acknowledgement_does_not_restart_bytes_on_their_way(
