@@ -10,7 +10,7 @@ An object begins with when it is void (8 bytes, little endian: a double of secon
 
 **What is there** is asked by one request a key, for those 8 bytes: but for a listing of
 all keys nothing else can tell. It is never asked before a value is fetched, and answers
-are remembered, see :class:`~asynckv.stores.objects.known.KnownKeys`. Keys are asked for
+are remembered, see :class:`~asynckv.stores.known.KnownKeys`. Keys are asked for
 in order, 64 at a time, as those of a prefix come: after a round that has found nothing,
 or when half of the patience is over, it is unknown (``FAILED``) what the rest is.
 """
@@ -49,8 +49,8 @@ from asynckv.abc.tiers import (
 from asynckv.affinity import LoopBound
 from asynckv.errors import ConfigError
 from asynckv.stores.header import find_place
+from asynckv.stores.known import KnownKeys
 from asynckv.stores.objects.calls import ObstoreCalls, Stopped
-from asynckv.stores.objects.known import KnownKeys
 from asynckv.stores.objects.url import PATIENCE_S, ObjectPlace, parse_object_url
 from asynckv.tensors.copying import HostCopyPool
 from asynckv.tensors.jobs import CopyJob
