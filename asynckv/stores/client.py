@@ -11,7 +11,6 @@ import contextlib
 import logging
 import math
 import time
-from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Final, Generic, Protocol, TypeVar
@@ -27,11 +26,18 @@ from asynckv.abc import (
 from asynckv.errors import ConfigError
 from asynckv.observability.latencies import LatencyHistogram
 from asynckv.stores.clearings import TierClearing
-from asynckv.stores.health import Moving, TierCall, TierHealth, TierStatistics
+from asynckv.stores.health import (
+    Moving,
+    Quarantine,
+    TierCall,
+    TierHealth,
+    TierStatistics,
+)
+from asynckv.stores.known import KnownKeys
 from asynckv.stores.write_behind import TierChange, WriteBehind
 from asynckv.waits.waiting import OwnTasks, Watchers, in_turns
 
-__all__ = ("Quarantine", "TierClient", "Written", "closing")
+__all__ = ("TierClient", "Written", "closing")
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +48,6 @@ _BYTES_AT_ONCE: Final = 32 * 2**20
 _OPEN_S, _PROBE_S = 30.0, 5.0
 """So long an answer to a probe is waited for."""
 _ABSENT_S: Final = 0.5
-_ABSENT_KEYS: Final = 65_536
 _AFTER_LOADS_S: Final = 0.1
 """So long a store waits for loads that are under way."""
 _LEAST_TICK_S: Final = 0.001
@@ -61,27 +66,6 @@ class Written(Protocol):
 
 W = TypeVar("W", bound=Written)
 T = TypeVar("T")
-
-
-class Quarantine:
-    """Memory lent to calls that nobody waits for any more: at most ``max_bytes``."""
-
-    def __init__(self, max_bytes: int) -> None:
-        self.max_bytes = max_bytes
-        self.nbytes = 0
-        self.changed: list[Callable[[], None]] = []
-        """What is called when there is more of it, or less."""
-
-    def lend(self, nbytes: int) -> None:
-        """So much more is lent; less than 0: it was given back. Never waits."""
-        self.nbytes += nbytes
-        for changed in self.changed:
-            changed()
-
-    @property
-    def is_full(self) -> bool:
-        """May no more calls be made that could end here?"""
-        return self.nbytes >= self.max_bytes
 
 
 class TierClient(Generic[W]):
@@ -110,9 +94,7 @@ class TierClient(Generic[W]):
         """What the tier is still to be told, and what of it is void."""
         self._loads = TierHealth(self.facts.patience_s)
         self._stores = TierHealth(self.facts.patience_s)
-        self._absent: OrderedDict[str, float] = OrderedDict()
-        """Until when keys are not asked for. A time below 0 is that of one question."""
-        self._question_s = 0.0
+        self._known = KnownKeys(missing_s=_ABSENT_S)
         self._tasks = OwnTasks()
         self._calls = OwnTasks()
         self._changed = Watchers()
@@ -162,13 +144,7 @@ class TierClient(Generic[W]):
         return self._loads.is_open or self._quarantine.is_full or self._is_closed
 
     def _is_absent(self, key: str) -> bool:
-        until_s = self._absent.get(key)
-        if until_s is None:
-            return False
-        if until_s > self._loop.time():
-            return True
-        del self._absent[key]
-        return False
+        return self._known.is_there(key, self._loop.time()) is False
 
     def contains(self, keys: Sequence[str]) -> asyncio.Future[set[str]]:
         """Say which are there, as new as they should be, as far as is known.
@@ -179,7 +155,7 @@ class TierClient(Generic[W]):
         if self._is_refusing:
             self.refused += len(asked)
             asked = []
-        elif self._absent:
+        elif len(self._known):
             asked = [key for key in asked if not self._is_absent(key)]
         there: asyncio.Future[set[str]] = self._loop.create_future()
         self._questions.append((asked, there))
@@ -214,31 +190,23 @@ class TierClient(Generic[W]):
         ``ended`` is called when nothing writes to their memory any more: before this
         returns, or later.
         """
-        began_s, question_s = time.perf_counter(), self._begin_question(wanted)
+        began_s = time.perf_counter()
+        questions = [self._known.ask(one.key) for one in wanted]
         fetch = partial(_results, self.tier.fetch, wanted)
         results = await self._call(self._loads, fetch, wanted, lambda results: ended())
         self._fetch_times.observe(time.perf_counter() - began_s)
         if results is None:
-            return [TierResult.FAILED] * len(wanted)
-        for one, result in zip(wanted, results, strict=True):
-            self.hits += result is TierResult.DONE
-            self.failed += result is TierResult.FAILED
-            self.misses += result is TierResult.MISSING
-            # What was changed meanwhile may be there now.
-            if self._absent.get(one.key) == question_s:
-                del self._absent[one.key]
-                if result is TierResult.MISSING:
-                    self._absent[one.key] = self._loop.time() + _ABSENT_S
+            results = [TierResult.FAILED] * len(wanted)
+        else:
+            self.hits += results.count(TierResult.DONE)
+            self.misses += results.count(TierResult.MISSING)
+            self.failed += results.count(TierResult.FAILED)
+        now_s = self._loop.time()
+        for one, question, result in zip(wanted, questions, results, strict=True):
+            is_absent = result is TierResult.MISSING and not self.facts.is_local
+            left_s = 0.0 if is_absent else None
+            self._known.answer(one.key, question, left_s, now_s)
         return results
-
-    def _begin_question(self, wanted: Sequence[WantedValue]) -> float:
-        self._question_s -= 1
-        if not self.facts.is_local:
-            for one in wanted:
-                self._absent[one.key] = self._question_s
-                if len(self._absent) > _ABSENT_KEYS:
-                    self._absent.popitem(last=False)
-        return self._question_s
 
     def touch(self, keys: Sequence[str]) -> None:
         """They are in use. Never waits."""
@@ -261,7 +229,7 @@ class TierClient(Generic[W]):
         self, key: str, epoch: int, value: W, nbytes: int, identity: object
     ) -> bool:
         """Write a value soon; ``False``: it is dropped. Never waits."""
-        self._absent.pop(key, None)
+        self._known.begin_change(key)
         if not (self._can_store and self.fits(nbytes)):
             self.behind.skip(key, epoch, identity)
             self._release(value)
@@ -272,13 +240,13 @@ class TierClient(Generic[W]):
 
     def note(self, key: str, epoch: int, identity: object) -> None:
         """A key has a new value, which is not to be written yet. Never waits."""
-        self._absent.pop(key, None)
+        self._known.begin_change(key)
         self.behind.note(key, epoch, identity)
         self._changed.wake()
 
     def delete(self, key: str, epoch: int) -> None:
         """Delete a key soon. Never waits."""
-        self._absent.pop(key, None)
+        self._known.begin_change(key)
         self.behind.delete(key, epoch)
         self._changed.wake()
 
@@ -586,7 +554,7 @@ class TierClient(Generic[W]):
                 health.probed(self._loop.time(), is_there=facts is not None)
         if facts is not None:
             self._take_facts(facts)
-            self._absent.clear()
+            self._known = KnownKeys(missing_s=_ABSENT_S)
             self._try_now(*self._again)
             self._is_silent = False
             logger.info("%s is there again", self.name)

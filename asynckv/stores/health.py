@@ -13,12 +13,12 @@ probed after a second, then after two, four, up to thirty.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Final, Protocol
 
 from asynckv.observability.latencies import Latencies
 
-__all__ = ("Moving", "TierCall", "TierHealth", "TierStatistics")
+__all__ = ("Moving", "Quarantine", "TierCall", "TierHealth", "TierStatistics")
 
 _LEAST_RATE: Final = 1e6
 """Bytes a second before anything was measured, and at least."""
@@ -170,6 +170,27 @@ class TierHealth:
     def worked(self) -> None:
         """A call was answered as it should be: the next trouble is a first one."""
         self._probe_in_s = _FIRST_PROBE_S
+
+
+class Quarantine:
+    """Memory lent to calls that nobody waits for any more: at most ``max_bytes``."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self.max_bytes = max_bytes
+        self.nbytes = 0
+        self.changed: list[Callable[[], None]] = []
+        """What is called when there is more of it, or less."""
+
+    def lend(self, nbytes: int) -> None:
+        """So much more is lent; less than 0: it was given back. Never waits."""
+        self.nbytes += nbytes
+        for changed in self.changed:
+            changed()
+
+    @property
+    def is_full(self) -> bool:
+        """May no more calls be made that could end here?"""
+        return self.nbytes >= self.max_bytes
 
 
 @dataclasses.dataclass(frozen=True)

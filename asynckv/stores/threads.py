@@ -105,7 +105,10 @@ class TierThreads(Generic[_L]):
                 return
             self._alive += 1
         name = f"{self._name} {self._alive}"
-        threading.Thread(target=self._run, name=name, daemon=True).start()
+        try:
+            threading.Thread(target=self._run, name=name, daemon=True).start()
+        except RuntimeError as exc:  # the process has as many as it may
+            self._leave(exc)
 
     def check(self) -> None:
         """Called by work between two steps.
@@ -121,17 +124,18 @@ class TierThreads(Generic[_L]):
             if self.is_stopping:
                 return
             self.is_stopping = True
-            for jobs in self._jobs:
-                for _, done in jobs:
-                    self._tell(done, None, Stopped())
-                jobs.clear()
+            self._refuse_all(Stopped())
             self._changed.notify_all()
             is_over = not self._alive
         if is_over:
             self._end()
 
     def _run(self) -> None:
-        own = self._own()
+        try:
+            own = self._own()
+        except Exception as exc:  # noqa: BLE001 - as of a job that it would have done
+            self._leave(exc.with_traceback(None))
+            return
         while (job := self._next()) is not None:
             work, done = job
             result, error = None, None
@@ -142,11 +146,23 @@ class TierThreads(Generic[_L]):
             with self._changed:
                 self._tell(done, result, error)
             del job, work, done, result, error
+        self._leave(Stopped())
+
+    def _leave(self, error: Exception) -> None:
+        """There is one thread less. What only that could have done has failed so."""
         with self._changed:
             self._alive -= 1
-            is_last = not self._alive
+            if not self._alive:
+                self._refuse_all(error)
+            is_last = self.is_stopping and not self._alive
         if is_last:
             self._end()
+
+    def _refuse_all(self, error: Exception) -> None:
+        for jobs in self._jobs:
+            for _, done in jobs:
+                self._tell(done, None, error)
+            jobs.clear()
 
     def _next(self) -> _Job[_L] | None:
         with self._changed:

@@ -23,7 +23,7 @@ from asynckv.buffers.values import PendingPut, PinnedValue, StoredValues
 from asynckv.devices.arena import place_of
 from asynckv.devices.copying import CopyPool
 from asynckv.errors import BufferClosed, EntryTooLarge
-from asynckv.stores.client import Quarantine, TierClient
+from asynckv.stores.client import TierClient
 from asynckv.stores.header import (
     MAX_HEADER_NBYTES,
     ForeignHeader,
@@ -34,7 +34,7 @@ from asynckv.stores.header import (
     pack_header,
     unpack_header,
 )
-from asynckv.stores.health import TierStatistics
+from asynckv.stores.health import Quarantine, TierStatistics
 from asynckv.tensors.arena import Region
 from asynckv.tensors.runs import pieces_of
 from asynckv.waits.waiting import OwnTasks

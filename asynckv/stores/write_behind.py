@@ -126,9 +126,15 @@ class WriteBehind(Generic[T]):
         return self.nbytes > self._max_bytes // 2
 
     def is_behind(self, epoch: float) -> bool:
-        """Does a change of ``epoch``, or an earlier one, wait or run?"""
-        epochs = [_epoch_of_first(line) for line in self._lines() if line]
-        epochs += [change.epoch for change in self._running.values()]
+        """Does a change of ``epoch``, or an earlier one, wait or run?
+
+        But for one that is late, or waits for such a one: that may be so for ever.
+        """
+        late = {key for key, change in self._running.items() if change.is_late}
+        epochs = [one.epoch for key, one in self._running.items() if key not in late]
+        for line in self._lines():
+            others = (one.epoch for key, one in line.items() if key not in late)
+            epochs += itertools.islice(others, 1)
         epochs += self.clearings.pending_epochs()
         return any(one <= epoch for one in epochs)
 
@@ -226,7 +232,8 @@ class WriteBehind(Generic[T]):
     ) -> list[TierChange[T]]:
         first: list[TierChange[T]] = []
         nbytes = 0
-        for change in itertools.islice(line.values(), 4 * max_changes):
+        most = 4 * max_changes + len(self._running)
+        for change in itertools.islice(line.values(), most):
             is_other = first and change.is_delete != first[0].is_delete
             if is_other or change.key in self._running:
                 continue

@@ -54,7 +54,11 @@ class DictTier(StoreTier):
 
     def let_go(self, name: str) -> None:
         """Let them end."""
-        self._gates.pop(name).set()
+        self.let_others_go(name).set()
+
+    def let_others_go(self, name: str) -> asyncio.Event:
+        """Let those that begin now end; return what lets the others go on."""
+        return self._gates.pop(name)
 
     async def probe(self) -> TierFacts:
         await self._enter("probe")

@@ -16,7 +16,8 @@ from asynckv.abc import (
     TierValue,
     WantedValue,
 )
-from asynckv.stores.client import Quarantine, TierClient
+from asynckv.stores.client import TierClient
+from asynckv.stores.health import Quarantine
 from asynckv.testing.blocked import until
 from harness.tiers import DictTier
 

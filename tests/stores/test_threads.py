@@ -17,7 +17,7 @@ pytestmark = pytest.mark.both_loops
 class Bench:
     """Two threads, jobs that wait for a gate, and what came of them, in order."""
 
-    def __init__(self, count: int = 2) -> None:
+    def __init__(self, count: int = 2, own: Callable[[], object] = object) -> None:
         self.ended: list[str] = []
         self.began: list[str] = []
         self.results: list[str] = []
@@ -26,7 +26,7 @@ class Bench:
             count,
             asyncio.get_running_loop(),
             lambda: self.ended.append("once"),
-            object,
+            own,
             name="thread of a test",
         )
 
@@ -84,6 +84,27 @@ async def test_who_fails_is_told_of(bench: Bench) -> None:
     bench.threads.submit(READ, work, bench.note("a"))
     await until(lambda: bool(bench.results))
     assert bench.results == ["a: OSError('broken')"]
+
+
+@pytest.mark.parametrize("what", ["thread", "memory"])
+async def test_where_no_thread_can_begin_that_is_told_and_the_next_one_may(
+    what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(thread: object = None) -> None:
+        raise RuntimeError("no more")
+
+    refused = [refuse] if what == "memory" else []
+    bench = Bench(1, own=lambda: refused.pop()() if refused else None)
+    with monkeypatch.context() as patch:
+        if what == "thread":
+            patch.setattr(threading.Thread, "start", refuse)
+        bench.submit(READ, "a")
+    await until(lambda: len(bench.results) == 1)
+    bench.submit(READ, "b")
+    await until(lambda: len(bench.results) == 2)
+    assert bench.results == ["a: RuntimeError('no more')", "b"]
+    bench.threads.stop()
+    await bench.threads.is_over.wait()
 
 
 async def test_what_was_not_begun_is_stopped(bench: Bench) -> None:

@@ -375,6 +375,20 @@ async def test_a_tier_that_was_away_is_asked_again_when_a_probe_finds_it() -> No
         assert (await store.flush())["DictTier"].accepted == 1
 
 
+async def test_a_call_that_does_not_end_keeps_nobody_waiting_for_a_flush() -> None:
+    tier = DictTier(facts=TierFacts(patience_s=0.05))
+    async with opened(tier) as store:
+        tier.hold("store")
+        await store.put("a", noise(64, 1))
+        await until(lambda: not store.statistics().tiers["DictTier"].is_storing)
+        held = tier.let_others_go("store")
+        await until(lambda: store.statistics().tiers["DictTier"].is_storing)
+        await store.put("b", noise(64, 2))
+        assert (await store.flush())["DictTier"].accepted == 1
+        held.set()
+        await until(lambda: len(tier.values) == 2)
+
+
 async def test_a_tier_that_does_not_answer_keeps_no_store_from_being_opened(
     monkeypatch: pytest.MonkeyPatch, tier: DictTier
 ) -> None:

@@ -275,6 +275,29 @@ def test_equal_bytes_are_valid_though_their_last_write_failed() -> None:
     assert not tier.valid_from("a").has(4, "w")
 
 
+def test_nobody_waits_for_a_call_that_may_never_end() -> None:
+    tier = behind()
+    tier.write("a", 1, "v", 1, "v")
+    (change,) = tier.take(9, 99)
+    assert tier.is_behind(1)
+    change.is_late = True
+    tier.write("a", 2, "w", 1, "w")
+    assert not tier.is_behind(2)
+    tier.write("b", 3, "v", 1, "v")
+    assert tier.is_behind(3) and not tier.is_behind(2)
+
+
+def test_keys_whose_calls_do_not_end_keep_no_others_waiting() -> None:
+    tier: WriteBehind[str] = WriteBehind(1000, lambda value: None)
+    for epoch in range(2):
+        for number in range(100):
+            tier.write(f"{number}", 100 * epoch + number, "v", 1, "v")
+        if not epoch:
+            assert len(tier.take(100, 1000)) == 100
+    tier.write("other", 200, "v", 1, "v")
+    assert [change.key for change in tier.take(9, 99)] == ["other"]
+
+
 def test_what_waits_is_dropped_by_a_close_and_what_is_under_way_ends() -> None:
     tier = behind()
     tier.write("a", 1, "v", 4, "v")

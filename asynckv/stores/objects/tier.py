@@ -10,7 +10,7 @@ An object begins with when it is void (8 bytes, little endian: a double of secon
 
 **What is there** is asked by one request a key, for those 8 bytes: but for a listing of
 all keys nothing else can tell. It is never asked before a value is fetched, and answers
-are remembered, see :class:`~asynckv.stores.objects.known.KnownKeys`. Keys are asked for
+are remembered, see :class:`~asynckv.stores.known.KnownKeys`. Keys are asked for
 in order, 64 at a time, as those of a prefix come: after a round that has found nothing,
 or when half of the patience is over, it is unknown (``FAILED``) what the rest is.
 """
@@ -48,8 +48,8 @@ from asynckv.abc.tiers import (
 )
 from asynckv.affinity import LoopBound
 from asynckv.errors import ConfigError
+from asynckv.stores.known import KnownKeys
 from asynckv.stores.objects.calls import ObstoreCalls, Stopped
-from asynckv.stores.objects.known import KnownKeys
 from asynckv.stores.objects.url import PATIENCE_S, ObjectPlace, parse_object_url
 from asynckv.tensors.copying import HostCopyPool
 from asynckv.tensors.jobs import CopyJob
@@ -247,16 +247,18 @@ class ObjectTier(LoopBound, StoreTier):
                 return 0.0
 
     async def _fetch(self, wanted: WantedValue) -> TierResult:
+        question, left_s = self._known.ask(wanted.key), None
         try:
             result = await self._read(wanted)
+            left_s = 0.0 if result is TierResult.MISSING else None
         except FileNotFoundError:
-            result = TierResult.MISSING
+            result, left_s = TierResult.MISSING, 0.0
         except PreconditionError:  # between two pieces it was replaced
-            return TierResult.MISSING
+            result = TierResult.MISSING
         except Exception as exc:  # noqa: BLE001 - also what only a bug would raise
-            return self._failed("read", exc)
-        if result is TierResult.MISSING:
-            self._known.changed(wanted.key, 0.0, asyncio.get_running_loop().time())
+            result = self._failed("read", exc)
+        now_s = asyncio.get_running_loop().time()
+        self._known.answer(wanted.key, question, left_s, now_s)
         return result
 
     async def _read(self, wanted: WantedValue) -> TierResult:

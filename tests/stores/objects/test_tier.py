@@ -15,7 +15,7 @@ from asynckv.stores.objects.tier import ObjectTier
 from asynckv.stores.tiered import TieredStore
 from asynckv.testing.expectations import noise
 from asynckv.testing.store_checks import CANCELLING_CHECKS, STORING_CHECKS, StoreCheck
-from asynckv.testing.tier_checks import TIER_CHECKS, SomeValue, TierCheck
+from asynckv.testing.tier_checks import TIER_CHECKS, SomeValue, TierCheck, open_tier
 from harness.moto_server import MotoServer
 from harness.s3_front import Front
 
@@ -133,3 +133,21 @@ async def test_a_key_that_no_object_can_have_is_a_failure(key: str, url: str) ->
 def test_a_patience_that_is_no_time_is_refused() -> None:
     with pytest.raises(ValueError, match="patience_s is a number of seconds"):
         ObjectTier(LocalStore(), patience_s=math.nan)
+
+
+async def test_what_is_written_while_it_is_read_is_not_missing(url: str) -> None:
+    class Unreadable(SomeValue):
+        async def place(self, header: bytes | memoryview) -> None:
+            placing.set()
+            await written.wait()
+            raise ValueError("no header")
+
+    placing, written = asyncio.Event(), asyncio.Event()
+    async with open_tier(lambda: ObjectTier.from_url(url)) as tier:
+        await tier.store([SomeValue("a", 64, 1).to_store()])
+        reading = asyncio.ensure_future(tier.fetch([Unreadable("a")]))
+        await placing.wait()
+        assert list(await tier.store([SomeValue("a", 64, 2).to_store()])) == [DONE]
+        written.set()
+        assert list(await reading) == [MISSING]
+        assert list(await tier.contains(["a"])) == [DONE]

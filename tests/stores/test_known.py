@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from asynckv.stores.objects.known import KnownKeys
+from asynckv.stores.known import KnownKeys
 
 EVER = float("inf")
 

@@ -1,9 +1,9 @@
-"""What was heard, not long ago, of which keys an object store has.
+"""What was heard, not long ago, of which keys a tier has.
 
-Without I/O: whoever uses it says what time it is. To ask takes a request a key, and
-engines ask for the same keys again and again while they wait. That a key is there is
-believed for a minute: by then somebody has fetched it, or nobody wants it. That it is
-not, for a second: others write, too.
+Without I/O: whoever uses it says what time it is. To ask an object store takes a
+request a key, and engines ask for the same keys again and again while they wait. That a
+key is there is believed for a minute: by then somebody has fetched it, or nobody wants
+it. That it is not, for a second, or for ``missing_s``: others write, too.
 
 An answer counts only if nobody here has changed the key since it was asked for.
 """
@@ -23,8 +23,11 @@ _MAX_KEYS: Final = 65_536
 class KnownKeys:
     """At most ``max_keys``; those heard of longest ago are forgotten first."""
 
-    def __init__(self, max_keys: int = _MAX_KEYS) -> None:
+    def __init__(
+        self, max_keys: int = _MAX_KEYS, *, missing_s: float = _MISSING_S
+    ) -> None:
         self._max_keys = max_keys
+        self._missing_s = missing_s
         self._heard: OrderedDict[str, tuple[bool, float]] = OrderedDict()
         self._asked: dict[str, object] = {}
 
@@ -65,7 +68,7 @@ class KnownKeys:
 
     def _note(self, key: str, left_s: float, now_s: float) -> None:
         is_there = left_s > 0
-        lasts_s = min(_THERE_S, left_s) if is_there else _MISSING_S
+        lasts_s = min(_THERE_S, left_s) if is_there else self._missing_s
         self._heard[key] = is_there, now_s + lasts_s
         self._heard.move_to_end(key)
         if len(self._heard) > self._max_keys:
