@@ -137,14 +137,11 @@ class TierClient(Generic[W]):
         if self._is_refusing:
             self.refused += 1
             return False
-        return not self._is_absent(key)
+        return self._known.is_there(key, self._loop.time()) is not False
 
     @property
     def _is_refusing(self) -> bool:
         return self._loads.is_open or self._quarantine.is_full or self._is_closed
-
-    def _is_absent(self, key: str) -> bool:
-        return self._known.is_there(key, self._loop.time()) is False
 
     def contains(self, keys: Sequence[str]) -> asyncio.Future[set[str]]:
         """Say which are there, as new as they should be, as far as is known.
@@ -156,7 +153,8 @@ class TierClient(Generic[W]):
             self.refused += len(asked)
             asked = []
         elif len(self._known):
-            asked = [key for key in asked if not self._is_absent(key)]
+            is_there, now_s = self._known.is_there, self._loop.time()
+            asked = [key for key in asked if is_there(key, now_s) is not False]
         there: asyncio.Future[set[str]] = self._loop.create_future()
         self._questions.append((asked, there))
         if len(self._questions) == 1:
@@ -282,11 +280,8 @@ class TierClient(Generic[W]):
 
     @property
     def _can_store(self) -> bool:
-        return not (self._drops_writes or self._is_closed)
-
-    @property
-    def _drops_writes(self) -> bool:
-        return self._stores.is_open or self._quarantine.is_full
+        is_away = self._stores.is_open or self._quarantine.is_full
+        return not (is_away or self._is_closed)
 
     def statistics(self) -> TierStatistics:
         """Return counters and gauges. Never waits."""
@@ -444,7 +439,7 @@ class TierClient(Generic[W]):
 
     def _drop_some(self) -> None:
         self._dropping = None
-        if self._drops_writes and self.behind.drop_writes():
+        if not self._can_store and self.behind.drop_writes():
             self._dropping = self._loop.call_soon(self._drop_some)
 
     async def _write_forever(self) -> None:
