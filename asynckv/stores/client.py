@@ -281,7 +281,7 @@ class TierClient(Generic[W]):
     @property
     def _can_store(self) -> bool:
         is_away = self._stores.is_open or self._quarantine.is_full
-        return not (is_away or self._is_closed)
+        return not is_away and not self._is_closed
 
     def statistics(self) -> TierStatistics:
         """Return counters and gauges. Never waits."""
@@ -439,7 +439,7 @@ class TierClient(Generic[W]):
 
     def _drop_some(self) -> None:
         self._dropping = None
-        if not self._can_store and self.behind.drop_writes():
+        if not (self._is_closed or self._can_store) and self.behind.drop_writes():
             self._dropping = self._loop.call_soon(self._drop_some)
 
     async def _write_forever(self) -> None:
