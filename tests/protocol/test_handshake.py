@@ -102,6 +102,7 @@ def test_different_fingerprints_are_refused_by_their_field(field: str) -> None:
         agree(terms(fingerprint=ours), hello)
     assert caught.value.field == field
     assert "equal models" in caught.value.hint
+    assert ("same option" in str(caught.value)) is (field == "model")
 
 
 def test_another_model_is_told_which_option_names_it() -> None:
