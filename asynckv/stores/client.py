@@ -173,9 +173,8 @@ class TierClient(Generic[W]):
                 some = asked[start : start + _KEYS_AT_ONCE]
                 contains = partial(_results, self.tier.contains, some)
                 results = await self._call(self._loads, contains)
-            for key, one in zip(some, results or (), strict=False):
-                if one is TierResult.DONE:
-                    there.add(key)
+            told = zip(some, results or (), strict=False)
+            there.update(key for key, one in told if one is TierResult.DONE)
         for keys, asking in questions:
             if not asking.done():
                 asking.set_result(there.intersection(keys))
