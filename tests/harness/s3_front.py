@@ -49,7 +49,10 @@ class Front:
         assert task is not None
         self._serving.add(task)
         try:
-            with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):
+            # Its end is told to nobody: asyncio logs that of a cancelled one.
+            with contextlib.suppress(
+                *(ConnectionError, asyncio.IncompleteReadError, asyncio.CancelledError)
+            ):
                 await self._answer(reader, writer)
         finally:
             self._serving.discard(task)

@@ -25,7 +25,14 @@ import math
 import re
 import struct
 import time
-from collections.abc import Coroutine, Generator, Iterable, Sequence
+from collections.abc import (
+    Awaitable,
+    Callable,
+    Coroutine,
+    Generator,
+    Iterable,
+    Sequence,
+)
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy
@@ -66,9 +73,11 @@ logger = logging.getLogger(__name__)
 _READS: Final = 16
 _WRITES: Final = 8
 _EXPIRY: Final = struct.Struct("<d")
-_PIECE_NBYTES: Final = 4 * 2**20
-_FIRST_NBYTES: Final = _PIECE_NBYTES + 4096
-"""A piece, and room for the header: most values are one request."""
+_HEADER_NBYTES: Final = 4096
+"""There is room for it beside a value."""
+_CHUNK_NBYTES: Final = 4 * 2**20 + _HEADER_NBYTES
+_RANGE_NBYTES: Final = 16 * 2**20 + _HEADER_NBYTES
+"""By one request of a bucket."""
 _NO_KEY: Final = "asynckv"
 _KEYS_AT_ONCE: Final = 64
 _LISTED_AT_ONCE: Final = 1000
@@ -88,10 +97,10 @@ class ObjectTier(LoopBound, StoreTier):
     """Values in ``store``, one object each, by names that begin with ``prefix``.
 
     ``store`` is an ``obstore.store.S3Store`` or ``LocalStore``: with credentials of
-    your own, or by :meth:`from_url`. At most 16 pieces of 4 MiB are read at once, into
-    memory of obstore's, and 8 values written, from where they lie. A value of more than
-    one piece is read by several requests for one version of it; if it is replaced
-    meanwhile, it is missing.
+    your own, or by :meth:`from_url`. At most 16 requests read at once, each by chunks
+    of 4 MiB, which are in memory of obstore's until they are copied; and 8 values are
+    written, from where they lie. A value of more than 16 MiB is read by several
+    requests for one version of it; if it is replaced meanwhile, it is missing.
 
     Nothing is ever dropped, for room or as it is void: a bucket has rules for that, by
     age. What is wrong is a failure (``FAILED``), said once of each kind in the log.
@@ -109,6 +118,9 @@ class ObjectTier(LoopBound, StoreTier):
         self._store: ObjectStore | None = store
         self._prefix = f"{prefix}/" if prefix else ""
         self._patience_s = as_timeout(patience_s, "patience_s")
+        # What a LocalStore streams comes by 8 KiB: there, no more than is read whole.
+        is_local = isinstance(store, LocalStore)
+        self._range_nbytes = _CHUNK_NBYTES if is_local else _RANGE_NBYTES
         self._known = KnownKeys()
         self._calls = ObstoreCalls()
         self._pool = HostCopyPool()
@@ -264,32 +276,42 @@ class ObjectTier(LoopBound, StoreTier):
     async def _read(self, wanted: WantedValue) -> TierResult:
         path = self._path_of(wanted.key)
         async with self._reads:
-            found = await self._get(path, {"range": (0, _FIRST_NBYTES)})
+            found = await self._get(path, {"range": (0, self._range_nbytes)})
             nbytes = wanted.coming_nbytes = found.meta["size"]
             version = found.meta["e_tag"]
-            data = memoryview(await self._calls.call(found.bytes_async))
-            wanted.moved_nbytes += len(data)
+            chunks = _Chunks(self._calls, found, wanted)
+            data = await chunks.next()
             memory = await _place(wanted, data, nbytes)
             if isinstance(memory, TierResult):
                 wanted.coming_nbytes = 0
                 return memory
             begins = _EXPIRY.size + wanted.header_nbytes
             await self._land(data[begins:], memory, 0)
+            first_range = range(len(data), min(nbytes, self._range_nbytes))
+            await self._land_all(chunks, first_range, wanted, memory)
 
-        async def read_piece(start: int, stop: int) -> None:
+        async def read_range(one: range) -> None:
             async with self._reads:
-                options: GetOptions = {"range": (start, stop)}
+                options: GetOptions = {"range": (one.start, one.stop)}
                 if version is not None:  # else the digest tells two versions apart
                     options["if_match"] = version
-                found = await self._get(path, options)
-                piece = memoryview(await self._calls.call(found.bytes_async))
-                if len(piece) != stop - start:
-                    raise EOFError(f"{len(piece)} bytes of {stop - start}")
-                wanted.moved_nbytes += len(piece)
-                await self._land(piece, memory, start - begins)
+                chunks = _Chunks(self._calls, await self._get(path, options), wanted)
+                await self._land_all(chunks, one, wanted, memory)
 
-        await _all_of([read_piece(*one) for one in _pieces(len(data), nbytes)])
+        others = _cut(range(self._range_nbytes, nbytes), self._range_nbytes)
+        await _all_of([read_range(one) for one in others])
         return TierResult.DONE
+
+    async def _land_all(
+        self, chunks: _Chunks, of: range, wanted: WantedValue, memory: TierMemory
+    ) -> None:
+        """Bring these bytes of an object, as they come, to where they go."""
+        at, begins = of.start, _EXPIRY.size + wanted.header_nbytes
+        while at <= of.stop and (data := await chunks.next()):
+            await self._land(data, memory, at - begins)
+            at += len(data)
+        if at != of.stop:
+            raise EOFError(f"{at - of.start} bytes of {len(of)}")
 
     async def _get(self, path: str, options: GetOptions) -> GetResult:
         store = self._open_store
@@ -347,6 +369,34 @@ class ObjectTier(LoopBound, StoreTier):
             self._said.add(kind)
             logger.warning("values in %s could not be %s: %s", self.name, *kind)
         return TierResult.FAILED
+
+
+class _Chunks:
+    """What a request brings: all of it if that is little, else as it comes."""
+
+    def __init__(
+        self, calls: ObstoreCalls, found: GetResult, wanted: WantedValue
+    ) -> None:
+        self._calls, self._wanted = calls, wanted
+        start, stop = found.range
+        self._is_whole = stop - start <= _CHUNK_NBYTES
+        if self._is_whole:
+            self._begin_next: Callable[[], Awaitable[bytes | Bytes]] = found.bytes_async
+        else:
+            self._begin_next = found.stream(min_chunk_size=_CHUNK_NBYTES).__anext__
+        self._is_over = False
+
+    async def next(self) -> memoryview:
+        """Return what comes next; nothing behind the end."""
+        if self._is_over:
+            return memoryview(b"")
+        try:
+            data = memoryview(await self._calls.call(self._begin_next))
+        except StopAsyncIteration:
+            data = memoryview(b"")
+        self._wanted.moved_nbytes += len(data)
+        self._is_over = self._is_whole or len(data) < _CHUNK_NBYTES
+        return data
 
 
 class _Landing(CopyJob):
@@ -428,11 +478,11 @@ def _left_s(data: bytes | memoryview | Bytes) -> float:
     return max(expires_at_s - time.time(), 0.0)
 
 
-def _pieces(start: int, stop: int) -> list[tuple[int, int]]:
-    """Return how to cut what is left of an object."""
-    count = -(-(stop - start) // _PIECE_NBYTES)
-    places = [start + (stop - start) * one // max(count, 1) for one in range(count + 1)]
-    return list(itertools.pairwise(places))
+def _cut(rest: range, most: int) -> list[range]:
+    """Return parts of what is left of an object, alike, and no longer than ``most``."""
+    count = -(-len(rest) // most)
+    places = [rest.start + len(rest) * one // max(count, 1) for one in range(count + 1)]
+    return [range(*pair) for pair in itertools.pairwise(places)]
 
 
 async def _all_of(reads: Iterable[Coroutine[Any, Any, None]]) -> None:

@@ -21,8 +21,8 @@ from harness.s3_front import Front
 
 MIB = 2**20
 DONE, MISSING, FAILED = TierResult.DONE, TierResult.MISSING, TierResult.FAILED
-LARGE_NBYTES = 9 * MIB
-"""Three pieces, read by as many requests."""
+LARGE_NBYTES = 20 * MIB
+"""Read by two requests of a bucket, and by five of a folder."""
 
 
 @pytest.mark.both_loops
