@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
 import tomllib
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -39,6 +40,7 @@ __all__ = (
     "converter",
     "converter_of_each",
     "from_file",
+    "in_flags",
 )
 
 _T = TypeVar("_T")
@@ -187,6 +189,20 @@ class KeyOptions:
 
 
 NO_KEY_OPTIONS: Final = KeyOptions()
+
+_FLAGS: Final = {
+    r"\bsecret_file(=\.\.\.)?": "--secret-file",
+    r"\ballow_plaintext=True": "--allow-plaintext",
+    r"\btls=((asynckv\.)?TLS\(\.\.\.\))?": "--certificate, --key and --ca",
+}
+
+
+def in_flags(error: Exception) -> str:
+    """Return what ``error`` says; its hint names flags where it named arguments."""
+    hint = typed = getattr(error, "hint", "")
+    for argument, flag in _FLAGS.items():
+        typed = re.sub(argument, flag, typed)
+    return str(error).replace(f"({hint})", f"({typed})")
 
 
 _MOST_S: Final = 86_400

@@ -15,7 +15,7 @@ from cyclopts import Parameter, validators
 
 from asynckv import __version__
 from asynckv.cli.bench.report import percentile
-from asynckv.cli.options import NO_KEY_OPTIONS, Fingerprint, KeyOptions
+from asynckv.cli.options import NO_KEY_OPTIONS, Fingerprint, KeyOptions, in_flags
 from asynckv.cli.process import INTERRUPTED
 from asynckv.errors import AsyncKVError, NotServed
 from asynckv.observability.lines import without_passwords
@@ -63,7 +63,7 @@ def ping(
         print(f"asynckv ping: no answer within {timeout_s:g} s", file=sys.stderr)
         return 1
     except (AsyncKVError, ValueError, OSError) as exc:
-        print(f"asynckv ping: {without_passwords(str(exc))}", file=sys.stderr)
+        print(f"asynckv ping: {without_passwords(in_flags(exc))}", file=sys.stderr)
         return 1
     return 0
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, TypeAlias, TypeVar
 
 from cyclopts import App, Parameter
 
-from asynckv.cli.options import NO_KEY_OPTIONS, Fingerprint, KeyOptions
+from asynckv.cli.options import NO_KEY_OPTIONS, Fingerprint, KeyOptions, in_flags
 from asynckv.cli.process import INTERRUPTED
 from asynckv.errors import AsyncKVError
 from asynckv.observability.lines import as_line, without_passwords
@@ -213,5 +213,5 @@ def _run(
     except KeyboardInterrupt:
         return INTERRUPTED
     except (AsyncKVError, ValueError, OSError) as exc:
-        print(f"asynckv store: {without_passwords(str(exc))}", file=sys.stderr)
+        print(f"asynckv store: {without_passwords(in_flags(exc))}", file=sys.stderr)
         return 1

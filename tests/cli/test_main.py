@@ -256,3 +256,42 @@ def test_a_path_that_can_be_written_is_let_through_and_nothing_is_created(
 def test_a_path_that_cannot_be_written_is_refused(tmp_path: Path, name: str) -> None:
     with pytest.raises(ConfigError, match="cannot write"):
         check_writable(tmp_path / name)
+
+
+FAR = "tcp://192.0.2.1:1"
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("ping", FAR),
+        ("store", "stat", FAR, "key"),
+        ("bench", FAR, "--loop", "asyncio"),
+        ("serve", "--store", "1MiB", "--listen", "tcp://0.0.0.0:0"),
+    ],
+    ids=lambda command: command[0],
+)
+def test_a_hint_names_a_flag_where_the_library_s_names_an_argument(
+    command: tuple[str, ...], capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert status_of(*command) == 1
+    said = "".join(capfd.readouterr())
+    assert "(use tls://, or pass --secret-file; on one host use unix://)" in said
+
+
+def test_a_hint_names_the_flag_that_allows_plaintext(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    secret = tmp_path / "secret"
+    secret.touch(mode=0o600)
+    secret.write_text("s" * 64)
+    assert status_of("ping", FAR, "--secret-file", str(secret)) == 1
+    assert "or pass --allow-plaintext if" in capsys.readouterr().err
+
+
+def test_a_hint_names_the_flags_of_certificates(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert status_of("ping", "tls://192.0.2.1:1") == 1
+    said = capsys.readouterr().err
+    assert "tls:// and --certificate, --key and --ca belong together" in said

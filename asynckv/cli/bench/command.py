@@ -16,7 +16,7 @@ from rich.text import Text
 
 from asynckv.cli.bench.report import DigestName, Selection, Settings
 from asynckv.cli.document import check_writable
-from asynckv.cli.options import NO_KEY_OPTIONS, KeyOptions
+from asynckv.cli.options import NO_KEY_OPTIONS, KeyOptions, in_flags
 from asynckv.cli.process import INTERRUPTED, LoopName, run, until_ended
 from asynckv.errors import AsyncKVError, ConfigError
 
@@ -104,7 +104,7 @@ def bench(
         console.print("interrupted; nothing is left behind")
         return INTERRUPTED
     except (AsyncKVError, OSError) as exc:
-        words = f"the bench failed: {exc}"
+        words = f"the bench failed: {in_flags(exc)}"
         console.print(Text(words, style="bold red"), soft_wrap=True)
         return 1
 

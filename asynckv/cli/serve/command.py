@@ -20,6 +20,7 @@ from asynckv.cli.options import (
     KeyOptions,
     LogLevel,
     ServeOptions,
+    in_flags,
 )
 from asynckv.cli.process import run
 from asynckv.errors import AsyncKVError
@@ -53,7 +54,7 @@ def serve(
         except (KeyboardInterrupt, asyncio.CancelledError):
             return 0
         except (AsyncKVError, ValueError, OSError) as exc:
-            words = _without_passwords(str(exc), (*options.tier, options.listen))
+            words = _without_passwords(in_flags(exc), (*options.tier, options.listen))
             log.write(f"asynckv serve: {words}")
             return 1
     return 0
