@@ -50,9 +50,15 @@ class _Managed(AbstractAsyncContextManager[_T_co, bool | None], AsyncWithOnly):
         entered_by: str,
     ) -> None:
         self._manager = manager
+        self._was_entered = False
         self._entered_by = entered_by
 
     async def __aenter__(self) -> _T_co:
+        if self._was_entered:
+            raise RuntimeError(
+                f"it was entered before; make a new one: async with {self._entered_by}:"
+            )
+        self._was_entered = True
         try:
             return await self._manager.__aenter__()
         except PeerLost as exc:

@@ -9,6 +9,7 @@ from asynckv.abc import KVCacheBuffer
 from asynckv.affinity import LoopBound
 from asynckv.devices.growth import Growth
 from asynckv.devices.names import DeviceName, device_named
+from asynckv.errors import BufferClosed
 from asynckv.sharing.exporter import Exporter
 from asynckv.types import parse_bytes
 from asynckv.waits.waiting import FairQueue
@@ -30,6 +31,8 @@ class InMemoryBuffer(LoopBound, KVCacheBuffer):
         device: DeviceName | None = None,
     ) -> None:
         self._device = device_named(device)
+        self.is_closed = False
+        """Whether every wait has ended for good."""
         bound = parse_bytes(max_bytes)
         if bound < 1:
             raise ValueError(
@@ -56,10 +59,13 @@ class InMemoryBuffer(LoopBound, KVCacheBuffer):
         Entering the buffer does that, or the first value that comes. A cancelled call
         leaves no trace.
 
+        :raises BufferClosed: the buffer is closed
         :raises GPUUnavailable: CuPy, a driver or the GPU is missing
         :raises GPUFailed: the GPU has no memory left
         """
         self._check_loop()
+        if self.is_closed:
+            raise BufferClosed("the buffer is closed")
         await self.growth.open()
 
     async def __aenter__(self) -> Self:
@@ -86,6 +92,7 @@ class InMemoryBuffer(LoopBound, KVCacheBuffer):
 
     def _close_memory(self) -> None:
         """Use it no more. What peers and views have of it stays theirs. Never waits."""
+        self.is_closed = True
         self.pool.close()
         self.exporter.close()
         self.growth.close()

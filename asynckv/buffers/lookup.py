@@ -100,11 +100,6 @@ class LookupBuffer(InMemoryBuffer, KVLookupBuffer):
         entries = len(self.ledger.table.entries) - self.ledger.waiting_inserts
         return self._shown(f"{entries} entries")
 
-    @property
-    def is_closed(self) -> bool:
-        """Whether every wait has ended for good."""
-        return self.ledger.leases.is_closed
-
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """As the contract says; it counts as ``pinned_bytes`` of the statistics."""
         self._check_loop()
@@ -294,10 +289,9 @@ class LookupBuffer(InMemoryBuffer, KVLookupBuffer):
         self._check_loop()
         try:
             self.ledger.refuse_inserts()
+            table, leases = self.ledger.table, self.ledger.leases
             with anyio.move_on_after(drain_s):
-                await self.room.until(
-                    lambda: not self.ledger.table.entries or self.is_closed
-                )
+                await self.room.until(lambda: not table.entries or leases.is_closed)
             for _ in self.ledger.closing():
                 await asyncio.sleep(0)
             self.abort()

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from asynckv import (
+    BufferClosed,
     ConfigError,
     GPUFailed,
     GPUUnavailable,
@@ -49,6 +50,16 @@ async def test_what_has_no_device_is_in_host_memory(
         assert isinstance(buffer, InMemoryBuffer)
         assert not buffer.is_on_gpu and buffer.growth.open_device is None
         await buffer.open()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_a_closed_buffer_cannot_be_entered_again(
+    kind: type[LookupBuffer | StoreBuffer],
+) -> None:
+    async with kind("1MiB") as buffer:
+        assert not buffer.is_closed
+    with pytest.raises(BufferClosed):
+        await buffer.__aenter__()
 
 
 async def test_a_device_is_open_while_the_buffer_is() -> None:

@@ -974,6 +974,13 @@ async def test_a_store_that_is_closed_while_it_is_opened_closes_its_tiers() -> N
     assert tier.is_closed
 
 
+async def test_a_closed_store_cannot_be_entered_again() -> None:
+    async with opened(DictTier()) as store:
+        pass
+    with pytest.raises(BufferClosed):
+        await store.__aenter__()
+
+
 def test_an_admission_that_nobody_knows_is_refused() -> None:
     with pytest.raises(ValueError, match="sometimes"):
         TieredStore(MIB, [], admit="sometimes")  # type: ignore[arg-type]
