@@ -104,7 +104,9 @@ class RedisServer:
             raise OSError("nobody has this part of the cluster now")
         return address
 
-    def group(self, keys: Sequence[bytes]) -> dict[Address, Sequence[int]]:
+    def partition_by_address(
+        self, keys: Sequence[bytes]
+    ) -> dict[Address, Sequence[int]]:
         """Return who has which of ``keys``, by their places; some have nobody now.
 
         :raises OSError: it has not been looked at yet

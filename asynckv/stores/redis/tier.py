@@ -292,7 +292,7 @@ class RedisTier(LoopBound, StoreTier):
         begin = command(name, b"", *after).partition(b"$0\r\n")[0]
         end = b"\r\n" + b"".join(command(one).partition(b"\r\n")[2] for one in after)
         encoded = [key.encode() for key in keys]
-        groups = self._server.group(encoded)
+        groups = self._server.partition_by_address(encoded)
         commands = {
             address: [
                 b"%b$%d\r\n%b%b" % (begin, len(key), key, end)
