@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Collection, Mapping, Sequence
-from typing import Final, Literal, TypeAlias
+from typing import Final, Literal, TypeAlias, get_args
 
 import torch
 from transformers import Cache, PreTrainedModel
@@ -87,12 +87,19 @@ class Carried:
     ) -> dict[str, TensorSpec]:
         """Declare, before the forward, what it will add.
 
+        :raises TypeError: if ``carry`` is no collection of names
         :raises ValueError: if ``carry`` names anything else
         :raises ConfigError: if the model has no language model head
         """
-        unknown = set(carry) - {"first_token", "logits", "hidden"}
-        if unknown:
-            raise ValueError(f"cannot carry {', '.join(sorted(unknown))}")
+        if isinstance(carry, str) or not isinstance(carry, Collection):
+            raise TypeError(
+                f"carry is a collection of names, not {carry!r:.40}: "
+                "write {'first_token', 'logits'}"
+            )
+        if unknown := [name for name in carry if name not in get_args(Carry)]:
+            raise ValueError(
+                f"carry is of {', '.join(get_args(Carry))}, not {unknown!r:.80}"
+            )
         head = model.get_output_embeddings()
         if head is None:
             raise ConfigError(f"{type(model).__name__} has no language model head")

@@ -173,7 +173,8 @@ async def prefill(
 
     :raises ConfigError: naming the layer that cannot be carried, or the devices that
         the model is spread over; or so long a prompt's KV cannot be handed over
-    :raises ValueError: if ids and mask are no prompt
+    :raises TypeError: if ``carry`` is no collection of names
+    :raises ValueError: if ids and mask are no prompt, or ``carry`` names anything else
     :raises EntryAborted: if the entry is gone before it was complete
     """
     prompt = Prompt.of(input_ids, attention_mask)
@@ -216,7 +217,7 @@ class _Prefill:
         stays_on_gpu: bool,
     ) -> None:
         self.prompt = prompt
-        self._model, self._carry, self._observe = model, frozenset(carry), observe
+        self._model, self._carry, self._observe = model, carry, observe
         self._plans = [plan for plan in plans if plan.kind != "shared"]
         self._loop = asyncio.get_running_loop()
         # None is put when the forward has ended, after its last layer.

@@ -102,6 +102,27 @@ async def test_the_entry_is_what_the_forward_computed(
     assert entry.hidden.shape == (1, 1, 32)
 
 
+@pytest.mark.parametrize(
+    ("carry", "error", "words"),
+    [
+        ("logits", TypeError, "a collection of names, not 'logits': write {"),
+        (None, TypeError, "a collection of names, not None: write {"),
+        (["logit"], ValueError, r"first_token, logits, hidden, not \['logit'\]"),
+    ],
+)
+async def test_what_cannot_be_carried_is_refused_with_what_can(
+    carry: Any,
+    error: type[Exception],
+    words: str,
+    model: PreTrainedModel,
+    lookup: KVLookupBuffer,
+    prompt: torch.Tensor,
+) -> None:
+    with pytest.raises(error, match=words):
+        await prefill(model, prompt, lookup, carry=carry)
+    assert await lookup.peek(prompt[0]) == 0
+
+
 async def test_a_model_that_shows_its_hidden_states_carries_what_was_asked_for(
     model: PreTrainedModel,
     lookup: KVLookupBuffer,
