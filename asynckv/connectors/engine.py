@@ -17,7 +17,8 @@ from asynckv.errors import EntryAborted, IncompatiblePeer
 from asynckv.observability.lines import as_line
 from asynckv.parallel.plans import RankRead, plan_reshard, readers_of
 from asynckv.parallel.shapes import EngineShape, Rank, split_layers
-from asynckv.types import KVFingerprint, TensorSpec
+from asynckv.transfers.tokens import as_text
+from asynckv.types import KVFingerprint, TensorSpec, as_count, as_flag
 
 __all__ = (
     "HEADER",
@@ -49,6 +50,7 @@ class KVEngine(msgspec.Struct, frozen=True, kw_only=True):
     :meth:`~asynckv.abc.SupportsHeldBlocks.let_go_of_blocks`.
 
     :raises ValueError: there is no such rank, or the shape is another engine's
+    :raises TypeError: a field is of another type
     """
 
     engine_id: str
@@ -60,8 +62,15 @@ class KVEngine(msgspec.Struct, frozen=True, kw_only=True):
     holds_saved_blocks: bool = False
 
     def __post_init__(self) -> None:
-        if self.block_size < 1:
-            raise ValueError(f"block_size={self.block_size}")
+        for name, least in (("block_size", 1), ("tp_size", 1), ("rank", 0)):
+            count = as_count(getattr(self, name), name, least=least)
+            msgspec.structs.force_setattr(self, name, count)
+        if self.block_nbytes is not None:
+            as_count(self.block_nbytes, "block_nbytes")
+        as_flag(self.holds_saved_blocks, "holds_saved_blocks")
+        as_text(self.engine_id, "engine_id")
+        if not isinstance(self.shape, EngineShape | None):
+            raise TypeError(f"shape is an EngineShape, not {self.shape!r:.40}")
         if not 0 <= self.rank < self.size:
             raise ValueError(f"rank {self.rank} of {self.size}")
         shape = self.shape
@@ -180,9 +189,7 @@ class PrefixKeys:
     """
 
     def __init__(self, block_size: int, fingerprint: KVFingerprint | None) -> None:
-        if block_size < 1:
-            raise ValueError(f"block_size is {block_size}")
-        self._block_size = block_size
+        self._block_size = as_count(block_size, "block_size")
         self._fingerprint = fingerprint
         self._unsalted = self._root("")
 

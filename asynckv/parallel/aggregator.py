@@ -11,6 +11,8 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Final, Protocol, Self, TypeVar
 
+from asynckv.types import as_count, as_timeout
+
 __all__ = (
     "Ends",
     "Foldable",
@@ -369,6 +371,7 @@ class KVOutputAggregator:
     with the ranks that are missing; it stays open, for they may still touch its blocks.
 
     :raises ValueError: the count is not at least 1, or ``deadline_s`` is no time
+    :raises TypeError: one of them is no number
     """
 
     def __init__(
@@ -378,12 +381,10 @@ class KVOutputAggregator:
         deadline_s: float = 300.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        if expected_finished_count < 1:
-            raise ValueError(f"expected_finished_count={expected_finished_count}")
-        if not deadline_s >= 0:  # NaN is not
-            raise ValueError(f"deadline_s={deadline_s}")
-        self.expected_finished_count = expected_finished_count
-        self.deadline_s = deadline_s
+        self.expected_finished_count = as_count(
+            expected_finished_count, "expected_finished_count"
+        )
+        self.deadline_s = as_timeout(deadline_s, "deadline_s")
         self._clock = clock
         self._world_size = 0
         self._ends = Ends(_MAX_DONE)

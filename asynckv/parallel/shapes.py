@@ -11,6 +11,7 @@ from typing import Final, Literal, NamedTuple, TypeAlias
 import msgspec
 
 from asynckv.errors import IncompatiblePeer
+from asynckv.types import as_count
 
 __all__ = (
     "CROSS_LAYER_LAYOUTS",
@@ -184,7 +185,7 @@ class EngineShape(
 
     def __post_init__(self) -> None:
         for name, most in _MAX.items():
-            if not 1 <= getattr(self, name) <= most:
+            if not 1 <= as_count(getattr(self, name), name, least=0) <= most:
                 raise ValueError(f"{name}={getattr(self, name)} is not 1 to {most}")
         if not 1 <= len(self.stages) <= _MAX_STAGES or min(self.stages) < 1:
             raise ValueError(f"stages={self.stages[:8]}: each has one layer or more")

@@ -52,6 +52,8 @@ def test_no_whole_block_has_no_key() -> None:
     assert prefix_block_keys([1, 2, 3], 4) == ()
     with pytest.raises(ValueError, match="block_size"):
         prefix_block_keys([1], 0)
+    with pytest.raises(TypeError, match="block_size is a whole number"):
+        prefix_block_keys([1], "16")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

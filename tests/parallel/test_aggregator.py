@@ -332,10 +332,14 @@ def test_the_connector_may_say_how_many_report(
 def test_counts_that_can_never_be_reached_are_refused() -> None:
     with pytest.raises(ValueError, match="9 of 8 workers"):
         KVOutputAggregator.from_connector(_Connector(9), 8)
-    with pytest.raises(ValueError, match="expected_finished_count=0"):
+    with pytest.raises(ValueError, match="expected_finished_count is at least 1"):
         KVOutputAggregator(0)
-    with pytest.raises(ValueError, match="deadline_s=nan"):
+    with pytest.raises(ValueError, match="deadline_s is a number of seconds"):
         KVOutputAggregator(1, deadline_s=math.nan)
+    with pytest.raises(TypeError, match="expected_finished_count is a whole number"):
+        KVOutputAggregator("2")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="deadline_s is a number of seconds"):
+        KVOutputAggregator(1, deadline_s="30")  # type: ignore[arg-type]
 
 
 _steps = st.lists(

@@ -76,6 +76,14 @@ def test_what_cannot_be_is_refused_by_name(field: str, value: object) -> None:
         msgspec.structs.replace(_SHAPE, **{field: value})
 
 
+@pytest.mark.parametrize(
+    ("field", "value"), [("tp_size", "2"), ("block_size", 16.0), ("key_nbytes", True)]
+)
+def test_what_is_no_number_is_refused_by_name(field: str, value: object) -> None:
+    with pytest.raises(TypeError, match=f"{field} is a whole number"):
+        msgspec.structs.replace(_SHAPE, **{field: value})
+
+
 @pytest.mark.parametrize("tp_size", [1, 2, 4, 8])
 def test_one_rank_may_be_seen_as_an_engine(tp_size: int) -> None:
     shape = _with_tp(tp_size)

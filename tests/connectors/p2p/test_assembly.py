@@ -47,6 +47,21 @@ def test_an_engine_that_cannot_be_is_refused(given: Any, words: str) -> None:
         KVEngine(engine_id="e", **given)
 
 
+@pytest.mark.parametrize(
+    ("field", "wrong"),
+    [
+        *(("block_size", one) for one in ("16", None, True, 16.0)),
+        *(("rank", "0"), ("tp_size", 1.0), ("block_nbytes", "16MiB")),
+        *(("engine_id", 7), ("shape", {"tp_size": 1}), ("holds_saved_blocks", 1)),
+    ],
+)
+def test_a_field_of_an_engine_that_is_of_another_type_is_named(
+    field: str, wrong: object
+) -> None:
+    with pytest.raises(TypeError, match=f"{field} is "):
+        KVEngine(**{"engine_id": "e", "block_size": 16, field: wrong})  # type: ignore[arg-type]
+
+
 def test_a_prompt_takes_whole_blocks() -> None:
     engine = engine_of(1)
     assert [engine.blocks_of(n) for n in (0, 1, 16, 17)] == [0, 1, 1, 2]
