@@ -81,15 +81,15 @@ def open(
     :raises TypeError: ``config`` is no :class:`~asynckv.KVTransferConfig`
     """
     check_config(config)
-    return _opened(config, as_timeout(drain_s, "drain_s"), device)
+    drain_s = as_timeout(drain_s, "drain_s")
+    return _opened(config, drain_s, _device_of(config, device))
 
 
 @async_with_only("open(...) as node")
 async def _opened(
-    config: KVTransferConfig, drain_s: float, asked: DeviceName | None
+    config: KVTransferConfig, drain_s: float, device: Device | None
 ) -> AsyncIterator[Node]:
     role = _role_of(config)
-    device = _device_of(config, asked)
     async with AsyncExitStack() as stack:
         own = server = peer = None
         if config.is_kv_producer:

@@ -177,6 +177,11 @@ def test_a_drain_that_is_no_time_is_refused_at_once() -> None:
         open_node(config_of("kv_consumer"), drain_s=math.nan)
 
 
+def test_a_device_that_there_is_not_is_refused_at_once() -> None:
+    with pytest.raises(ConfigError, match="device"):
+        open_node(config_of("kv_consumer"), device="tpu")
+
+
 @pytest.mark.parametrize("config", ["tcp://127.0.0.1:1", {"kv_role": "kv_both"}])
 def test_what_is_no_configuration_is_refused_at_once(config: KVTransferConfig) -> None:
     with pytest.raises(

@@ -244,13 +244,16 @@ def make_keyring(
     a path, ``ASYNCKV_SECRET`` the secret itself. No file is read yet.
 
     :raises ConfigError: both of them are set, or the secret is too short
-    :raises TypeError: ``allow_plaintext`` is no ``bool``: ``"false"`` would allow it
+    :raises TypeError: ``allow_plaintext`` is no ``bool``: ``"false"`` would allow it;
+        or ``secret_file`` is no path
     """
     if tls is not None and not isinstance(tls, TLS):
         raise ConfigError(
             f"tls is a {type(tls).__name__}",
             hint="pass asynckv.TLS(certificate=..., key=..., ca=...)",
         )
+    if not isinstance(secret_file, str | bytes | os.PathLike | None):
+        raise TypeError(f"secret_file is a path, not a {type(secret_file).__name__}")
     secrets: tuple[Secret, ...] = ()
     if secret_file is None:
         # Not kept in a variable: a traceback could show it.

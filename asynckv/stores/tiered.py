@@ -7,7 +7,7 @@ import dataclasses
 import importlib.metadata
 import importlib.util
 import urllib.parse
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Final, Literal
 
@@ -125,8 +125,8 @@ class TieredStore(StoreBuffer):
         super().__init__(max_bytes, fingerprint=fingerprint)
         if admit not in ("always", "second_use"):
             raise ValueError(f'admit is "always" or "second_use", not {admit!r}')
-        if isinstance(tiers, str):
-            raise TypeError("tiers is a list of URLs and StoreTiers, not one URL")
+        if isinstance(tiers, str) or not isinstance(tiers, Iterable):
+            raise TypeError("tiers is a list of URLs and StoreTiers, also of one")
         self._tiers, self._drain_s = tuple(tiers), as_timeout(drain_s, "drain_s")
         for tier in self._tiers:
             if not isinstance(tier, str | StoreTier):

@@ -147,6 +147,7 @@ def test_what_cannot_be_a_group_is_refused(
         ("port_offset", "1"),
         ("host", None),
         ("allow_plaintext", "false"),
+        ("secret_file", 7),
     ],
 )
 def test_what_is_of_another_type_is_refused_by_its_name(

@@ -913,6 +913,7 @@ def test_a_tier_that_nobody_knows_is_refused_by_name() -> None:
     ("options", "words"),
     [
         ({"tiers": "disk:///kv?max=1GiB"}, r"tiers is a list of URLs and StoreTiers"),
+        ({"tiers": None}, r"tiers is a list of URLs and StoreTiers"),
         ({"tiers": [Path("/kv")]}, r"a tier is a URL or a StoreTier, not PosixPath"),
         ({"tiers": [DictTier]}, r"a tier is a URL or a StoreTier, not <class"),
         ({"namespace": None}, r"namespace is a str, not None"),

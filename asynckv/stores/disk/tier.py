@@ -44,7 +44,7 @@ from asynckv.stores.disk.slots import (
 )
 from asynckv.stores.disk.url import LEAST_MAX_BYTES, parse_disk_url
 from asynckv.stores.threads import READ, SCAN, WRITE, Stopped, TierThreads, ask
-from asynckv.types import as_count, as_timeout
+from asynckv.types import as_count, as_timeout, parse_bytes
 from asynckv.waits.waiting import OwnTasks
 
 __all__ = ("DiskStatistics", "DiskTier")
@@ -114,13 +114,14 @@ class DiskTier(LoopBound, StoreTier):
     def __init__(
         self,
         path: str | Path,
-        max_bytes: int,
+        max_bytes: int | float | str,
         *,
         threads: int = _THREADS,
         close_grace_s: float = _CLOSE_GRACE_S,
         full_retry_s: float = _FULL_RETRY_S,
         calls: FileCalls | None = None,
     ) -> None:
+        max_bytes = parse_bytes(max_bytes)
         if max_bytes < LEAST_MAX_BYTES:
             raise ConfigError(
                 f"a disk tier of {max_bytes} bytes", hint="it needs max=1MiB at least"

@@ -54,6 +54,8 @@ def parse_redis_url(url: str) -> RedisPlace:
 
     :raises ConfigError: it is none, or says nothing of use
     """
+    if not isinstance(url, str):
+        raise TypeError(f"a URL is a str, not {url!r:.40}")
     try:
         parts = urllib.parse.urlsplit(url)
         has_host = bool(parts.hostname)

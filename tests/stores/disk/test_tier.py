@@ -42,3 +42,10 @@ def test_options_are_checked(
 ) -> None:
     with pytest.raises(error, match=f"{next(iter(options))} is"):
         DiskTier(tmp_path / "kv", 2**20, **options)
+
+
+@pytest.mark.parametrize("max_bytes", [None, math.nan, math.inf, True, [2**20], "lots"])
+def test_what_is_no_number_of_bytes_is_no_bound(max_bytes: Any, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="bytes|size"):
+        DiskTier(tmp_path / "kv", max_bytes)
+    assert DiskTier(tmp_path / "kv", "1MiB").max_bytes == 2**20

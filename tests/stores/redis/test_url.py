@@ -98,3 +98,9 @@ def test_a_password_of_digits_is_not_taken_for_a_port(url: str) -> None:
 
 def test_a_place_does_not_show_its_password() -> None:
     assert "s3cret" not in repr(parse_redis_url("redis://me:s3cret@host"))
+
+
+@pytest.mark.parametrize("url", [None, 6379, b"redis://host"])
+def test_what_is_no_text_is_no_url(url: str) -> None:
+    with pytest.raises(TypeError, match="a URL is a str, not"):
+        parse_redis_url(url)
