@@ -107,14 +107,11 @@ def draw_line(kind: str, one: tuple[float, float], other: tuple[float, float]) -
     return f'<line class="{kind}" {place}/>'
 
 
-def draw_rect(
-    kind: str, x: float, y: float, width: float, height: float, hint: str = ""
-) -> str:
-    """Return a filled rectangle; ``hint`` is shown to who points at it."""
+def draw_rect(kind: str, x: float, y: float, width: float, height: float) -> str:
+    """Return a filled rectangle."""
     place = f'x="{round(x, 3)}%" y="{round(y, 2)}"'
     size = f'width="{width}%" height="{round(height, 2)}"'
-    title = f"<title>{escape(hint)}</title>" if hint else ""
-    return f'<rect class="{kind}" {place} {size}>{title}</rect>'
+    return f'<rect class="{kind}" {place} {size}/>'
 
 
 def draw_text(

@@ -61,13 +61,12 @@ class CopyPool(HostCopyPool):
 
     def __init__(
         self,
-        threads: int = 2,
         *,
         empty: Callable[[TensorSpec], torch.Tensor] = empty_tensor,
         device: Device | None = None,
         lanes: DeviceLanes | None = None,
     ) -> None:
-        super().__init__(threads, empty=empty)
+        super().__init__(empty=empty)
         self.device = device
         self.lanes = lanes or DeviceLanes()
         if device is not None:

@@ -161,9 +161,6 @@ class TorchEvent:
 class TorchTensors:
     """:class:`DeviceTensors` of torch. CuPy is not needed for them."""
 
-    def __init__(self, driver: Callable[[], CudaDriver] = open_driver) -> None:
-        self._driver = driver
-
     def memory_of(self, tensor: torch.Tensor) -> DeviceMemory:
         device = gpu_of(tensor)
         if device is None:
@@ -220,7 +217,7 @@ class TorchTensors:
             mark.record(stream)
         except RuntimeError as exc:  # what torch raises for errors of CUDA
             raise GPUFailed(f"mark a stream: {exc}") from exc
-        return TorchEvent(mark, self._driver())
+        return TorchEvent(mark, open_driver())
 
 
 def index_rows(

@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Final, NamedTuple, TypeAlias, TypeVar
+from typing import Final, NamedTuple, TypeAlias
 
 import numpy
 import torch
@@ -49,8 +49,6 @@ _AT_ONCE_TENSORS: Final = 16
 _names = itertools.count(1)
 
 _Place: TypeAlias = KVMemory | Runs
-
-_T = TypeVar("_T")
 
 
 class _Stopped(Exception):

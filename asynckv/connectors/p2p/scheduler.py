@@ -24,7 +24,7 @@ from asynckv.abc import (
     TakesHandshakes,
 )
 from asynckv.affinity import ThreadBound
-from asynckv.config import KVLoadFailurePolicy, KVTransferConfig
+from asynckv.config import KVTransferConfig
 from asynckv.connectors.engine import KVEngine, prompt_digest, salt_digest
 from asynckv.connectors.options import ConnectorOptions
 from asynckv.connectors.requests import (
@@ -90,7 +90,6 @@ class P2PScheduler(ThreadBound, KVConnectorScheduler, SupportsHMA, TakesHandshak
     def __init__(self, config: KVTransferConfig, engine: KVEngine) -> None:
         self.engine = engine
         self.options = ConnectorOptions.of(config)
-        self.load_failure_policy: KVLoadFailurePolicy = config.kv_load_failure_policy
         self._params = P2PParams(engine, self.options)
         self._max_bytes = config.max_bytes
         self._requests: dict[str, P2PRequest] = {}

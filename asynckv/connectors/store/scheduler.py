@@ -25,7 +25,7 @@ from asynckv.abc import (
     SupportsHMA,
 )
 from asynckv.affinity import LoopBound, ThreadBound
-from asynckv.config import KVLoadFailurePolicy, KVTransferConfig
+from asynckv.config import KVTransferConfig
 from asynckv.connectors.engine import (
     KVEngine,
     PrefixKeys,
@@ -122,7 +122,6 @@ class StoreScheduler(
         store: KVStoreBuffer | None = None,
     ) -> None:
         self.engine = engine
-        self.load_failure_policy: KVLoadFailurePolicy = config.kv_load_failure_policy
         options = ConnectorOptions.of(config)
         self._chunk_tokens = options.chunk_of(engine.block_size)
         self._value_blocks = self._chunk_tokens // engine.block_size

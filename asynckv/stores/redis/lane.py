@@ -17,13 +17,12 @@ import ssl
 import struct
 import time
 from collections.abc import Callable, Iterable, Iterator
-from typing import Final, TypeAlias, TypeVar
+from typing import Final, TypeAlias
 
 from asynckv.stores.threads import Stopped
 
 __all__ = ("Lane", "NotRedis", "Reply", "ServerError", "command")
 
-_T = TypeVar("_T")
 
 _TICK_S: Final = 0.02
 _BUFFER_NBYTES: Final = 16 * 1024
@@ -74,7 +73,6 @@ class Lane:
         self._is_tls = isinstance(sock, ssl.SSLSocket)
         self._is_stopping = is_stopping
         self._stall_s = stall_s
-        self._moved_s = 0.0
         self._buffer = bytearray(_BUFFER_NBYTES)
         self._start = self._stop = 0
         if self._is_tls:
