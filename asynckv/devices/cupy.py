@@ -218,7 +218,6 @@ class CupyCuda:
     def __init__(
         self, cupy: Any, driver: Callable[[], CudaDriver] = open_driver
     ) -> None:
-        self._cupy = cupy
         self._driver = driver
         self._runtime = cupy.cuda.runtime
 

@@ -16,7 +16,7 @@ from asynckv.devices.names import Device, DeviceName, device_named
 from asynckv.devices.opening import OpenDevice, open_device
 from asynckv.errors import ConfigError, EndOfStream
 from asynckv.links.dial import dial
-from asynckv.links.link import Link, LinkStream
+from asynckv.links.link import LinkStream
 from asynckv.links.listen import LinkListener, listen
 from asynckv.links.options import (
     Digest,
@@ -171,9 +171,8 @@ def listen_pipe(
 class _Door:
     """What one link may ask of a listener: to be a pipe, once."""
 
-    def __init__(self, listener: PipeListener, link: Link) -> None:
+    def __init__(self, listener: PipeListener) -> None:
         self._listener = listener
-        self._link = link
         self._end: PipeEnd | None = None
 
     def open(
@@ -285,7 +284,7 @@ class PipeListener(LoopBound, AsyncWithOnly):
         self._listener = await listen(
             self._asked_url,
             identity=new_identity(),
-            service_for=lambda link: _Door(self, link),
+            service_for=lambda link: _Door(self),
             digest=payload_digest(self._digest),
             lanes=self._lanes,
             keyring=self._keyring,
