@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import logging
+import random
 import socket
 import ssl
 from collections.abc import Callable, Sequence
@@ -17,12 +19,21 @@ from asynckv.errors import ConfigError
 from asynckv.stores.redis.lane import Lane, ServerError, command
 from asynckv.stores.redis.url import RedisPlace
 
-__all__ = ("Address", "Credentials", "RedisServer")
+__all__ = ("Address", "Credentials", "NodeAway", "RedisServer")
+
+logger = logging.getLogger(__name__)
 
 Address: TypeAlias = tuple[str, int] | str
 """Host and port, or the path of a unix socket."""
 
 _TIMEOUT_S: Final = 1.0
+
+
+class NodeAway(OSError):
+    """Nobody answers for a part of the cluster; the others may."""
+
+    def __init__(self) -> None:
+        super().__init__("nobody answers for this part of the cluster now")
 
 
 class Credentials(Protocol):
@@ -60,8 +71,10 @@ class RedisServer:
         self._is_stopping = is_stopping
         self._stall_s = stall_s
         self._client: _Client | None = None
-        self._cluster: Any = None
+        self._nodes: set[Address] = set()
+        """Who may say where keys are, beside the one that the URL names."""
         self._slots: list[Address | None] = []
+        self._silent: set[Address] = set()
 
     def look(self) -> set[str]:
         """Ask how memory is given up, and where keys are; one thread at a time.
@@ -92,6 +105,7 @@ class RedisServer:
     def address_of(self, key: bytes) -> Address:
         """Return who has ``key``.
 
+        :raises NodeAway: it is a node of a cluster that does not answer
         :raises OSError: nobody knows
         """
         client = self._read_client
@@ -101,13 +115,13 @@ class RedisServer:
         if self._slots:
             address = self._slots[client.redis.crc.key_slot(key)]
         if address is None:
-            raise OSError("nobody has this part of the cluster now")
+            raise NodeAway
         return address
 
     def partition_by_address(
         self, keys: Sequence[bytes]
     ) -> dict[Address, Sequence[int]]:
-        """Return who has which of ``keys``, by their places; some have nobody now.
+        """Return who has which of ``keys``, by their places; some may be away.
 
         :raises OSError: it has not been looked at yet
         """
@@ -116,7 +130,7 @@ class RedisServer:
             return {client.address: range(len(keys))}
         groups: dict[Address, list[int]] = {}
         for place, key in enumerate(keys):
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(NodeAway):
                 groups.setdefault(self.address_of(key), []).append(place)
         return {**groups}
 
@@ -129,7 +143,7 @@ class RedisServer:
         if not self._place.is_cluster:
             return [client.address]
         if not self._slots or None in self._slots:
-            raise OSError("nobody has some part of the cluster now")
+            raise NodeAway
         return [one for one in dict.fromkeys(self._slots) if one is not None]
 
     def note_moved(self, error: ServerError) -> None:
@@ -155,13 +169,6 @@ class RedisServer:
             sock.close()
             raise
         return lane
-
-    def close(self) -> None:
-        """Let go of what redis-py has open."""
-        cluster, self._cluster = self._cluster, None
-        if cluster is not None:
-            with contextlib.suppress(Exception):
-                cluster.close()
 
     @property
     def _read_client(self) -> _Client:
@@ -225,25 +232,62 @@ class RedisServer:
         return found
 
     def _look_at_cluster(self, client: _Client) -> set[str]:
-        if self._cluster is None:
-            self._cluster = client.redis.RedisCluster.from_url(
-                self._place.url,
-                require_full_coverage=False,
-                **self._options(client.redis),
-            )
-        else:
-            self._cluster.nodes_manager.initialize()
-        slots: list[Address | None] = [None] * client.redis.crc.REDIS_CLUSTER_HASH_SLOTS
-        for slot, nodes in self._cluster.nodes_manager.slots_cache.items():
-            slots[slot] = (nodes[0].host, int(nodes[0].port))
-        self._slots = slots
+        errors, slots = client.redis.exceptions, self._ask_for_slots(client)
+        silent: set[Address] = set()
         policies = set()
-        for node in self._cluster.get_primaries():
-            # One of them may be gone: the others are there.
-            with contextlib.suppress(client.redis.RedisError):
-                told = self._cluster.info("memory", target_nodes=node)
-                policies.add(str(told.get("maxmemory_policy")))
+        for address in {one for one in slots if one is not None}:
+            try:
+                with _node_at(client, address) as node:
+                    policies.add(str(node.info("memory").get("maxmemory_policy")))
+            except (errors.ConnectionError, errors.TimeoutError) as exc:
+                # Who asked it for a key would wait, and keep others from theirs.
+                silent.add(address)
+                if address not in self._silent:
+                    logger.warning(
+                        "%s: its node %s:%s does not answer: %s",
+                        *(self._place.shown, *address, exc),
+                    )
+            except errors.RedisError:
+                pass  # it does not tell everybody
+        self._slots = [None if one in silent else one for one in slots]
+        self._silent = silent
         return policies
+
+    def _ask_for_slots(self, client: _Client) -> list[Address | None]:
+        """Ask one node after the other until it is known who has what."""
+        slots: list[Address | None] = [None] * client.redis.crc.REDIS_CLUSTER_HASH_SLOTS
+        error = client.redis.RedisError("it has no slots")
+        nodes: set[Address] = set()
+        asked = [*{client.address, *self._nodes}]
+        random.shuffle(asked)
+        for address in asked:
+            try:
+                with _node_at(client, address) as node:
+                    told = node.execute_command("CLUSTER SLOTS")
+            except client.redis.RedisError as exc:
+                error = exc
+                continue
+            for first, last, *ends in told:
+                there = [(end[0] or address[0], int(end[1])) for end in ends]
+                nodes.update(there)
+                for slot in range(first, min(last + 1, len(slots))):
+                    slots[slot] = there[0]
+            if None not in slots:
+                break
+        if not nodes:
+            raise error
+        self._nodes = nodes
+        return slots
+
+
+def _node_at(client: _Client, address: Address) -> Any:
+    """Return redis-py's client of one node of a cluster."""
+    own = {"host": address[0], "port": address[1], "db": 0, "decode_responses": True}
+    pool = client.redis.ConnectionPool(
+        connection_class=client.pool.connection_class,
+        **{**client.pool.connection_kwargs, **own},
+    )
+    return client.redis.Redis.from_pool(pool)
 
 
 def _import_redis() -> Any:

@@ -33,7 +33,7 @@ from asynckv.abc.tiers import (
 from asynckv.affinity import LoopBound
 from asynckv.stores.redis.lane import Lane, NotRedis, Reply, ServerError, command
 from asynckv.stores.redis.lanes import Lanes, process_lanes
-from asynckv.stores.redis.server import Address, Credentials, RedisServer
+from asynckv.stores.redis.server import Address, Credentials, NodeAway, RedisServer
 from asynckv.stores.redis.url import parse_redis_url
 from asynckv.stores.threads import READ, Stopped, TierThreads, ask
 from asynckv.types import as_timeout
@@ -254,7 +254,6 @@ class RedisTier(LoopBound, StoreTier):
             if self._left:
                 return
         self._lanes.close()
-        self._server.close()
         process_lanes.give_back(self._place.lanes)
 
     def _look(self) -> asyncio.Future[set[str]]:
@@ -300,8 +299,7 @@ class RedisTier(LoopBound, StoreTier):
             ]
             for address, places in groups.items()
         }
-        nobody = OSError("nobody has this part of the cluster now")
-        found: list[Reply | Exception] = [nobody] * len(keys)
+        found: list[Reply | Exception] = [NodeAway()] * len(keys)
         for address, told in self._lanes.ask(commands).items():
             for number, at in enumerate(groups[address]):
                 found[at] = told if isinstance(told, Exception) else told[number]
@@ -512,7 +510,9 @@ class RedisTier(LoopBound, StoreTier):
         else:
             self._say("answer", "an answer that is none: %r", error)
         self._look_again(error)
-        return TierResult.FAILED
+        # The others are to be asked all the same.
+        is_away = isinstance(error, NodeAway)
+        return TierResult.REFUSED if is_away else TierResult.FAILED
 
     def _look_again(self, error: Reply | Exception) -> None:
         """Keys of a cluster may be elsewhere now: ask, but not all the time."""

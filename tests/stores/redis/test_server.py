@@ -69,7 +69,6 @@ def test_before_it_was_looked_at_nobody_knows_where_it_is() -> None:
         server.address_of(b"k1/a")
     with pytest.raises(OSError):
         server.connect(("127.0.0.1", 1))
-    server.close()
 
 
 async def off_loop(work: Callable[[], None]) -> None:
