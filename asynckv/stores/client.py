@@ -107,8 +107,8 @@ class TierClient(Generic[W]):
         self._dropping: asyncio.Handle | None = None
         self._again: dict[str, asyncio.TimerHandle] = {}
         """By prefix: what is to be cleared again; with none, what is to be deleted."""
-        self._has_given_up = self._is_silent = self._has_miscounted = False
-        self._is_closed = False
+        self._has_given_up = self._has_miscounted = self._has_refused = False
+        self._is_silent = self._is_closed = False
 
     async def open(self) -> None:
         """See what the tier is like, and begin to write to it.
@@ -543,6 +543,9 @@ class TierClient(Generic[W]):
         facts = None
         with contextlib.suppress(Exception):
             facts = await self._ask_facts(_PROBE_S)
+        if isinstance(self._told, ConfigError) and not self._has_refused:
+            self._has_refused = True
+            logger.warning("%s cannot be used: %s", self.name, self._told)
         for health in (self._loads, self._stores):
             if health.probe_due_s(self._loop.time()) == 0:
                 health.probed(self._loop.time(), is_there=facts is not None)
@@ -554,11 +557,11 @@ class TierClient(Generic[W]):
             logger.info("%s is there again", self.name)
 
     async def _ask_facts(self, timeout_s: float) -> TierFacts:
-        """Probe it. One probe at a time, however long that takes.
+        """Probe it. One probe at a time, however long that takes; its answer counts.
 
         :raises Exception: what it raises; TimeoutError: there is no answer yet
         """
-        if self._probing is None or self._probing.done():
+        if self._probing is None:
             self._told = TimeoutError("it does not answer")
 
             async def run() -> None:
@@ -569,6 +572,7 @@ class TierClient(Generic[W]):
 
             self._probing = self._calls.start(run, f"probe of {self.name}")
         await asyncio.wait({self._probing}, timeout=timeout_s)
+        self._probing = None if self._probing.done() else self._probing
         if isinstance(self._told, Exception):
             raise self._told
         return self._told

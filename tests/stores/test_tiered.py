@@ -402,6 +402,35 @@ async def test_a_tier_that_does_not_answer_keeps_no_store_from_being_opened(
     assert tier.is_closed
 
 
+async def test_an_answer_to_a_probe_counts_however_late_it_is(
+    monkeypatch: pytest.MonkeyPatch, tier: DictTier
+) -> None:
+    monkeypatch.setattr(client, "_OPEN_S", 0.05)
+    tier.hold("probe")
+    async with opened(tier) as store:
+        tier.let_go("probe")
+        tier.hold("probe")
+        await until(lambda: store.statistics().tiers["DictTier"].is_loading)
+        tier.let_go("probe")
+
+
+async def test_a_tier_that_refuses_when_it_is_open_already_is_said_to_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Refusing(DictTier):
+        async def probe(self) -> TierFacts:
+            await super().probe()
+            raise ConfigError("not like this")
+
+    monkeypatch.setattr(client, "_OPEN_S", 0.05)
+    tier = Refusing()
+    tier.hold("probe")
+    async with opened(tier):
+        tier.let_go("probe")
+        await until(lambda: tier.calls["probe"] > 1)
+    assert caplog.text.count("not like this") == 1
+
+
 async def test_a_queue_that_is_full_drops_and_the_put_does_not_wait(
     tier: DictTier,
 ) -> None:
