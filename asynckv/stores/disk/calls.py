@@ -5,6 +5,7 @@ Every call may block, for ever too: they are made in the tier's own threads.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import fcntl
@@ -61,6 +62,11 @@ class FileCalls:
         :raises BlockingIOError: somebody else has it
         """
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+    def unlock(self, fd: int) -> None:
+        """Let others have it, though a child of this process has it open too."""
+        with contextlib.suppress(OSError):
+            fcntl.flock(fd, fcntl.LOCK_UN)
 
     def allocate(self, fd: int, nbytes: int) -> None:
         """Give the file so many bytes on the disk."""

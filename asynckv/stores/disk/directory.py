@@ -98,6 +98,7 @@ class SlotDirectory:
             file.close()
         fd, self._lock_fd = self._lock_fd, -1
         if fd >= 0:
+            self._calls.unlock(fd)
             os.close(fd)
 
     def create(self, pages: int, count: int) -> OpenSlotFile:
@@ -198,6 +199,8 @@ class SlotDirectory:
                 return count
 
     def _drop(self, file: OpenSlotFile) -> None:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(file.path)
-        file.close()
+        try:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(file.path)
+        finally:
+            file.close()

@@ -121,18 +121,22 @@ class Room:
         index, slot_nbytes = self._index, pages * PAGE_NBYTES
         left = self._limit - index.file_nbytes
         wanted = max(min(self._file_nbytes, left) // slot_nbytes, 1)
+
+        def add(bounce: Bounce) -> Segment:
+            file = self._directory.create(pages, wanted)
+            try:
+                return Segment(file.number, pages, file.count)
+            except MemoryError:
+                self._directory.remove(file.number)
+                raise
+
         try:
-            file = await ask(
-                self._threads,
-                WRITE,
-                lambda bounce: self._directory.create(pages, wanted),
-            )
-        except OSError as exc:
+            segment = await ask(self._threads, WRITE, add)
+        except (OSError, MemoryError) as exc:
             self._stop_growing(exc)
             return
-        segment = Segment(file.number, pages, file.count)
         index.add_segment(segment, is_free=True)
-        if file.count < wanted:
+        if segment.count < wanted:
             self._stop_growing("the disk is full")
 
     async def _remove_file(self, segment: Segment) -> None:

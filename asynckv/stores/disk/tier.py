@@ -126,7 +126,7 @@ class DiskTier(LoopBound, StoreTier):
             raise ConfigError(
                 f"a disk tier of {max_bytes} bytes", hint="it needs max=1MiB at least"
             )
-        self.path = Path(path)
+        self.path = Path(path).absolute()
         self.max_bytes = max_bytes
         self._count = as_count(threads, "threads")
         self._close_grace_s = as_timeout(close_grace_s, "close_grace_s")

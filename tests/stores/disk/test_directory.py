@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -45,6 +46,36 @@ def test_a_file_that_is_removed_gives_its_room_back(tmp_path: Path) -> None:
     assert not made.path.exists()
     assert not one.files
     one.close()
+
+
+def test_a_file_that_cannot_be_removed_is_closed(tmp_path: Path) -> None:
+    one = directory(tmp_path)
+    one.open()
+    made = one.create(1, 8)
+    made.path.unlink()
+    made.path.mkdir()
+    with pytest.raises(OSError):
+        one.remove(made.number)
+    assert made.fd < 0
+    one.close()
+
+
+def test_a_child_that_was_forked_meanwhile_keeps_nobody_from_it(
+    tmp_path: Path,
+) -> None:
+    class ForkedCalls(FileCalls):
+        def lock(self, fd: int) -> None:
+            super().lock(fd)
+            inherited.append(os.dup(fd))
+
+    inherited: list[int] = []
+    one = SlotDirectory(tmp_path / "kv", 2**20, ForkedCalls())
+    one.open()
+    one.close()
+    other = directory(tmp_path)
+    other.open()
+    other.close()
+    os.close(inherited.pop())
 
 
 def test_another_process_is_refused_while_one_has_it(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from asynckv.abc.tiers import TierPrefix, TierResult
 from asynckv.errors import ConfigError
-from asynckv.stores.disk import DiskTier
+from asynckv.stores.disk import DiskTier, room
 from asynckv.stores.disk.calls import PAGE_NBYTES
 from asynckv.testing.blocked import until
 from asynckv.testing.tier_checks import SomeValue
@@ -73,6 +73,13 @@ async def test_a_path_that_can_be_no_directory_is_refused(tmp_path: Path) -> Non
         with pytest.raises(ConfigError, match="no directory"):
             await tier.probe()
     await tier.aclose()
+
+
+def test_a_path_is_meant_as_from_where_the_tier_was_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert DiskTier("kv", 16 * 2**20).path == tmp_path / "kv"
 
 
 async def test_files_of_others_are_left_alone(
@@ -242,6 +249,21 @@ async def test_a_disk_that_has_room_again_is_used_again(
         calls.allocate_error = errno.ENOSPC
         assert await store(tier, "k1/a") is REFUSED
         calls.allocate_error = 0
+        assert await store(tier, "k1/a") is DONE
+
+
+async def test_memory_that_is_full_refuses_and_leaves_no_file(
+    open_disk: OpenDisk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise MemoryError
+
+    async with open_disk() as tier:
+        with monkeypatch.context() as patch:
+            patch.setattr(room, "Segment", full)
+            assert await store(tier, "k1/a") is REFUSED
+        assert not files_in(tmp_path)
+        await tier.probe()
         assert await store(tier, "k1/a") is DONE
 
 
