@@ -27,6 +27,7 @@ logger = logging.getLogger(__name__)
 NO_ROOM: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
 _NAME: Final = re.compile(r"(\d{6,9})-([1-9]\d{0,8})\.slots")
 _COUNT_NBYTES: Final = 8
+_MOST_OPENED: Final = 2**22
 _REFUSED: Final = frozenset({errno.EINVAL, errno.EOPNOTSUPP})
 
 
@@ -135,6 +136,8 @@ class SlotDirectory:
 
     def _count_up(self) -> int:
         opened = int.from_bytes(os.pread(self._lock_fd, _COUNT_NBYTES, 0), "little")
+        if opened > _MOST_OPENED:  # somebody else wrote that: as if it was lost
+            opened = 0
         count = (opened + 1).to_bytes(_COUNT_NBYTES, "little")
         os.pwrite(self._lock_fd, count, 0)
         return opened

@@ -318,7 +318,7 @@ class DiskTier(LoopBound, StoreTier):
             if scope.cancelled_caught:
                 logger.warning(
                     "a thread of the tier in %s hangs: nobody can open that before "
-                    "this process has ended",
+                    "it, or this process, has ended",
                     self.path,
                 )
 

@@ -583,14 +583,19 @@ async def test_after_less_room_was_configured_the_bound_holds(
         assert await fetch(tier, "k1/new") is DONE
 
 
-async def test_the_lock_may_be_lost_without_harm(
-    open_disk: OpenDisk, tmp_path: Path
+@pytest.mark.parametrize("count", [None, 2**64 - 1, 2**23, 2**22])
+async def test_the_lock_may_be_lost_or_garbage_without_harm(
+    count: int | None, open_disk: OpenDisk, tmp_path: Path
 ) -> None:
+    lock = tmp_path / "kv" / "lock"
     for seed in range(3):
         async with open_disk() as tier:
             value = SomeValue("k1/a", NBYTES, seed).to_store()
             assert list(await tier.store([value])) == [DONE]
-        (tmp_path / "kv" / "lock").unlink()
+        if count is None:
+            lock.unlink()
+        else:
+            lock.write_bytes(count.to_bytes(8, "little"))
     async with open_disk() as tier:
         wanted = SomeValue("k1/a", NBYTES)
         assert list(await tier.fetch([wanted])) == [DONE] and wanted.is_one_of(2)
