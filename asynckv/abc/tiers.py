@@ -29,7 +29,9 @@ class TierResult(enum.Enum):
     MISSING = "missing"
     """The tier does not have it."""
     REFUSED = "refused"
-    """The tier, or the store, had no room or no use for it. Nothing is wrong."""
+    """The tier, or the store, had no room or no use for it, or a part of the tier is
+    away: it is asked for others all the same.
+    """
     FAILED = "failed"
     """Nobody knows: an error, or no answer."""
 

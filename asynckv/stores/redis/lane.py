@@ -23,7 +23,6 @@ from asynckv.stores.threads import Stopped
 
 __all__ = ("Lane", "NotRedis", "Reply", "ServerError", "command")
 
-
 _TICK_S: Final = 0.02
 _BUFFER_NBYTES: Final = 16 * 1024
 _LINE_NBYTES: Final = 64

@@ -18,6 +18,7 @@ from typing import Any, Final, Protocol, TypeAlias
 from asynckv.errors import ConfigError
 from asynckv.stores.redis.lane import Lane, ServerError, command
 from asynckv.stores.redis.url import RedisPlace
+from asynckv.stores.threads import Stopped
 
 __all__ = ("Address", "Credentials", "NodeAway", "RedisServer")
 
@@ -79,6 +80,7 @@ class RedisServer:
     def look(self) -> set[str]:
         """Ask how memory is given up, and where keys are; one thread at a time.
 
+        :raises Stopped: nobody needs it any more
         :raises ConfigError: it cannot be used as it was configured
         :raises OSError: it is not there now
         """
@@ -237,7 +239,7 @@ class RedisServer:
         policies = set()
         for address in {one for one in slots if one is not None}:
             try:
-                with _node_at(client, address) as node:
+                with self._node_at(client, address) as node:
                     policies.add(str(node.info("memory").get("maxmemory_policy")))
             except (errors.ConnectionError, errors.TimeoutError) as exc:
                 # Who asked it for a key would wait, and keep others from theirs.
@@ -262,7 +264,7 @@ class RedisServer:
         random.shuffle(asked)
         for address in asked:
             try:
-                with _node_at(client, address) as node:
+                with self._node_at(client, address) as node:
                     told = node.execute_command("CLUSTER SLOTS")
             except client.redis.RedisError as exc:
                 error = exc
@@ -279,15 +281,21 @@ class RedisServer:
         self._nodes = nodes
         return slots
 
-
-def _node_at(client: _Client, address: Address) -> Any:
-    """Return redis-py's client of one node of a cluster."""
-    own = {"host": address[0], "port": address[1], "db": 0, "decode_responses": True}
-    pool = client.redis.ConnectionPool(
-        connection_class=client.pool.connection_class,
-        **{**client.pool.connection_kwargs, **own},
-    )
-    return client.redis.Redis.from_pool(pool)
+    def _node_at(self, client: _Client, address: Address) -> Any:
+        """Return redis-py's client of one node of a cluster."""
+        if self._is_stopping():
+            raise Stopped
+        options = {
+            **client.pool.connection_kwargs,
+            "host": address[0],
+            "port": address[1],
+            "db": 0,
+            "decode_responses": True,
+        }
+        pool = client.redis.ConnectionPool(
+            connection_class=client.pool.connection_class, **options
+        )
+        return client.redis.Redis.from_pool(pool)
 
 
 def _import_redis() -> Any:

@@ -13,6 +13,7 @@ from asynckv.errors import ConfigError
 from asynckv.stores.redis.lane import command
 from asynckv.stores.redis.server import RedisServer
 from asynckv.stores.redis.url import parse_redis_url
+from asynckv.stores.threads import Stopped
 from harness.redis_servers import RedisProcess, free_port
 
 
@@ -61,6 +62,12 @@ def test_who_is_not_there_is_told_as_such() -> None:
         server.look()
     with pytest.raises(OSError):
         server.connect(server.address_of(b"k1/a"))
+
+
+def test_no_node_of_a_cluster_is_asked_when_nobody_needs_it_any_more() -> None:
+    place = parse_redis_url(f"redis+cluster://127.0.0.1:{free_port()}")
+    with pytest.raises(Stopped):
+        RedisServer(place, None, lambda: True, 1.0).look()
 
 
 def test_before_it_was_looked_at_nobody_knows_where_it_is() -> None:
