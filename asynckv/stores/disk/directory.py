@@ -151,6 +151,9 @@ class SlotDirectory:
             number, pages = int(match[1]), int(match[2])
             self._next_number = max(self._next_number, number + 1)
             file = self._open_file(self.path / name, number, pages)
+            if number in self.files:  # two have made it: the lock was taken away
+                self._drop(file)
+                continue
             self.files[number] = file
             nbytes = os.fstat(file.fd).st_size
             file.count = nbytes // file.slot_nbytes

@@ -48,6 +48,20 @@ def test_a_file_that_is_removed_gives_its_room_back(tmp_path: Path) -> None:
     one.close()
 
 
+def test_of_two_files_of_one_number_one_is_kept(tmp_path: Path) -> None:
+    one = directory(tmp_path)
+    one.open()
+    made = one.create(1, 8)
+    one.close()
+    other = made.path.with_name("000000-2.slots")
+    other.write_bytes(bytes(8 * PAGE_NBYTES))
+    one = directory(tmp_path)
+    one.open()
+    assert [file.path for file in one.files.values()] == [made.path]
+    assert not other.exists()
+    one.close()
+
+
 def test_a_file_that_cannot_be_removed_is_closed(tmp_path: Path) -> None:
     one = directory(tmp_path)
     one.open()
