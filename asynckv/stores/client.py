@@ -253,8 +253,7 @@ class TierClient(Generic[W]):
         if lost is not None and not self._has_given_up:
             self._has_given_up = True
             logger.warning(
-                "%s has too much to clear: what it has of %s stays there, hidden; of "
-                "others that is not said again",
+                "%s has too much to clear: what it has of %s stays there, hidden",
                 *(self.name, lost),
             )
         self._changed.wake()
@@ -279,12 +278,10 @@ class TierClient(Generic[W]):
 
     @property
     def _can_store(self) -> bool:
-        is_away = self._stores.is_open or self._quarantine.is_full
-        return not is_away and not self._is_closed
+        return not (self._stores.is_open or self._quarantine.is_full or self._is_closed)
 
     def statistics(self) -> TierStatistics:
         """Return counters and gauges. Never waits."""
-        behind = self.behind
         return TierStatistics(
             is_loading=not self._loads.is_open,
             is_storing=not self._stores.is_open,
@@ -294,11 +291,11 @@ class TierClient(Generic[W]):
             refused=self.refused,
             late=self._loads.late + self._stores.late,
             corrupt=self.corrupt,
-            accepted=behind.accepted,
-            dropped=behind.dropped,
-            unwritten=behind.failed,
-            waiting=len(behind),
-            waiting_bytes=behind.nbytes,
+            accepted=self.behind.accepted,
+            dropped=self.behind.dropped,
+            unwritten=self.behind.failed,
+            waiting=len(self.behind),
+            waiting_bytes=self.behind.nbytes,
             fetch_latencies=self._fetch_times.latencies(),
             store_latencies=self._store_times.latencies(),
             counts=self._counts(),
@@ -470,9 +467,9 @@ class TierClient(Generic[W]):
             await self._call(self._stores, delete, ended=ended)
         else:
             values = [
-                change.value.tier_value(change.key)
-                for change in changes
-                if change.value is not None
+                one.value.tier_value(one.key)
+                for one in changes
+                if one.value is not None
             ]
             began_s = time.perf_counter()
             store = partial(_results, self.tier.store, values)
@@ -514,8 +511,7 @@ class TierClient(Generic[W]):
 
     def _try_later(self, prefix: str, after_s: float) -> None:
         if prefix not in self._again and not self._is_closed:
-            timer = self._loop.call_later(after_s, self._try_now, prefix)
-            self._again[prefix] = timer
+            self._again[prefix] = self._loop.call_later(after_s, self._try_now, prefix)
 
     def _try_now(self, *prefixes: str) -> None:
         for prefix in prefixes:
