@@ -34,7 +34,7 @@ from asynckv.integrations.transformers.layers import (
     plan_layers,
     read_plans,
 )
-from asynckv.integrations.transformers.prompts import Prompt
+from asynckv.integrations.transformers.prompts import Prompt, pad_token_of
 from asynckv.transfers.manifest import check_names, flatten, unflatten
 from asynckv.types import TensorSpec
 from asynckv.waits.waiting import wait_shielded
@@ -82,7 +82,11 @@ def load(
     :raises ValueError: if ids and mask are no prompt
     """
     check_placement(model)
-    prompt = None if input_ids is None else Prompt.of(input_ids, attention_mask)
+    prompt = (
+        None
+        if input_ids is None
+        else Prompt.of(input_ids, attention_mask, pad_token_of(model))
+    )
     selecting = lookup.open_drop_select(
         None if prompt is None else prompt.tokens,
         None,
@@ -124,7 +128,11 @@ def handoff_of(
         return tensors[key]
 
     entry_prompt = _entry_prompt(entry.input_tokens)
-    given = None if input_ids is None else Prompt.of(input_ids, attention_mask)
+    given = (
+        None
+        if input_ids is None
+        else Prompt.of(input_ids, attention_mask, pad_token_of(model))
+    )
     return Handoff(
         model,
         given or entry_prompt,

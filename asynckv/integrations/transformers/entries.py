@@ -22,7 +22,7 @@ from asynckv.integrations.transformers.layers import (
     plan_layers,
     text_config,
 )
-from asynckv.integrations.transformers.prompts import Prompt
+from asynckv.integrations.transformers.prompts import Prompt, pad_token_of
 from asynckv.types import TensorSpec
 
 __all__ = (
@@ -133,7 +133,7 @@ def entry_of(
     :raises ConfigError: naming the layer and the kind that cannot be carried
     :raises ValueError: if the cache does not hold these positions
     """
-    prompt = Prompt.of(input_ids, attention_mask)
+    prompt = Prompt.of(input_ids, attention_mask, pad_token_of(model))
     plans = plan_layers(model.config)
     check_cache(cache, plans)
     dtype = model.dtype  # looks through all parameters: once is enough

@@ -27,7 +27,7 @@ from asynckv.integrations.transformers.layers import (
     check_placement,
     read_plans,
 )
-from asynckv.integrations.transformers.prompts import Prompt
+from asynckv.integrations.transformers.prompts import Prompt, pad_token_of
 from asynckv.tensors.views import dtype_of, spec_of
 from asynckv.types import TensorSpec
 
@@ -63,7 +63,7 @@ async def store_prefix(
         the cache is so long that it has other KV than shorter prompts have
     :raises ValueError: several prompts at once, or one with padding
     """
-    prompt = _plain(input_ids)
+    prompt = _plain(model, input_ids)
     check_length(model.config, cache.get_seq_length())
     keys, plans = await _keys_of(model, prompt, name, salt, chunk_tokens)
     check_cache(cache, tuple(plans))
@@ -118,7 +118,7 @@ async def load_prefix(
         the model is spread over; or a prompt so long shares no KV with others
     :raises ValueError: several prompts at once, or one with padding
     """
-    prompt = _plain(input_ids)
+    prompt = _plain(model, input_ids)
     check_placement(model)
     check_length(model.config, prompt.length)
     keys, plans = await _keys_of(model, prompt, name, salt, chunk_tokens)
@@ -141,10 +141,13 @@ async def load_prefix(
     return handoff_of(model, entry, prompt.ids, name=name)
 
 
-def _plain(input_ids: torch.Tensor | Sequence[int]) -> Prompt:
-    prompt = Prompt.of(input_ids)
+def _plain(model: PreTrainedModel, input_ids: torch.Tensor | Sequence[int]) -> Prompt:
+    prompt = Prompt.of(input_ids, pad_token=pad_token_of(model))
     if not prompt.is_plain:
-        raise ValueError(f"a prefix is of one prompt, not of {prompt.batch}")
+        raise ValueError(
+            f"a prefix is of one prompt without padding, not of {prompt.batch} rows "
+            f"padded by {max(prompt.padding)}"
+        )
     return prompt
 
 

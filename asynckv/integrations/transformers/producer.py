@@ -42,7 +42,7 @@ from asynckv.integrations.transformers.layers import (
     plan_layers,
     read_plans,
 )
-from asynckv.integrations.transformers.prompts import Prompt
+from asynckv.integrations.transformers.prompts import Prompt, pad_token_of
 from asynckv.types import TensorSpec
 
 __all__ = (
@@ -177,7 +177,7 @@ async def prefill(
     :raises ValueError: if ids and mask are no prompt, or ``carry`` names anything else
     :raises EntryAborted: if the entry is gone before it was complete
     """
-    prompt = Prompt.of(input_ids, attention_mask)
+    prompt = Prompt.of(input_ids, attention_mask, pad_token_of(model))
     check_placement(model)
     check_length(model.config, prompt.length, is_same=True)
     plans = await read_plans(model.config)

@@ -13,10 +13,11 @@ import dataclasses
 from collections.abc import Sequence
 
 import torch
+from transformers import PreTrainedModel
 
 from asynckv.abc import Match
 
-__all__ = ("Prompt",)
+__all__ = ("Prompt", "pad_token_of")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -31,8 +32,11 @@ class Prompt:
         cls,
         input_ids: torch.Tensor | Sequence[int],
         attention_mask: torch.Tensor | None = None,
+        pad_token: int = -1,
     ) -> Prompt:
         """Accept what ``generate`` accepts, on any device; one row may be flat.
+
+        Without a mask what a row begins with of ``pad_token`` is padding.
 
         :raises ValueError: no ids or negative ones, or a mask that does not fit
             them or is anything but left padding
@@ -54,7 +58,7 @@ class Prompt:
         if bool((ids < 0).any()):
             raise ValueError("token ids are never negative")
         if attention_mask is None:
-            return cls(ids, (0,) * ids.shape[0])
+            attention_mask = (ids != pad_token).long().cummax(-1).values
         return cls(ids, _left_padding(attention_mask, ids))
 
     @classmethod
@@ -126,6 +130,17 @@ class Prompt:
             return 0
         same = torch.equal(self.ids[:, :length], other.ids[:, :length])
         return length if same else 0
+
+
+def pad_token_of(model: PreTrainedModel) -> int:
+    """Return what is padding where no mask is given, as to ``generate``: -1, nothing.
+
+    One that may end a row is a token like others.
+    """
+    config = getattr(model, "generation_config", None)
+    pad, ends = (getattr(config, f"{what}_token_id", None) for what in ("pad", "eos"))
+    is_end = pad in (ends if isinstance(ends, list) else [ends])
+    return -1 if pad is None or is_end else pad
 
 
 def _left_padding(attention_mask: torch.Tensor, ids: torch.Tensor) -> tuple[int, ...]:

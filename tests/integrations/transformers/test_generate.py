@@ -102,6 +102,26 @@ async def test_a_padded_batch_has_the_tokens_of_plain_generate(
         assert torch.equal(done.sequences, expected)
 
 
+@pytest.mark.parametrize(("ends", "is_padding"), [(None, True), ([1, 0], False)])
+async def test_without_a_mask_pad_tokens_are_what_they_are_to_plain_generate(
+    ends: list[int] | None,
+    is_padding: bool,
+    model: PreTrainedModel,
+    lookup: KVLookupBuffer,
+    padded: Padded,
+    reference: Tokens,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ids, mask = padded[0] * padded[1], padded[1]
+    monkeypatch.setattr(model.generation_config, "pad_token_id", 0)
+    monkeypatch.setattr(model.generation_config, "eos_token_id", ends)
+    expected = reference(model, ids, mask if is_padding else None)
+    await prefill(model, ids, lookup)
+    done = await generate_from(model, ids, lookup, **GREEDY)
+    assert torch.equal(done.sequences, expected)
+    assert torch.equal(done.sequences, model.generate(ids, **GREEDY))  # type: ignore[operator]
+
+
 @pytest.mark.parametrize("kind", MAIN_KINDS)
 async def test_half_precision_has_the_tokens_of_the_same_split(
     kind: str,

@@ -156,10 +156,15 @@ async def test_what_cannot_be_a_prefix_is_refused(
     prompt: torch.Tensor,
     padded: tuple[torch.Tensor, torch.Tensor],
     store: StoreBuffer,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     model = model_of("gqa")
-    with pytest.raises(ValueError, match="of one prompt, not of 3"):
+    with pytest.raises(ValueError, match="of one prompt .* not of 3 rows"):
         await load_prefix(model, padded[0], store)
+    monkeypatch.setattr(model.generation_config, "pad_token_id", 0)
+    begins_with_pads = torch.cat([prompt.new_zeros(1, 4), prompt], dim=1)
+    with pytest.raises(ValueError, match="of one prompt .* padded by 4"):
+        await load_prefix(model, begins_with_pads, store)
     sliding = model_of("sliding")
     cache = DynamicCache(config=sliding.config)  # it keeps a window alone
     with torch.no_grad():
