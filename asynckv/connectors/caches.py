@@ -22,6 +22,7 @@ from asynckv.devices.marks import StreamMarks
 from asynckv.devices.pools import GpuPools, gpu_mark
 from asynckv.devices.tensors import at_once, gpu_of
 from asynckv.errors import GPUFailed, GPUUnavailable
+from asynckv.parallel.copies import region_block_nbytes
 from asynckv.parallel.shapes import EngineShape
 from asynckv.tensors.blocks import KVBlocks, landing_of
 from asynckv.tensors.views import empty_tensor, spec_of
@@ -47,7 +48,8 @@ class PagedCaches:
     otherwise it is one. All are in host memory, or on one GPU. ``groups`` says which
     of a request's lists of blocks is whose.
 
-    :raises ValueError: they are no such caches, or have no plain contiguous blocks
+    :raises ValueError: they are no such caches, or have no plain contiguous blocks, or
+        these have not the bytes that ``shape`` says
     """
 
     def __init__(
@@ -131,11 +133,18 @@ def _pools_of(
     if is_split and (not cache.dim() or len(cache) != 2):
         raise ValueError(f"{layer}: keys first, then values, is not {cache.shape}")
     pools = (cache[0], cache[1]) if is_split else (cache,)
-    for pool in pools:
-        try:
-            KVBlocks(pool, ())
-        except ValueError as exc:
-            raise ValueError(f"{layer}: {exc}") from exc
+    try:
+        found = tuple(KVBlocks(pool, ()).block_nbytes for pool in pools)
+    except ValueError as exc:
+        raise ValueError(f"{layer}: {exc}") from exc
+    if shape is not None:  # a plan cuts blocks by it, whatever they are
+        counts = shape.stages if shape.layout.is_across_layers else (1,)
+        said = [region_block_nbytes(shape, count) for count in counts]
+        if found not in said:
+            raise ValueError(
+                f"{layer} has blocks of {found} bytes, and by the engine's shape they "
+                f"are of {said[0]}"
+            )
     return pools
 
 

@@ -62,6 +62,7 @@ def test_blocks_of_all_layers_stay_whole() -> None:
     [
         (torch.zeros(3, 8, 16, 4, 8), "keys first, then values"),
         (torch.zeros(2, 8, 8, 8).transpose(1, 3), "contiguous"),
+        (torch.zeros(2, 8, 16, 4, 16), "blocks of .* bytes, and by the engine's shape"),
     ],
 )
 def test_what_is_no_such_cache_is_refused(cache: torch.Tensor, words: str) -> None:
