@@ -52,7 +52,8 @@ async def store_prefix(
     ``cache`` is what ``model`` has filled: the ``past_key_values`` that ``generate``
     returns with ``return_dict_in_generate=True``. ``input_ids`` are the tokens it is
     of, or some at its beginning. What is stored already is not stored again. ``name``
-    goes into the fingerprint (see ``fingerprint_of``), ``salt`` keeps tenants apart.
+    goes into the fingerprint (see ``fingerprint_of``), ``salt`` keeps tenants apart,
+    and prompts with other images.
 
     Returns how many of the tokens are stored now, counted from the first. The cache
     must not change meanwhile. A cancelled call has stored some chunks, from the last
@@ -61,9 +62,10 @@ async def store_prefix(
     :raises ConfigError: a layer cannot be carried, or has dropped what was before its
         window: fill ``DynamicCache()``, made without the config, which keeps all; or
         the cache is so long that it has other KV than shorter prompts have
-    :raises ValueError: several prompts at once, or one with padding
+    :raises ValueError: several prompts at once, or one with padding, or with images and
+        without ``salt``
     """
-    prompt = _plain(model, input_ids)
+    prompt = _plain(model, input_ids, salt)
     check_length(model.config, cache.get_seq_length())
     keys, plans = await _keys_of(model, prompt, name, salt, chunk_tokens)
     check_cache(cache, tuple(plans))
@@ -116,9 +118,10 @@ async def load_prefix(
 
     :raises ConfigError: naming the layer that cannot be carried, or the devices that
         the model is spread over; or a prompt so long shares no KV with others
-    :raises ValueError: several prompts at once, or one with padding
+    :raises ValueError: several prompts at once, or one with padding, or with images and
+        without ``salt``
     """
-    prompt = _plain(model, input_ids)
+    prompt = _plain(model, input_ids, salt)
     check_placement(model)
     check_length(model.config, prompt.length)
     keys, plans = await _keys_of(model, prompt, name, salt, chunk_tokens)
@@ -141,13 +144,22 @@ async def load_prefix(
     return handoff_of(model, entry, prompt.ids, name=name)
 
 
-def _plain(model: PreTrainedModel, input_ids: torch.Tensor | Sequence[int]) -> Prompt:
+def _plain(
+    model: PreTrainedModel, input_ids: torch.Tensor | Sequence[int], salt: str
+) -> Prompt:
     prompt = Prompt.of(input_ids, pad_token=pad_token_of(model))
     if not prompt.is_plain:
         raise ValueError(
             f"a prefix is of one prompt without padding, not of {prompt.batch} rows "
             f"padded by {max(prompt.padding)}"
         )
+    for what in ("image", "video", "audio"):
+        token = getattr(model.config, f"{what}_token_id", None)
+        if not salt and token is not None and bool((prompt.ids == token).any()):
+            raise ValueError(
+                f"the prompt has {what} tokens, which are the same whatever it is: "
+                "give a salt that says which, a digest of it"
+            )
     return prompt
 
 

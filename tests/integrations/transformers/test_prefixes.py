@@ -151,6 +151,28 @@ async def test_a_prompt_of_which_its_beginning_is_not_stored_has_nothing(
     assert await load_prefix(model, prompt[:, :7], store, chunk_tokens=8) is None
 
 
+async def test_a_prompt_with_images_needs_a_salt_that_says_which_they_are(
+    model: PreTrainedModel,
+    prompt: torch.Tensor,
+    store: StoreBuffer,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    token = int(prompt[0, 5])
+    monkeypatch.setattr(model.config, "image_token_id", token, raising=False)
+    cache = filled(model, prompt)
+    with pytest.raises(ValueError, match="image tokens"):
+        await store_prefix(model, prompt, cache, store, chunk_tokens=8)
+    with pytest.raises(ValueError, match="image tokens"):
+        await load_prefix(model, prompt, store, chunk_tokens=8)
+    stored = await store_prefix(
+        model, prompt, cache, store, salt="one image", chunk_tokens=8
+    )
+    assert stored == 40
+    for salt, is_there in (("one image", True), ("another", False)):
+        found = await load_prefix(model, prompt, store, salt=salt, chunk_tokens=8)
+        assert (found is not None) is is_there
+
+
 async def test_what_cannot_be_a_prefix_is_refused(
     model_of: Callable[..., PreTrainedModel],
     prompt: torch.Tensor,
