@@ -83,9 +83,11 @@ class LocalConsumer:
             lease = await select.lease()
             stream = kind(select, lease, self._pool, targets)
             self._leases.reach(lease)
-            yield stream
+            try:
+                yield stream
+            finally:
+                stream.close()
         self._leases.acknowledge(lease)
-        stream.close()
 
     def _select(self, query: Query, *, streams: bool = False) -> LocalSelect:
         self._check()

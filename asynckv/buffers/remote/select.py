@@ -202,6 +202,7 @@ class RemoteSelect:
             if self.delivery.incoming is not None:
                 self.delivery.incoming.stop()
         self.release()
+        self._watchers.wake()
 
     async def quiesce(self) -> None:
         """Wait until nothing touches memory that the caller lent (at most 1 s)."""

@@ -89,6 +89,20 @@ async def test_leaving_wakes_who_still_waits_for_a_tensor(buffer: LookupBuffer) 
             await writer.put(name, noise(8))
 
 
+async def test_leaving_by_an_error_wakes_who_still_waits_for_a_tensor(
+    buffer: LookupBuffer,
+) -> None:
+    async with buffer.open_insert([1], None, SPECS) as writer:
+        with pytest.raises(LookupError):
+            async with buffer.open_drop_select([1]) as stream:
+                waiting = await started(stream.wait_for("key"))
+                raise LookupError
+        with pytest.raises(LeaseLost):
+            await asyncio.wait_for(waiting, 10)
+        for name in SPECS:
+            await writer.put(name, noise(8))
+
+
 async def test_a_cancelled_read_reads_the_same_tensor_again(
     buffer: LookupBuffer,
 ) -> None:

@@ -483,6 +483,17 @@ async def test_a_stream_that_was_left_gives_nothing_more(
         await stream.wait_for("key")
 
 
+async def test_leaving_a_stream_wakes_who_still_waits_for_a_tensor(
+    peers: Peers, local: LookupBuffer
+) -> None:
+    async with local.open_insert([1], None, {"key": SPECS["0.key"]}) as writer:
+        async with peers.consumer.lookup.open_drop_select([1]) as stream:
+            waiting = await started(stream.wait_for("key"))
+        with pytest.raises(RuntimeError, match="over"):
+            await asyncio.wait_for(waiting, 10)
+        await writer.put("key", ONES)
+
+
 async def test_the_iteration_ends_with_the_commit(
     peers: Peers, local: LookupBuffer
 ) -> None:
