@@ -347,8 +347,9 @@ class RemoteStream(SelectStream):
         while len(landed) <= self._next:
             await self._selecting.changed()
         name = landed[self._next]
+        tensor = await self._tensor(name)
         self._next += 1
-        return name, await self._tensor(name)
+        return name, tensor
 
     async def wait_for(self, name: str) -> torch.Tensor:
         self._check_open()

@@ -47,6 +47,7 @@ from asynckv.testing.pairs import Peers
 from asynckv.transfers.delivery import Delivery, ReceiveBudget
 from asynckv.transfers.tokens import make_query
 from harness.buffer_fixtures import CutWhen
+from harness.fake_devices import FakeDevice
 from harness.link_pairs import LinkPair, linked
 from harness.raw_inserts import NoRoutes, body_with
 
@@ -492,6 +493,20 @@ async def test_leaving_a_stream_wakes_who_still_waits_for_a_tensor(
         with pytest.raises(RuntimeError, match="over"):
             await asyncio.wait_for(waiting, 10)
         await writer.put("key", ONES)
+
+
+async def test_a_read_that_is_cancelled_on_the_way_to_a_gpu_is_made_again(
+    on_gpu: tuple[FakeDevice, Peer], local: LookupBuffer
+) -> None:
+    _, peer = on_gpu
+    await local.insert([1], None, torch.ones(8), torch.zeros(8), None)
+    async with peer.lookup.open_drop_select([1]) as stream:
+        reading = asyncio.ensure_future(anext(stream))
+        await asyncio.sleep(0)
+        reading.cancel()
+        await asyncio.wait({reading})
+        assert reading.cancelled()
+        assert [name async for name, _ in stream] == ["key", "value"]
 
 
 async def test_the_iteration_ends_with_the_commit(
