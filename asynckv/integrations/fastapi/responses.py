@@ -187,6 +187,7 @@ class _StreamedSelection(StreamingResponse):
         self._is_sent = True
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        background, self.background = self.background, None
         gone = ClientDisconnect()
         try:
             async with AsyncExitStack() as stack:
@@ -200,3 +201,5 @@ class _StreamedSelection(StreamingResponse):
         except ClientDisconnect as exc:
             if exc is not gone:
                 raise
+        if background is not None:  # whatever it does, the entry was decided before
+            await background()

@@ -11,6 +11,7 @@ import pytest
 import torch
 from fastapi import Body, Depends, FastAPI, HTTPException
 from starlette.applications import Starlette
+from starlette.background import BackgroundTask
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
@@ -154,6 +155,27 @@ async def test_a_deadline_before_the_first_byte_is_still_a_status(
         answer = await client.get("/layers", params={"fail": True})
     assert answer.status_code == 504
     await until(lambda: local.statistics().waiting_selects == 0)
+
+
+async def test_the_entry_is_taken_before_a_background_task_that_fails(
+    local: asynckv.LookupBuffer,
+) -> None:
+    async def fail() -> None:
+        assert local.statistics().acknowledged == 1
+        raise LookupError
+
+    async def send(message: object) -> None:
+        pass
+
+    async def receive() -> dict[str, object]:
+        raise AssertionError("such a server is not asked")
+
+    await local.insert(TOKENS, None, LAYER, None, None)
+    response = await stream_response(local.open_drop_select(TOKENS), names_of)
+    response.background = BackgroundTask(fail)
+    with pytest.raises(LookupError):
+        await response({"type": "http", "asgi": {"spec_version": "2.4"}}, receive, send)
+    assert local.statistics().given_back == 0
 
 
 async def test_a_server_whose_sending_fails_ends_it_too(
