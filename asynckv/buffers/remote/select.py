@@ -256,6 +256,7 @@ class RemoteSelect:
         self._error = error
         if self._streams and self.delivery is not None:
             self.delivery.release()  # nothing more is told of, though nobody leaves yet
+            self.release()  # nor comes: others wait for room, be it only to learn it
         self._watchers.wake()
 
     def _on_offer(self, offer: Offer, body: bytes) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 
 import pytest
 import torch
@@ -187,6 +187,26 @@ async def test_an_entry_beyond_the_receive_bound_is_refused_and_stays(
         entry = await peer.lookup.drop_select([1], into=into)
         assert entry.key is into["key"] and bool(into["key"].all())
         assert peer.budget.used_bytes == 0
+
+
+@pytest.mark.parametrize("end", [Peer.abort, Peer.aclose])
+async def test_who_waits_for_the_receive_bound_learns_that_the_peer_is_lost(
+    local: LookupBuffer, end: Callable[[Peer], Awaitable[None] | None]
+) -> None:
+    for _ in range(2):
+        await local.insert([1], None, ONES, None, None)
+    async with (
+        serve("mem://", lookup=local) as server,
+        connect(server.url, max_bytes="1MiB") as peer,
+    ):
+        with pytest.raises(LeaseLost):
+            async with peer.lookup.open_drop_select([1]) as stream:
+                await stream.wait_for("key")
+                waiting = await started(peer.lookup.drop_select([1]))
+                if (ending := end(peer)) is not None:
+                    await ending
+                with pytest.raises(PeerLost):
+                    await asyncio.wait_for(waiting, 10)
 
 
 async def test_an_offer_retracted_while_lent_memory_falls_quiet_is_not_charged(
