@@ -19,6 +19,7 @@ import msgspec
 from asynckv.buffers.entries.entries import Exported, Lease, StoredEntry, Waiter
 from asynckv.buffers.entries.leases import entry_taken
 from asynckv.buffers.serving.requests import LookupRequests
+from asynckv.buffers.serving.service import BUSY_BYTES
 from asynckv.errors import (
     AsyncKVError,
     BufferClosed,
@@ -65,9 +66,6 @@ __all__ = (
 )
 
 logger = logging.getLogger(__name__)
-
-_BUSY_BYTES = 4 * 2**20
-"""With so much unwritten for a peer, the next small delivery waits its turn."""
 
 _encoder: Final = msgspec.msgpack.Encoder()
 
@@ -428,7 +426,7 @@ class ServedSelect(msgspec.Struct, eq=False):
         importer, streams = self.payer.export.importer, self.streams
         if not entry.complete and not may_begin(entry, importer, streams=streams):
             return
-        if link.outgoing_bytes > _BUSY_BYTES:
+        if link.outgoing_bytes > BUSY_BYTES:
             link.call_when_drained(self._offer_if_due)
             return
         try:

@@ -34,6 +34,7 @@ from asynckv.protocol.frames import (
 from asynckv.waits.waiting import OwnTasks
 
 __all__ = (
+    "BUSY_BYTES",
     "REQUEST_NBYTES",
     "SILENCE_S",
     "KeptBytes",
@@ -46,6 +47,9 @@ __all__ = (
     "answer_at_once",
 )
 
+
+BUSY_BYTES: Final = 4 * 2**20
+"""With so much unwritten for a peer, its next small delivery waits its turn."""
 
 REQUEST_NBYTES: Final = 2048
 """What a request costs beside what it says: as much as is tested for one."""

@@ -12,6 +12,7 @@ from asynckv.abc import StoredValue
 from asynckv.buffers.lower_tiers import Owner, TenantModel
 from asynckv.buffers.serving.insert import answer
 from asynckv.buffers.serving.service import (
+    BUSY_BYTES,
     REQUEST_NBYTES,
     LinkBytes,
     Service,
@@ -61,9 +62,7 @@ __all__ = (
 )
 
 
-_BUSY_BYTES = 4 * 2**20
 _HELD_AT_ONCE = 64
-"""With so much unwritten for a peer, the next value waits its turn."""
 
 
 class ServedGet:
@@ -97,7 +96,7 @@ class ServedGet:
         service, pinned = self._service, self._pinned
         if self not in service.under_way:
             return
-        if service.link.outgoing_bytes > _BUSY_BYTES:
+        if service.link.outgoing_bytes > BUSY_BYTES:
             service.link.call_when_drained(self._offer_when_writable)
             return
         transfer, stream = service.link.new_transfer(), self._stream

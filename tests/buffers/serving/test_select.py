@@ -274,7 +274,7 @@ async def test_a_delivery_waits_while_much_is_unwritten(
     local: LookupBuffer, link: Link, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await insert(local)
-    monkeypatch.setattr(select, "_BUSY_BYTES", -1)
+    monkeypatch.setattr(select, "BUSY_BYTES", -1)
     hearer, given_up = Hearer(), Hearer()
     link.open_stream(given_up, ANY).send(Cancel())
     assert await given_up.next() == (Cancelled(), b"")
