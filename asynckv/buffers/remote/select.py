@@ -197,11 +197,7 @@ class RemoteSelect:
     def close(self) -> None:
         """Nothing more is waited for, or read. Never waits."""
         self._error = self._error or RuntimeError("this drop_select is over")
-        if self.delivery is not None:
-            self.delivery.release()
-            if self.delivery.incoming is not None:
-                self.delivery.incoming.stop()
-        self.release()
+        self._let_go()
         self._watchers.wake()
 
     async def quiesce(self) -> None:
@@ -254,10 +250,17 @@ class RemoteSelect:
     def _fail(self, error: Exception) -> None:
         self._is_answered = True
         self._error = error
-        if self._streams and self.delivery is not None:
-            self.delivery.release()  # nothing more is told of, though nobody leaves yet
-            self.release()  # nor comes: others wait for room, be it only to learn it
+        if self._streams:  # nobody leaves yet, and others wait for its room
+            self._let_go()
         self._watchers.wake()
+
+    def _let_go(self) -> None:
+        """Nothing more of what was offered comes, or is read."""
+        if self.delivery is not None:
+            self.delivery.release()
+            if self.delivery.incoming is not None:
+                self.delivery.incoming.stop()
+        self.release()
 
     def _on_offer(self, offer: Offer, body: bytes) -> None:
         if self.delivery is not None:
