@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import gc
 import threading
+import types
 import weakref
 from collections.abc import AsyncIterator, Awaitable, Iterator
 from contextlib import asynccontextmanager, contextmanager
@@ -28,7 +29,7 @@ from asynckv.errors import (
 from asynckv.links import link as progress
 from asynckv.links.link import LinkStream
 from asynckv.protocol.failures import to_failure
-from asynckv.protocol.frames import Frame, OpeningFrame, Ping
+from asynckv.protocol.frames import Accepted, Frame, OpeningFrame, Ping
 from asynckv.protocol.transfer_frames import (
     DeviceMet,
     DeviceReady,
@@ -548,6 +549,17 @@ async def test_who_is_detached_hears_nothing_more() -> None:
     channel.on_lost(PeerLost("gone"))
     await asyncio.sleep(0)
     assert not heard
+
+
+async def test_the_end_is_said_once_and_nothing_after_it() -> None:
+    said: list[Frame] = []
+    stream: Any = types.SimpleNamespace(send=said.append)
+    channel = DeviceStream.answer(stream)
+    channel.detach()
+    channel.detach()
+    channel.give_up(ConfigError("too late"))
+    channel.send(DeviceReady())
+    assert said == [Accepted()]
 
 
 @pytest.mark.parametrize(

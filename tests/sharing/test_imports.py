@@ -583,6 +583,15 @@ async def test_whoever_reads_is_stopped_at_the_end() -> None:
     await until(lambda: export.how_often == 1)
 
 
+async def test_a_tensor_may_end_where_the_memory_does() -> None:
+    memory = PeerMemory(lambda error: None)
+    memory.put(Allocation())  # type: ignore[arg-type]
+    memory.check(0, LARGE)
+    with pytest.raises(RemoteProtocolError, match="beyond"):
+        memory.check(0, LARGE + 1)
+    await memory.aclose()
+
+
 async def test_nothing_is_read_of_what_is_closed() -> None:
     failed: list[Exception] = []
     told: list[Exception | None] = []
