@@ -7,7 +7,7 @@ import logging
 import random
 from collections.abc import Awaitable, Callable
 from functools import partial
-from typing import Final, Literal, Self
+from typing import Final, Literal
 
 import anyio
 
@@ -381,10 +381,6 @@ class PeerBuffer(KVCacheBuffer):
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} of {self._peer!r}>"
-
-    async def __aenter__(self) -> Self:
-        self._peer.link_nowait()  # raises if the peer was closed, or not entered yet
-        return self
 
     async def aclose(self) -> None:
         await self._peer.aclose()

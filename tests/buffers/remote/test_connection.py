@@ -54,17 +54,6 @@ async def test_waiting_calls_go_on_after_a_cut(
     await until(lambda: local.statistics().waiting_selects == 0)
 
 
-@pytest.mark.parametrize("kind", ["lookup", "store"])
-async def test_a_buffer_whose_peer_is_closed_cannot_be_entered(
-    peers: Peers, kind: str
-) -> None:
-    buffer = getattr(peers.consumer, kind)
-    async with buffer:
-        pass  # leaving it closes the peer
-    with pytest.raises(PeerLost, match="closed on this side"):
-        await buffer.__aenter__()
-
-
 async def test_a_dial_that_fails_as_nobody_thought_of_is_tried_again(
     peers: Peers,
     local: LookupBuffer,
