@@ -6,7 +6,7 @@ import asyncio
 import dataclasses
 from collections.abc import Sequence
 from types import TracebackType
-from typing import Final, Self
+from typing import Final
 
 import torch
 
@@ -106,7 +106,6 @@ class Pipe(KVPipe, LoopBound):
         self._turn_to_receive = asyncio.Lock()
         self._calls = 0
         self._told = ReportedErrors()
-        self._is_closed = False
 
     def __repr__(self) -> str:
         return f"<Pipe over {self._link!r}>"
@@ -249,7 +248,6 @@ class Pipe(KVPipe, LoopBound):
             and nobody was told yet
         """
         self._check_loop()
-        self._is_closed = True
         self._outbound.refuse()
         try:
             await self._drain()
@@ -264,15 +262,8 @@ class Pipe(KVPipe, LoopBound):
             await self._close_ends()
 
     def abort(self) -> None:
-        self._is_closed = True
         self._told.note_all()
         self._hang_up()
-
-    async def __aenter__(self) -> Self:
-        self._check_loop()
-        if self._is_closed:
-            raise EndOfStream("the pipe was closed on this side")
-        return self
 
     async def __aexit__(
         self,

@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import logging
 import random
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from typing import Final
 
 import pytest
@@ -173,18 +173,6 @@ async def test_closing_tells_a_loss_that_nobody_was_told_of() -> None:
         with pytest.raises(PipeBroken):
             await near.aclose()
         await near.aclose()
-
-
-@pytest.mark.parametrize("end", [Pipe.aclose, Pipe.abort])
-async def test_a_pipe_that_was_closed_here_cannot_be_entered_again(
-    end: Callable[[Pipe], Awaitable[None] | None],
-) -> None:
-    async with open_pipe_pair() as (near, far):
-        if (ending := end(near)) is not None:
-            await ending
-        with pytest.raises(EndOfStream, match="closed on this side"):
-            await near.__aenter__()
-        await far.__aenter__()  # what it has received is there to be taken
 
 
 @pytest.mark.both_loops

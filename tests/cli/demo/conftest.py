@@ -87,7 +87,7 @@ def no_progress_bars(monkeypatch: pytest.MonkeyPatch) -> None:
 def engine(tmp_path: Path) -> Iterator[Engine]:
     """Return an engine with a tiny random model and a prompt of 20 tokens."""
     folder = prepare_model("random-tiny", tmp_path).folder
-    engine = Engine(load_model(folder), tuple(range(20)))
+    engine = Engine(load_model(folder), tuple(range(1, 21)))
     yield engine
     engine.close()
 

@@ -32,8 +32,8 @@ from asynckv.cli.demo.prefill import PrefillWorker
 from asynckv.cli.demo.worker import Engine
 from asynckv.integrations.transformers import fingerprint_of
 
-PROMPT = tuple(range(20))
-SECOND = (*range(15), 7, 7, 7)
+PROMPT = tuple(range(1, 21))
+SECOND = (*range(1, 16), 7, 7, 7)
 
 
 class Stage:
