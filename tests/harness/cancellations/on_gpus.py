@@ -219,6 +219,8 @@ async def _insert(way: str, sweeper: Sweeper, nbytes: int, insert: Any) -> None:
         async with opened as pair:
             if way == "nccl":
                 await pair.opened()
+            if way == "ipc":
+                await until(lambda: pair.puts.are_read)
             source = pair.theirs.tensor(noise(nbytes, 1))
             async for cancel in sweeper.sweep(way, is_open=True):
                 source.copy_(noise(nbytes, 1))
